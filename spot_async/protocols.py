@@ -1,0 +1,153 @@
+"""What the orchestrator asks of backends, verifiers and policies. Small, and all of it async.
+
+Deadlines are absolute, on the running loop's clock (`asyncio.get_running_loop().time()`): an
+implementation gives up with `DeadlineExceededError` when one passes. All of them may be cancelled
+at any await and must then stop the work they started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, Self, runtime_checkable
+
+from spot_async.types import (
+    Capabilities,
+    FloatArray,
+    Generation,
+    IntArray,
+    Problem,
+    Prompt,
+    Sample,
+    SamplingSettings,
+    Supervision,
+    TokenScores,
+    TrainReport,
+    Verdict,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Student rollouts and probes, evaluation."""
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        """Sample one response. `session` names requests that share a prefix; a hint only."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Log-probabilities of given tokens: the teacher, a frozen reference."""
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, deadline: float
+    ) -> TokenScores: ...
+
+
+@runtime_checkable
+class CandidateScorer(Protocol):
+    """Log-probabilities of chosen tokens at chosen positions: the behaviour student."""
+
+    async def candidate_logprobs(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        expected_version: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        """(N, k) for positions (N,) and candidate_ids (N, k).
+
+        Raises `VersionMismatchError` when the server holds other weights than `expected_version`.
+        """
+        ...
+
+
+@runtime_checkable
+class WeightSink(Protocol):
+    """Servers that take new student weights. All or nothing: on an error the old ones still serve."""
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None: ...
+
+
+class Backend(Protocol):
+    """A running inference service in one role. Entering starts it and waits until it answers."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+    async def capabilities(self, *, deadline: float) -> Capabilities: ...
+
+    async def watch(self) -> None:
+        """Run for as long as the service lives; raise `ProcessDiedError` when it ends by itself."""
+        ...
+
+
+class Verifier(Protocol):
+    """Judges a whole response. Never raises for what a model wrote: that is a verdict."""
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+
+class PromptStages(Protocol):
+    """The stages as one prompt's coroutine sees them: priority, seed and deadline are already its own."""
+
+    async def rollout(self) -> Generation:
+        """Sample the prompt's response from the behaviour policy."""
+        ...
+
+    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        """Score the response under the teacher."""
+        ...
+
+    async def candidate_logprobs(
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
+    ) -> FloatArray:
+        """Behaviour-policy log-probabilities (N, k) of candidates at response positions."""
+        ...
+
+    async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
+        """The n-th continuation after `response_ids[:position], candidate_id`."""
+        ...
+
+    async def verify(self, response_ids: IntArray) -> Verdict:
+        """Judge a whole response to this prompt; missing evidence has already been retried once."""
+        ...
+
+    def decode(self, token_ids: IntArray) -> str:
+        """Text of response tokens, special tokens left out."""
+        ...
+
+
+class Policy(Protocol):
+    """A method: one coroutine per prompt over the stages. No I/O and no scheduling of its own."""
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]: ...
+
+
+class Trainer(Protocol):
+    """The other end of the supervision queue: takes a batch, answers with new weights."""
+
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+        """Train on one batch; returns once the new weights are published.
+
+        Raises `TrainerError` when a rank stopped (non-finite loss, full disk, killed).
+        """
+        ...

@@ -1,0 +1,177 @@
+"""The values that travel between data, stages, policies and the trainer.
+
+Plain records without behaviour. Those that cross a process boundary are msgspec structs, so that
+`wire.py` can encode them without pickle; arrays are numpy and never lists of floats.
+
+Conventions, everywhere in this package:
+* Response positions are 0-based: position `t` is the decision for `response_ids[t]`
+  (the paper's `t` is this plus one). `alignment.py` maps positions to model output rows.
+* Log-probabilities are natural logs over the full vocabulary, of the untruncated distribution
+  at the stated temperature.
+* Shapes name their axes: P prompt tokens, T response tokens, K served top-k, N positions,
+  k candidates per position.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length"]
+
+
+class WeightVersion(NamedTuple):
+    """Which weights a token came from. After a roll-back the step repeats, the lineage does not."""
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+
+class Verdict(StrEnum):
+    """What a verifier found. The first three are outcomes, the last two are missing evidence."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    NO_ANSWER = "no_answer"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+    @property
+    def reward(self) -> float | None:
+        """1, 0 or, where the verifier could not decide, None (method.md section 2)."""
+        if self in (Verdict.TIMEOUT, Verdict.ERROR):
+            return None
+        return 1.0 if self is Verdict.CORRECT else 0.0
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a problem file."""
+
+    id: str
+    text: str
+    answer: str
+    tier: str | None = None  # group that evaluation tables report apart (difficulty, subject, ...)
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem at its place in the run."""
+
+    ordinal: int  # place in admission order; seeds and priorities derive from it
+    problem: Problem
+    token_ids: IntArray  # (P,) the rendered chat prompt
+
+
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request samples. `seed` alone decides its randomness, whatever runs beside it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a response were sampled by `version`."""
+
+    start: int
+    end: int
+    version: WeightVersion
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled response."""
+
+    token_ids: IntArray  # (T,) the end token included when it was generated
+    logprobs: FloatArray  # (T,) of the sampled tokens
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]  # cover [0, T) in order
+    topk_ids: IntArray | None = None  # (T, K) when top_k > 0 was asked for
+    topk_logprobs: FloatArray | None = None  # (T, K)
+
+
+class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a given response under a model. Response rows only."""
+
+    logprobs: FloatArray  # (T,) of the response's own tokens
+    topk_ids: IntArray  # (T, K) descending by probability
+    topk_logprobs: FloatArray  # (T, K)
+    entropy: FloatArray  # (T,) nats; a midpoint where only bounds are known
+    entropy_lower: FloatArray  # (T,) equal to entropy when it is exact
+    entropy_upper: FloatArray  # (T,)
+    version: WeightVersion
+
+
+class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
+    """Sparse target distributions at some response positions of one trajectory."""
+
+    positions: IntArray  # (N,) 0-based response positions
+    token_ids: IntArray  # (N, k)
+    probabilities: FloatArray  # (N, k) rows sum to 1
+    weights: FloatArray  # (N,) factor of each position's cross-entropy in the trajectory's loss
+
+
+class Supervision(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the trainer needs of one trajectory. It names no method."""
+
+    prompt_ordinal: int
+    problem_id: str
+    prompt_ids: IntArray  # (P,)
+    response_ids: IntArray  # (T,)
+    behavior_logprobs: FloatArray  # (T,) log pi_old of the sampled tokens
+    version: WeightVersion  # oldest weights that sampled a token
+    teacher_logprobs: FloatArray | None = None  # (T,) advantages follow as teacher - behaviour
+    advantages: FloatArray | None = None  # (T,) given directly; exclusive with teacher_logprobs
+    reference_logprobs: FloatArray | None = None  # (T,) for the reference KL
+    soft_targets: SoftTargets | None = None
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy returns for one trajectory: the trainer's part, and what people look at.
+
+    `metrics` are averaged over the iteration under their own names; `record` becomes one line of
+    `samples.jsonl` and holds JSON-encodable values only.
+    """
+
+    supervision: Supervision
+    metrics: dict[str, float]
+    record: dict[str, Any]
+
+
+class WeightSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Published weights: a Hugging Face directory with safetensors, complete once it is named."""
+
+    directory: str
+    version: WeightVersion
+
+
+class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one iteration of the trainer produced."""
+
+    snapshot: WeightSnapshot
+    metrics: dict[str, float]  # loss parts, ratio and clip statistics, gradient norm, tokens, seconds
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend was found to offer at start-up. A policy states what it needs of these."""
+
+    model: str
+    vocab_size: int  # of the model's softmax
+    vocab_fingerprint: str  # equal for two servers whose tokenizers map the same ids to the same tokens
+    max_context_tokens: int
+    max_top_k: int
+    exact_entropy: bool
+    candidate_logprobs: bool
+    weight_update: bool
+    logprob_convention: Literal["untruncated", "truncated"] = "untruncated"

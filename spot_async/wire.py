@@ -1,0 +1,52 @@
+"""msgpack encoding of the package's structs, arrays included. No pickle.
+
+An array travels as (dtype, shape, bytes) and is decoded as a read-only view of the received
+buffer, without a copy. Only plain number types are accepted on the way in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, get_origin
+
+import msgspec
+import numpy as np
+
+T = TypeVar("T")
+
+ARRAY_DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        contiguous = np.ascontiguousarray(value)
+        return [contiguous.dtype.str, contiguous.shape, contiguous.data.cast("B") if contiguous.size else b""]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"no wire form for {type(value).__name__}")
+
+
+def _decode_array(expected: type, value: Any) -> object:
+    if expected is not np.ndarray and get_origin(expected) is not np.ndarray:
+        raise NotImplementedError(f"no wire form for {expected}")
+    dtype, shape, data = value
+    if dtype not in ARRAY_DTYPES:
+        raise ValueError(f"array dtype {dtype!r} is not one of {sorted(ARRAY_DTYPES)}")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(message: object) -> bytes:
+    """Encode a struct; raises NotImplementedError for values that have no wire form."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview, type_: type[T]) -> T:
+    """Decode and validate; raises `msgspec.ValidationError` or `msgspec.DecodeError` on bad input."""
+    decoder = _decoders.get(type_)
+    if decoder is None:
+        decoder = _decoders[type_] = msgspec.msgpack.Decoder(type_, dec_hook=_decode_array)
+    result: T = decoder.decode(data)
+    return result
