@@ -1,0 +1,136 @@
+"""From a YAML file and `section.key=value` overrides to a validated `Config`, or one clear line.
+
+Every problem is reported as `key: what is wrong (value); what to do`, the nearest valid name
+included, as a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from spot_async.config import Config, PluginSettings, PluginSettingsError
+from spot_async.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads `3e-6` as a number, as everyone but YAML 1.1 does."""
+
+
+_Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override and validate. Relative paths in the file stay relative to the working directory."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
+    tree = _parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
+    for override in overrides:
+        apply_override(tree, override)
+    return validate(tree)
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value`, the value read as YAML."""
+    name, separator, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"override {override!r}: expected section.key=value")
+    section = tree
+    for depth, key in enumerate(keys[:-1]):
+        below = section.setdefault(key, {})
+        if isinstance(below, str):  # the short form `verifier: boxed_match`
+            below = section[key] = {"kind": below}
+        if not isinstance(below, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+        section = below
+    section[keys[-1]] = _parse_yaml(text, f"override {override!r}")
+
+
+def validate(tree: dict[str, Any]) -> Config:
+    """Validate a tree of plain values. JSON mode lets lists be tuples but keeps "1" from being 1."""
+    try:
+        return Config.model_validate_json(msgspec.json.encode(tree))
+    except ValidationError as errors:
+        lines = list(dict.fromkeys(_describe(errors, Config, ())))
+        raise ConfigError("\n".join(lines)) from None
+    except TypeError as error:
+        raise ConfigError(f"configuration holds a value that is no plain YAML value: {error}") from None
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to the same values."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{source}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def _describe(errors: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[str]:
+    for error in errors.errors(include_url=False):
+        location = (*prefix, *map(str, error["loc"]))
+        cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, PluginSettingsError):
+            yield from _describe(cause.errors, cause.schema, location)
+        else:
+            yield f"{'.'.join(location) or 'configuration'}: {_explain(error, schema)}"
+
+
+def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
+    value = error.get("input")
+    match error["type"]:
+        case "extra_forbidden":
+            owner = _schema_at(schema, error["loc"][:-1])
+            known = list(owner.model_fields) if owner else []
+            close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+            return "unknown key; " + (f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(known)}")
+        case "missing":
+            return "required, but not given"
+        case "value_error":
+            return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+        case _:
+            message = error["msg"][:1].lower() + error["msg"][1:]
+            return f"{message}, but got {value!r}" if not isinstance(value, dict) else message
+
+
+def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    """The section that a location leads to, through optional annotations."""
+    current: type[BaseModel] | None = schema
+    for key in location:
+        field = current.model_fields.get(str(key)) if current else None
+        if field is None:
+            return None
+        current = next((c for c in _classes(field.annotation) if issubclass(c, BaseModel)), None)
+    return current if current is not PluginSettings else None
+
+
+def _classes(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _classes(argument)

@@ -1,0 +1,41 @@
+"""Finds backends, policies and verifiers by name, so that the core imports none of them.
+
+A name is looked up in the entry-point group `spot_async.<group>`; `module:Class` names a class
+directly. Every plug-in class has a nested `Settings`, a `config.PluginSettings` subclass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+Group = Literal["backends", "policies", "verifiers"]
+
+
+def names(group: Group) -> list[str]:
+    """Installed plug-in names, sorted."""
+    return sorted(point.name for point in entry_points(group=f"spot_async.{group}"))
+
+
+def load(group: Group, kind: str) -> Any:
+    """The plug-in class called `kind`. Raises ValueError, with the nearest name, when there is none."""
+    if ":" in kind:
+        module_name, _, class_name = kind.partition(":")
+        try:
+            found = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"cannot load {kind!r}: {error}") from None
+    else:
+        for point in entry_points(group=f"spot_async.{group}", name=kind):
+            found = point.load()
+            break
+        else:
+            known = names(group)
+            close = difflib.get_close_matches(kind, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise ValueError(f"no {group[:-1] if group != 'policies' else 'policy'} called {kind!r}; {hint}")
+    if not hasattr(found, "Settings"):
+        raise ValueError(f"{kind!r} has no Settings class, so it is no plug-in of spot-async")
+    return found
