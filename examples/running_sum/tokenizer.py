@@ -1,19 +1,22 @@
 """The 48-token vocabulary of the running sum as a Hugging Face tokenizer.
 
-Strategy words, connectives and `\\boxed` are one token each, numbers are spelt digit by digit. Blanks carry no token: they
-are dropped on the way in and put back around words on the way out, so that decoded text reads like, and encodes like,
-the text that `task.write_solution` wrote. The chat template frames one or more turns with role tokens.
+Strategy words, connectives and `\\boxed` are one token each, numbers are spelt digit by digit. Blanks carry no token:
+they are dropped on the way in and put back around words on the way out, so that decoded text reads like, and encodes
+like, the text that `task.write_solution` wrote. The chat template frames one or more turns with role tokens.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import task
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD, END, USER, ASSISTANT, UNKNOWN = SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>")
+WORDS = ("\\boxed", *task.STRATEGIES, *task.CONNECTIVES)
 VOCABULARY_SIZE = 48
 CONTEXT_TOKENS = 512
 
@@ -28,18 +31,17 @@ CHAT_TEMPLATE = (
 
 def vocabulary() -> dict[str, int]:
     """Token to id; reserved tokens fill the table up to VOCABULARY_SIZE."""
-    words = ("\\boxed", *task.STRATEGIES, *task.CONNECTIVES)
-    tokens = [*SPECIAL_TOKENS, *"0123456789+-={}", *words, *task.LABELS]
+    tokens = [*SPECIAL_TOKENS, *"0123456789+-={}", *WORDS, *task.LABELS]
     tokens += [f"<|reserved_{i}|>" for i in range(VOCABULARY_SIZE - len(tokens))]
     return {token: token_id for token_id, token in enumerate(tokens)}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    words = ("\\boxed", *task.STRATEGIES, *task.CONNECTIVES)
     tokenizer = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), "")
     # Known words, not any run of letters: without blanks a strategy and the label after it touch ("oneb15").
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, words), "."])), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, WORDS), "."])), "isolated")
     blanks = [decoders.Replace(word, f"{word} ") for word in task.STRATEGIES]
     blanks += [decoders.Replace(word, f" {word} ") for word in task.CONNECTIVES]
     tokenizer.decoder = decoders.Sequence([*blanks, decoders.Fuse()])
@@ -48,12 +50,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
         chat_template=CHAT_TEMPLATE,
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
+
+
+def save_tokenizer(directory: Path) -> None:
+    build_tokenizer().save_pretrained(directory)
+    # transformers 5 writes a class name that version 4, which inference servers may still use, does not know.
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def chat(problem_text: str) -> list[dict[str, str]]:

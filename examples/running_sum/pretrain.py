@@ -1,0 +1,252 @@
+"""Trains the running-sum student and teacher from scratch, by supervised learning on generated solutions.
+
+    python examples/running_sum/pretrain.py [--only student|teacher] [--out DIR]
+
+Skill comes from exposure, habit from the last phase's mix of line lengths. `RECIPES` is the whole setting: sizes,
+seeds, mixes, steps, rates. Phases are counted in steps, never in seconds, so that a slow machine makes the same model.
+Writes a Hugging Face directory for each model, with a `manifest.json` that says how it was made and how it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import task
+import tokenizers
+import torch
+import transformers
+from measure import SamplingPlan, measure, table
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizer import CONTEXT_TOKENS, VOCABULARY_SIZE, build_tokenizer, chat, save_tokenizer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+WARMUP_STEPS = 50
+FINAL_RATE_SHARE = 0.05
+INITIALIZER_RANGE = 0.06  # the usual 0.02 is meant for widths ten times as large
+WEIGHT_DECAY = 0.01
+ADAM_BETAS = (0.9, 0.98)
+GRADIENT_NORM = 1.0
+BATCHES_PER_DRAW = 16  # drawn together and sorted by length, so that little of a batch is padding
+IGNORED = -100  # the label cross entropy passes over
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of training with one mix of line lengths and one warm-up and cosine decay of the rate."""
+
+    name: str
+    steps: int
+    mix: task.StrategyMix
+    learning_rate: float
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    layers: int
+    hidden: int
+    head_dim: int
+    seed: int
+    habit: str
+    phases: tuple[Phase, ...]
+
+
+RECIPES: dict[str, Recipe] = {
+    "student": Recipe(
+        layers=2,
+        hidden=64,
+        head_dim=16,
+        seed=11,
+        habit="By design it prefers three terms a line, its least reliable style; the last phase taught it so.",
+        phases=(
+            Phase("skills", 4000, (0.34, 0.33, 0.33), 3e-3, 32),
+            Phase("plateau", 1500, (0.5, 0.3, 0.2), 2e-3, 32),
+            Phase("habit", 300, (0.10, 0.25, 0.65), 5e-4, 32),
+        ),
+    ),
+    "teacher": Recipe(
+        layers=3,
+        hidden=96,
+        head_dim=24,
+        seed=12,
+        habit="By design it prefers one term a line, the most reliable style; the last phase taught it so.",
+        phases=(
+            Phase("skills", 2500, (0.2, 0.35, 0.45), 2e-3, 32),
+            Phase("plateau", 1200, (0.3, 0.35, 0.35), 1.5e-3, 32),
+            Phase("habit", 150, (0.6, 0.28, 0.12), 5e-4, 32),
+        ),
+    ),
+}
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=recipe.hidden,
+        intermediate_size=3 * recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=CONTEXT_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    return model
+
+
+def draw_batches(
+    phase: Phase, tokenizer: PreTrainedTokenizerFast, problems: Iterator[task.Problem], rng: random.Random
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (input ids, labels), both (batch, longest), padded right; only the solution and its end are labelled."""
+    while True:
+        drawn = [next(problems) for _ in range(BATCHES_PER_DRAW * phase.batch_size)]
+        prompts = tokenizer.apply_chat_template(
+            [chat(problem.text) for problem in drawn], add_generation_prompt=True, return_dict=False
+        )
+        solutions = tokenizer([task.write_solution(problem, phase.mix, rng) for problem in drawn])["input_ids"]
+        examples = [(prompt, [*ids, tokenizer.eos_token_id]) for prompt, ids in zip(prompts, solutions, strict=True)]
+        examples.sort(key=lambda example: len(example[0]) + len(example[1]))
+        batches = [examples[i : i + phase.batch_size] for i in range(0, len(examples), phase.batch_size)]
+        rng.shuffle(batches)
+        for batch in batches:
+            longest = max(len(prompt) + len(solution) for prompt, solution in batch)
+            ids = torch.full((len(batch), longest), tokenizer.pad_token_id)
+            labels = torch.full((len(batch), longest), IGNORED)
+            for row, (prompt, solution) in enumerate(batch):
+                end = len(prompt) + len(solution)
+                ids[row, :end] = torch.tensor(prompt + solution)
+                labels[row, len(prompt) : end] = torch.tensor(solution)
+            yield ids, labels
+
+
+def learning_rate(phase: Phase, step: int) -> float:
+    warmup = min(1.0, (step + 1) / min(WARMUP_STEPS, phase.steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * step / phase.steps))
+    return phase.learning_rate * warmup * (FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * cosine)
+
+
+def train(name: str, recipe: Recipe, console: Console) -> tuple[Qwen3ForCausalLM, int]:
+    """The trained model and the tokens it saw, padding not counted."""
+    torch.manual_seed(recipe.seed)
+    rng = random.Random(recipe.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(recipe, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY)
+    heldout = task.heldout_problems()
+    problems = task.draw_problems(rng, {problem.text for problem in heldout})
+    tokens_seen = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    for phase in recipe.phases:
+        batches = draw_batches(phase, tokenizer, problems, rng)
+        model.train()
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task(f"{name} {phase.name}", total=phase.steps)
+            for step in range(phase.steps):
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(phase, step)
+                ids, labels = next(batches)
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+                loss = torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+                )
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+                optimizer.step()
+                tokens_seen += int((ids != tokenizer.pad_token_id).sum())
+                progress.update(bar, advance=1, description=f"{name} {phase.name} loss {loss.item():.3f}")
+        glance = measure(model, tokenizer, heldout, SamplingPlan(samples=2))
+        console.print(table({f"{name} after {phase.name}": glance}))
+    return model, tokens_seen
+
+
+def write_checkpoint(name: str, recipe: Recipe, model: Qwen3ForCausalLM, tokens_seen: int, directory: Path) -> None:
+    """The model, its tokenizer and its manifest; the measurement is taken from this very model."""
+    measured = measure(model, build_tokenizer(), task.heldout_problems())
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    weights = directory / "model.safetensors"
+    manifest: dict[str, Any] = {
+        "model": name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "habit": recipe.habit,
+        "recipe": asdict(recipe),
+        "optimizer": {
+            "name": "AdamW",
+            "betas": ADAM_BETAS,
+            "weight_decay": WEIGHT_DECAY,
+            "gradient_norm": GRADIENT_NORM,
+            "warmup_steps": WARMUP_STEPS,
+            "final_rate_share": FINAL_RATE_SHARE,
+        },
+        "plan_commitment": task.COMMITMENT,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens_seen": tokens_seen,
+        "measurement": {
+            "how": f"{task.HELDOUT_PER_TIER} held-out problems per tier, drawn with seed {task.HELDOUT_SEED!r}; "
+            "mean is Avg@k and any_right Pass@k, k = samples; errors are standard errors over problems",
+            **measured.as_dict(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
+        "sha256": {weights.name: hashlib.sha256(weights.read_bytes()).hexdigest()},
+    }
+    (directory / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def keep_large_blocks_on_the_heap() -> None:
+    """Without this glibc returns every activation to the kernel and faults its pages in again at the next step."""
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # the M_* numbers of malloc.h
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(mmap_threshold, 1 << 30)
+    libc.mallopt(trim_threshold, (1 << 31) - 1)
+    libc.mallopt(top_pad, 1 << 26)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the running-sum student and teacher from scratch.")
+    parser.add_argument("--only", choices=RECIPES, help="train just this model")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where the directories are written")
+    arguments = parser.parse_args()
+    keep_large_blocks_on_the_heap()
+    torch.set_num_threads(1)  # matrices this small gain nothing from a second thread
+    console = Console()
+    for name in [arguments.only] if arguments.only else RECIPES:
+        model, tokens_seen = train(name, RECIPES[name], console)
+        write_checkpoint(name, RECIPES[name], model, tokens_seen, arguments.out / name)
+        console.print(f"wrote {arguments.out / name} after {tokens_seen / 1e6:.1f} M tokens")
+
+
+if __name__ == "__main__":
+    main()
