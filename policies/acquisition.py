@@ -1,0 +1,163 @@
+"""Where to probe: the acquisition score of every response position, and the choice of the best few.
+
+Pure numpy in float64, from log-probabilities that a caller has already gathered; asks no server and
+samples nothing. What to do at a chosen position (probing, targets) is decided elsewhere. Definitions
+are method.md section 1 and, in the paper, Eqs. (2) and (5)-(7).
+
+Axes: T response positions, k candidates, K served top-k, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import string
+import unicodedata
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.types import BoolArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ScoreVariant = Literal["H", "HC", "HG", "HC-Mass", "Full"]
+
+
+class PositionScores(NamedTuple):
+    """The score of each position and its parts, each (T,) float64 in [0, 1]."""
+
+    score: npt.NDArray[np.float64]
+    entropy: npt.NDArray[np.float64]  # Hbar: teacher entropy over log V
+    mass: npt.NDArray[np.float64]  # C: teacher probability of the candidates
+    coverage: npt.NDArray[np.float64]  # A: student probability of the same candidates
+    divergence: npt.NDArray[np.float64]  # JS in bits of the two policies renormalised on the candidates
+    gap: npt.NDArray[np.float64]  # G = lambda_mass (1 - A) + lambda_shape JS
+
+
+def score_positions(
+    teacher_logprobs: npt.ArrayLike,
+    student_logprobs: npt.ArrayLike,
+    teacher_entropy: npt.ArrayLike,
+    vocab_size: int,
+    *,
+    lambda_mass: float = 0.5,
+    lambda_shape: float = 0.5,
+    variant: ScoreVariant = "Full",
+) -> PositionScores:
+    """Acquisition scores from full-vocabulary natural logs at the teacher's top-k tokens.
+
+    `teacher_logprobs` and `student_logprobs` are (T, k) over the same tokens; `teacher_entropy` is
+    (T,) in nats; `vocab_size` is the size of the teacher's softmax. Log-probabilities may be -inf. A
+    student without any mass on the candidates has no shape to compare, and its divergence is 1: such
+    rows give the largest score a position can have, so a student not asked yet can be written as -inf.
+
+    Raises `ValueError` on shapes that do not belong together and on lambdas that are not a convex pair.
+    """
+    teacher = np.asarray(teacher_logprobs, dtype=np.float64)  # (T, k)
+    student = np.asarray(student_logprobs, dtype=np.float64)  # (T, k)
+    entropy = np.asarray(teacher_entropy, dtype=np.float64)  # (T,)
+    if teacher.ndim != 2 or teacher.shape != student.shape or entropy.shape != teacher.shape[:1]:
+        raise ValueError(
+            f"teacher {teacher.shape} and student {student.shape} log-probabilities must both be (T, k) "
+            f"and the entropy {entropy.shape} (T,)"
+        )
+    if min(lambda_mass, lambda_shape) < 0 or not np.isclose(lambda_mass + lambda_shape, 1.0):
+        raise ValueError(f"lambda_mass {lambda_mass} and lambda_shape {lambda_shape} must be >= 0 and sum to 1")
+
+    # Servers compute in float32 or less: rounding must not push a share past 1 and a score below 0.
+    normalized_entropy = np.clip(entropy / np.log(vocab_size), 0.0, 1.0)
+    mass = np.minimum(np.exp(teacher).sum(axis=-1), 1.0)
+    coverage = np.minimum(np.exp(student).sum(axis=-1), 1.0)
+    divergence = _jensen_shannon_bits(_renormalized(teacher), _renormalized(student))
+    gap = lambda_mass * (1.0 - coverage) + lambda_shape * divergence
+    factors = {
+        "H": np.ones_like(mass),
+        "HC": mass,
+        "HG": gap,
+        "HC-Mass": mass * (1.0 - coverage),
+        "Full": mass * gap,
+    }
+    return PositionScores(normalized_entropy * factors[variant], normalized_entropy, mass, coverage, divergence, gap)
+
+
+def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) -> npt.NDArray[np.int64]:
+    """The `budget` best valid positions, ascending; ties go to the earlier one.
+
+    `score` and `valid` are (T,). Positions with score 0 are never chosen, so the result may be short.
+    """
+    scores = np.asarray(score, dtype=np.float64)
+    best_first = np.argsort(-scores, kind="stable")
+    eligible = np.asarray(valid, dtype=np.bool_) & (scores > 0.0)
+    return np.sort(best_first[eligible[best_first]][:budget]).astype(np.int64)
+
+
+def entropy_bounds(
+    topk_logprobs: npt.ArrayLike, vocab_size: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Lower and upper bound (T,), in nats, of the entropy of rows whose top-K log-probabilities (T, K) are known.
+
+    The mass that is not shown lies on V - K tokens, none likelier than the K-th. The entropy is
+    largest when it is spread evenly and smallest when it is packed into as few tokens as that cap
+    allows (method.md section 1). Widen the bounds by the server's numerical noise before relying on them.
+    """
+    probabilities = np.exp(np.asarray(topk_logprobs, dtype=np.float64))  # (T, K)
+    unseen = vocab_size - probabilities.shape[-1]
+    if unseen < 0:
+        raise ValueError(f"{probabilities.shape[-1]} log-probabilities a row exceed the vocabulary of {vocab_size}")
+    shown_entropy = -_plogp(probabilities).sum(axis=-1)
+    cap = probabilities.min(axis=-1)
+    # The upper limit changes nothing in exact rows. It keeps rounding out of the bounds and makes
+    # K = V and a K-th probability of 0 ordinary: nothing can be missing there.
+    missing = np.clip(1.0 - probabilities.sum(axis=-1), 0.0, unseen * cap)
+    upper = shown_entropy - _plogp(missing) + missing * np.log(max(unseen, 1))
+    full_tokens, remainder = np.divmod(missing, np.where(cap > 0.0, cap, 1.0))
+    lower = shown_entropy - full_tokens * _plogp(cap) - _plogp(remainder)
+    return lower, upper
+
+
+def probeable_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> BoolArray:
+    """Which token ids (V,) may stand at a probed position.
+
+    Not eligible are special and padding tokens, tokens that are only whitespace or only punctuation,
+    and ids without a token (models pad their softmax). Bytes of a longer character decode to the
+    replacement character, which is neither, and stay eligible.
+    """
+    special = set(tokenizer.all_special_ids)
+    special |= {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    eligible = np.zeros(vocab_size, dtype=np.bool_)
+    for token_id in tokenizer.get_vocab().values():
+        if token_id < vocab_size and token_id not in special:
+            eligible[token_id] = not _is_blank_or_punctuation(tokenizer.decode([token_id]))
+    return eligible
+
+
+def _is_blank_or_punctuation(text: str) -> bool:
+    # Unicode files $ + < = > ^ ` | ~ under symbols; as characters of ASCII they count as punctuation here.
+    return all(
+        character in string.punctuation or unicodedata.category(character).startswith("P") for character in text.strip()
+    )
+
+
+def _renormalized(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Probabilities (T, k) that sum to 1 over the candidates, or 0 throughout where no candidate has mass.
+
+    Shifted by the row's peak, so that a shape survives probabilities too small for a float.
+    """
+    peak = logprobs.max(axis=-1, keepdims=True)
+    weights = np.exp(logprobs - np.where(np.isneginf(peak), 0.0, peak))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0.0, total, 1.0)
+
+
+def _jensen_shannon_bits(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """JS (T,) of rows (T, k) in [0, 1]; 1 where either has no mass at all."""
+    mixture_entropy = -_plogp((p + q) / 2.0).sum(axis=-1)
+    mean_entropy = -(_plogp(p) + _plogp(q)).sum(axis=-1) / 2.0
+    divergence = np.clip((mixture_entropy - mean_entropy) / np.log(2.0), 0.0, 1.0)
+    return np.where(p.any(axis=-1) & q.any(axis=-1), divergence, 1.0)
+
+
+def _plogp(p: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """p log p with 0 log 0 = 0."""
+    return p * np.log(np.where(p > 0.0, p, 1.0))

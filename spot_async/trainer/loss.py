@@ -1,0 +1,155 @@
+"""The trainer's loss: per-token and per-position terms, and the one way to add them up.
+
+Blind to the method. OPD, EOPD, SPOT, GRPO and KD differ only in which of three terms are present (a
+clipped policy term, weighted soft targets, a reference KL) and in the numbers in them. Running the
+model, padding and gathering log-probabilities are not done here. Formulas are method.md section 4.
+
+Axes: B trajectories of a micro-batch, T tokens of the longest one (right-padded), N soft-target
+positions of all trajectories together, k candidates. Entries under padding are left out of every sum
+but must be finite: a gradient of 0 times infinity would still be NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+LossAggregation = Literal["sequence_mean", "token_mean"]
+
+
+def clipped_policy_loss(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, clip: float, dual_clip: float | None = None
+) -> Tensor:
+    """`-min(r a, clamp(r, 1 - clip, 1 + clip) a)` per token, with `r = pi_theta / pi_old`.
+
+    All shapes equal; only `logprobs` carries a gradient. `dual_clip` (> 1) also caps the loss of
+    tokens with a negative advantage at `-dual_clip * a`, however far the ratio has grown.
+    """
+    ratio = torch.exp(logprobs - behavior_logprobs)
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return -objective
+
+
+class RatioStatistics(NamedTuple):
+    """How far the policy has moved from the behaviour policy, as scalars over a micro-batch's tokens.
+
+    Over micro-batches and ranks the sums add and the maximum is the largest; means are sums over `tokens`.
+    """
+
+    tokens: Tensor
+    ratio_sum: Tensor
+    ratio_max: Tensor  # 0 when there is no token
+    clipped_tokens: Tensor  # tokens whose gradient the clip, or the dual clip, has removed
+    behavior_kl_sum: Tensor  # k3 estimates of KL(pi_old || pi_theta), nats
+
+
+@torch.no_grad()
+def ratio_statistics(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: float,
+    dual_clip: float | None = None,
+) -> RatioStatistics:
+    """Statistics of `clipped_policy_loss` over the tokens where `mask` (same shape, bool) is true."""
+    log_ratio = (logprobs - behavior_logprobs)[mask]
+    advantage = advantages[mask]
+    ratio = log_ratio.exp()
+    clipped = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
+    if dual_clip is not None:
+        clipped |= (advantage < 0) & (ratio > dual_clip)
+    return RatioStatistics(
+        tokens=mask.sum(),
+        ratio_sum=ratio.sum(),
+        ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
+        clipped_tokens=clipped.sum(),
+        behavior_kl_sum=(torch.expm1(log_ratio) - log_ratio).sum(),
+    )
+
+
+def soft_target_loss(candidate_logprobs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy `-sum_v target(v) log pi_theta(v)` per position: (..., k), (..., k) -> (...).
+
+    `candidate_logprobs` are over the full vocabulary. Candidates with target 0 count as 0 whatever
+    their log-probability, -inf included.
+    """
+    return -(targets * candidate_logprobs.masked_fill(targets == 0, 0.0)).sum(dim=-1)
+
+
+def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """The k3 estimate `r - 1 - log r`, `r = pi_ref / pi_theta`, of KL(pi_theta || pi_ref) per token, in nats.
+
+    Non-negative token by token, and unbiased for tokens sampled from pi_theta.
+    """
+    log_ratio = reference_logprobs - logprobs
+    return torch.expm1(log_ratio) - log_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchTerm:
+    """Soft-target losses of one micro-batch, flattened over its trajectories. N may be 0."""
+
+    losses: Tensor  # (N,)
+    weights: Tensor  # (N,) factor of each loss in its trajectory's loss, e.g. beta / max(1, |B+|)
+    rows: Tensor  # (N,) int64: the trajectory, a row of the mask, that each position belongs to
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """The terms of one micro-batch. Absent terms are None."""
+
+    mask: Tensor  # (B, T) bool, true on response tokens
+    policy: Tensor | None = None  # (B, T)
+    reference_kl: Tensor | None = None  # (B, T), multiplied by `reference_coefficient`
+    reference_coefficient: float
+    branch: BranchTerm | None = None
+
+
+class LossParts(NamedTuple):
+    """A micro-batch's share of the mini-batch loss. `total` carries the gradient; the parts sum to it."""
+
+    total: Tensor
+    policy: Tensor
+    branch: Tensor
+    reference: Tensor  # coefficient included
+
+
+def minibatch_share(
+    terms: LossTerms, *, aggregation: LossAggregation, minibatch_trajectories: int, minibatch_tokens: int
+) -> LossParts:
+    """What a micro-batch contributes to its mini-batch's loss.
+
+    A trajectory's loss is `mean_t (policy + coefficient * kl) + sum_n weight * soft-target loss`.
+    `sequence_mean` averages trajectories evenly (the paper), `token_mean` by their length (verl), so
+    that every token of the mini-batch counts the same. Both denominators are those of the whole
+    mini-batch over all ranks: shares then simply sum, over micro-batches and ranks, to its loss.
+    """
+    lengths = terms.mask.sum(dim=1).double()  # (B,)
+    if aggregation == "sequence_mean":
+        trajectory_weights = torch.ones_like(lengths) / minibatch_trajectories
+    else:
+        trajectory_weights = lengths / minibatch_tokens
+    token_weights = (trajectory_weights / lengths.clamp(min=1.0))[:, None] * terms.mask  # (B, T)
+
+    def over_tokens(losses: Tensor | None) -> Tensor:
+        if losses is None:
+            return lengths.new_zeros((), dtype=torch.float32)
+        return (token_weights.to(losses.dtype) * losses).sum()
+
+    def over_positions(branch: BranchTerm | None) -> Tensor:
+        if branch is None:
+            return lengths.new_zeros((), dtype=torch.float32)
+        weights = trajectory_weights[branch.rows] * branch.weights
+        return (weights.to(branch.losses.dtype) * branch.losses).sum()
+
+    policy = over_tokens(terms.policy)
+    reference = terms.reference_coefficient * over_tokens(terms.reference_kl)
+    branch = over_positions(terms.branch)
+    return LossParts(policy + branch + reference, policy.detach(), branch.detach(), reference.detach())
