@@ -15,6 +15,7 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    PolicyNeeds,
     Problem,
     Prompt,
     Sample,
@@ -138,6 +139,9 @@ class PromptStages(Protocol):
 
 class Policy(Protocol):
     """A method: one coroutine per prompt over the stages. No I/O and no scheduling of its own."""
+
+    @property
+    def needs(self) -> PolicyNeeds: ...
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]: ...
 

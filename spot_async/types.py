@@ -149,6 +149,23 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     record: dict[str, Any]
 
 
+class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy asks of the backends; checked against `Capabilities` before the first request."""
+
+    teacher_top_k: int
+    exact_entropy: bool = False
+    candidate_logprobs: bool = False
+    probes_per_prompt: int = 0  # at most
+    soft_target_bytes: int = 0  # at most, per trajectory on the wire
+
+
+class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy may know of the run it is part of."""
+
+    vocab_size: int  # of the teacher's softmax
+    probeable_tokens: BoolArray  # (V,) tokens whose positions may be probed (method.md section 1)
+
+
 class WeightSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Published weights: a Hugging Face directory with safetensors, complete once it is named."""
 

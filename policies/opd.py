@@ -1,0 +1,32 @@
+"""On-policy distillation: the student's own tokens, judged one by one by the teacher.
+
+Method.md section 4 with the branch term off: the advantage of each sampled token is
+`log pi_T - log pi_old`, which the trainer forms from what is carried here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from spot_async.concurrency import both
+from spot_async.config import PluginSettings
+from spot_async.protocols import PromptStages
+from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample
+
+from .distillation import distillation_sample
+
+
+class OpdPolicy:
+    """OPD as the paper runs it: the sampled-token form of its equation 1."""
+
+    class Settings(PluginSettings):
+        kind: Literal["opd"] = "opd"
+
+    def __init__(self, settings: Settings, context: PolicyContext) -> None:
+        self.needs = PolicyNeeds(teacher_top_k=1)
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        rollout = await stages.rollout()
+        scores, verdict = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
+        return [distillation_sample(prompt, stages, rollout, scores, verdict)]

@@ -1,0 +1,41 @@
+"""Structured concurrency helpers on `asyncio.TaskGroup`: run together, fail together, nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. The first failure cancels the rest and is raised by itself, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
+    return [task.result() for task in tasks]
+
+
+async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """`gather` for two results of different types."""
+    results: list[Any] = await gather([first, second])
+    return results[0], results[1]
+
+
+def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first leaf of a group: what failed first, the others followed from it."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """All exceptions inside nested groups, in order; a plain exception is its own leaf."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]

@@ -1,0 +1,189 @@
+"""Algorithm 1 as one structured program: admit prompts, supervise them, train on batches, update weights.
+
+Two pumps share one TaskGroup: admission starts a policy coroutine per prompt whenever the gate is
+open; training takes batches in admission order and sends the new weights to the student servers. The
+orchestrator knows neither what a policy computes nor what a backend is, has no clock of its own, and
+runs unchanged on the simulator's virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from spot_async.admission import AdmissionGate, Credits
+from spot_async.concurrency import gather
+from spot_async.errors import PermanentError, PoisonedReplyError, SpotError
+from spot_async.ledger import Ledger, PromptState
+from spot_async.protocols import Policy, Trainer, WeightSink
+from spot_async.stages import Stages
+from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
+from spot_async.types import Prompt, Sample, TrainReport, WeightVersion
+
+MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
+
+
+@dataclass(frozen=True)
+class OrchestratorSettings:
+    """The numbers that decide pace; all of them come from the configuration."""
+
+    iterations: int
+    batch_size: int
+    max_staleness: int
+    capacity_prompts: int
+    capacity_bytes: int
+    max_response_tokens: int
+    weight_update_timeout_s: float
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds of one iteration, on the loop's clock."""
+
+    wait_for_batch: float = 0.0  # the trainer waits for supervision
+    train: float = 0.0
+    update_weights: float = 0.0
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """One finished iteration, as observers see it."""
+
+    iteration: int  # from 1
+    samples: Sequence[Sample]
+    report: TrainReport
+    times_s: PhaseTimes
+
+
+class RunObserver(Protocol):
+    """Told what happened; never asked. Must return quickly."""
+
+    def iteration_finished(self, result: IterationResult) -> None: ...
+
+    def prompt_died(self, prompt: Prompt, reason: str) -> None: ...
+
+
+@dataclass
+class OrchestratorState:
+    """What a console may read at any time."""
+
+    iteration: int = 0  # finished ones
+    waiting_for: str = "the first prompts"
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+class Orchestrator:
+    """One run of a policy. `run` returns when all iterations are done or the prompts ran out."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        *,
+        prompts: Iterable[Prompt],
+        policy: Policy,
+        stages: Stages,
+        trainer: Trainer,
+        weight_sinks: Sequence[WeightSink],
+        observer: RunObserver,
+    ) -> None:
+        self.state = OrchestratorState()
+        self.stages = stages
+        self.queue = SupervisionQueue()
+        self._settings = settings
+        self._prompts = iter(prompts)
+        self._policy = policy
+        self._trainer = trainer
+        self._weight_sinks = weight_sinks
+        self._observer = observer
+        self._credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
+        self._gate = AdmissionGate(
+            self.state.ledger,
+            self._credits,
+            batch_size=settings.batch_size,
+            max_staleness=settings.max_staleness,
+        )
+        self._version = WeightVersion(lineage=0, step=0)
+        self._gate_changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises the failure that ended the run (an ExceptionGroup when several tasks failed)."""
+        async with asyncio.TaskGroup() as group:
+            admission = group.create_task(self._admit_prompts(), name="admission")
+            await self._train_batches()
+            admission.cancel()
+        for ordinal in self.queue.drain():
+            self.state.ledger.move(ordinal, PromptState.LEFT_OVER)
+
+    async def _admit_prompts(self) -> None:
+        """Start a coroutine per prompt, in order, as the gate allows. Closes the queue at the last one."""
+        async with asyncio.TaskGroup() as group:
+            for prompt in self._prompts:
+                size_bytes = self._worst_case_bytes(prompt)
+                while not self._gate.is_open(version=self._version.step, worst_case_bytes=size_bytes):
+                    self._gate_changed.clear()
+                    await self._gate_changed.wait()
+                self.state.ledger.admit(prompt.ordinal)
+                self._credits.reserve(prompt.ordinal, size_bytes)
+                group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
+        self.queue.close()
+
+    async def _supervise(self, prompt: Prompt) -> None:
+        try:
+            samples = await self._policy.supervise(prompt, self.stages.for_prompt(prompt))
+        except (PermanentError, PoisonedReplyError) as error:
+            self._bury(prompt, str(error))
+            return
+        self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
+        self.queue.put(prompt.ordinal, samples)
+
+    def _bury(self, prompt: Prompt, reason: str) -> None:
+        """Give up a prompt whose request fails for good; another takes its place in the batch."""
+        ledger = self.state.ledger
+        ledger.move(prompt.ordinal, PromptState.DEAD, reason)
+        self._credits.release(prompt.ordinal)
+        self.queue.put(prompt.ordinal, None)
+        self._gate_changed.set()
+        self._observer.prompt_died(prompt, reason)
+        dead = ledger.count(PromptState.DEAD)
+        finished = dead + ledger.count(PromptState.QUEUED) + ledger.count(PromptState.TRAINED)
+        if finished >= self._settings.batch_size and dead > MAX_DEAD_SHARE * finished:
+            raise SpotError(f"{dead} of {finished} prompts failed for good, the last one with: {reason}")
+
+    async def _train_batches(self) -> None:
+        loop = asyncio.get_running_loop()
+        for iteration in range(1, self._settings.iterations + 1):
+            times = PhaseTimes()
+            started = loop.time()
+            self.state.waiting_for = "supervision"
+            batch = await self.queue.take_batch(self._settings.batch_size)
+            if batch is None:
+                return
+            times.wait_for_batch = loop.time() - started
+            samples = [sample for _, group in batch for sample in group]
+
+            started = loop.time()
+            self.state.waiting_for = "the trainer"
+            report = await self._trainer.train(iteration, [sample.supervision for sample in samples])
+            times.train = loop.time() - started
+
+            started = loop.time()
+            self.state.waiting_for = "the weight update"
+            deadline = started + self._settings.weight_update_timeout_s
+            await gather(sink.update_weights(report.snapshot, deadline=deadline) for sink in self._weight_sinks)
+            times.update_weights = loop.time() - started
+
+            self._version = report.snapshot.version
+            for ordinal, _ in batch:
+                self.state.ledger.move(ordinal, PromptState.TRAINED)
+                self._credits.release(ordinal)
+            self.state.iteration = iteration
+            if iteration < self._settings.iterations:
+                self._gate_changed.set()
+            self._observer.iteration_finished(IterationResult(iteration, samples, report, times))
+
+    def _worst_case_bytes(self, prompt: Prompt) -> int:
+        return worst_case_bytes(
+            len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs.soft_target_bytes
+        )

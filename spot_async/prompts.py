@@ -1,0 +1,154 @@
+"""From a problem file to the prompts of a run: reading, rendering, filtering, and their order.
+
+The order is a pure function of the seed and the problems: each epoch is its own permutation, and the
+problems left over by its last incomplete batch are dropped for that epoch, as the paper does
+(method.md section 6).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from spot_async.config import PromptConfig
+from spot_async.errors import DataError
+from spot_async.seeds import derive_seed
+from spot_async.types import IntArray, Problem, Prompt
+from spot_async.vocabulary import Vocabulary, first_line
+
+
+class _Row(msgspec.Struct, kw_only=True):
+    """One line of a problem file; further fields are ignored."""
+
+    problem: str
+    answer: str | int | float
+    id: str | int | None = None
+    tier: str | int | None = None
+
+
+def load_problems(path: Path) -> list[Problem]:
+    """Read JSONL with `problem` and `answer`, optionally `id` and `tier`.
+
+    Raises DataError naming the file and the line of the first row that cannot be used.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot read the problems: {error.strerror}") from None
+    problems: list[Problem] = []
+    line_of_id: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            raise DataError(f"{path}:{number}: empty line; each line is one JSON object")
+        try:
+            row = msgspec.json.decode(line, type=_Row)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{path}:{number}: {first_line(error)}") from None
+        answer = str(row.answer).strip()
+        if not row.problem.strip() or not answer:
+            raise DataError(f"{path}:{number}: `{'answer' if row.problem.strip() else 'problem'}` is empty")
+        problem_id = str(row.id) if row.id is not None else f"line-{number}"
+        if problem_id in line_of_id:
+            raise DataError(f"{path}:{number}: id {problem_id!r} was used on line {line_of_id[problem_id]} already")
+        line_of_id[problem_id] = number
+        tier = None if row.tier is None else str(row.tier)
+        problems.append(Problem(id=problem_id, text=row.problem, answer=answer, tier=tier))
+    if not problems:
+        raise DataError(f"{path}: no problems in it")
+    return problems
+
+
+class PromptRenderer:
+    """Renders problems with a chat template: one user message, the instruction behind the problem."""
+
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self._config = config
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"{self._tokenizer.name_or_path}: the tokenizer has no chat template; "
+                "add chat_template.jinja or set prompt.template to the other model"
+            )
+
+    def text(self, problem: Problem) -> str:
+        """The prompt as the model reads it, special tokens included."""
+        return str(self._apply(problem, tokenize=False))
+
+    def token_ids(self, problem: Problem) -> IntArray:
+        """(P,) ids of the rendered prompt."""
+        encoded = self._apply(problem, tokenize=True, return_dict=True)
+        return np.array(encoded["input_ids"], dtype=np.int32)
+
+    def _apply(self, problem: Problem, **arguments: Any) -> Any:
+        content = f"{problem.text.strip()} {self._config.instruction}".strip()
+        try:
+            return self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}],
+                add_generation_prompt=True,
+                **self._config.template_arguments,
+                **arguments,
+            )
+        except Exception as error:  # noqa: BLE001 - the template is the user's own program
+            raise DataError(f"{self._tokenizer.name_or_path}: the chat template fails: {first_line(error)}") from None
+
+
+def render_all(problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int) -> list[PromptSource]:
+    """Render every problem; the caller compares lengths to see how many were filtered as too long."""
+    rendered = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
+    return [source for source in rendered if len(source.token_ids) <= max_prompt_tokens]
+
+
+class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem with its rendered prompt, before it has a place in the run."""
+
+    problem: Problem
+    token_ids: IntArray
+
+
+class PromptSchedule:
+    """Which prompt comes when. Restartable: iterating twice gives the same prompts."""
+
+    def __init__(
+        self,
+        sources: Sequence[PromptSource],
+        *,
+        batch_size: int,
+        run_seed: int,
+        shuffle: bool,
+        epochs: int | None = None,
+        iterations: int | None = None,
+    ) -> None:
+        if len(sources) < batch_size:
+            raise DataError(
+                f"{len(sources)} usable problems make no batch of training.batch_size={batch_size}: "
+                "lower it or add problems"
+            )
+        self._sources = sources
+        self._batch_size = batch_size
+        self._run_seed = run_seed
+        self._shuffle = shuffle
+        per_epoch = len(sources) // batch_size
+        self.iterations = iterations if iterations is not None else (epochs or 1) * per_epoch
+        self.left_over_per_epoch = len(sources) - per_epoch * batch_size
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """All prompts of the run, and beyond its last batch those that would replace dead ones."""
+        ordinal = 0
+        epoch = 0
+        while True:
+            for index in self._order(epoch)[: len(self._sources) - self.left_over_per_epoch]:
+                source = self._sources[index]
+                yield Prompt(ordinal=ordinal, problem=source.problem, token_ids=source.token_ids)
+                ordinal += 1
+            epoch += 1
+
+    def _order(self, epoch: int) -> list[int]:
+        indices = list(range(len(self._sources)))
+        if self._shuffle:
+            random.Random(derive_seed(self._run_seed, "epoch", epoch)).shuffle(indices)
+        return indices

@@ -1,0 +1,161 @@
+"""Simulated student, teacher, verifier and trainer: real shapes, seeded numbers, stated latencies.
+
+For tests of the orchestrator on virtual time. Everything a simulated service answers follows from the
+request (and the weights' version), never from when it came. They check what real ones would: versions
+that match, positions inside the response, batches that were not trained before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spot_async.errors import VersionMismatchError
+from spot_async.types import (
+    FloatArray,
+    Generation,
+    IntArray,
+    Problem,
+    SamplingSettings,
+    Supervision,
+    TokenScores,
+    TrainReport,
+    Verdict,
+    VersionSpan,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+VOCAB_SIZE = 64
+END_TOKEN = 1
+INITIAL_VERSION = WeightVersion(0, 0)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one request: a constant and a part per token, stretched by up to `spread` by the request's seed."""
+
+    base_s: float = 0.02
+    per_token_s: float = 0.001
+    spread: float = 1.0
+
+    def of(self, tokens: int, rng: np.random.Generator) -> float:
+        return (self.base_s + self.per_token_s * tokens) * (1.0 + self.spread * float(rng.random()))
+
+
+def _rng(*parts: object) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(zlib.crc32(repr(parts).encode())))
+
+
+@dataclass
+class SimulatedStudent:
+    """Generator, candidate scorer and weight sink in one, as the local backend is."""
+
+    latency: Latency = field(default_factory=Latency)
+    mean_tokens: int = 40
+    version: WeightVersion = INITIAL_VERSION
+    requests: int = 0
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        self.requests += 1
+        version = self.version
+        rng = _rng(sampling.seed, version)
+        length = int(min(sampling.max_tokens, 1 + rng.geometric(1 / self.mean_tokens)))
+        token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
+        if length < sampling.max_tokens:
+            token_ids[-1] = END_TOKEN
+        await asyncio.sleep(self.latency.of(length, rng))
+        return Generation(
+            token_ids=token_ids,
+            logprobs=-rng.random(length, dtype=np.float32),
+            finish_reason="stop" if length < sampling.max_tokens else "length",
+            version_spans=(VersionSpan(0, length, version),),
+        )
+
+    async def candidate_logprobs(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        expected_version: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        self.requests += 1
+        if expected_version != self.version:
+            raise VersionMismatchError(f"the server holds {self.version}, not {expected_version}")
+        if len(positions) and int(positions.max()) >= len(response_ids):
+            raise ValueError("position outside the response")
+        rng = _rng("candidates", prompt_ids.tobytes() + response_ids.tobytes(), self.version)
+        await asyncio.sleep(self.latency.of(0, rng))
+        logits = rng.normal(size=candidate_ids.shape)
+        return np.asarray(logits - 1.0 - np.log(np.exp(logits).sum(-1, keepdims=True)), dtype=np.float32)
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        await asyncio.sleep(self.latency.base_s)
+        self.version = snapshot.version
+
+
+@dataclass
+class SimulatedTeacher:
+    """Scorer with exact entropy."""
+
+    latency: Latency = field(default_factory=Latency)
+
+    async def score(self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, deadline: float) -> TokenScores:
+        rng = _rng("teacher", prompt_ids.tobytes() + response_ids.tobytes())
+        await asyncio.sleep(self.latency.of(len(response_ids), rng))
+        logits = rng.normal(scale=2.0, size=(len(response_ids), VOCAB_SIZE))
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        order = np.argsort(-logprobs, axis=-1)[:, :top_k]
+        entropy = -(np.exp(logprobs) * logprobs).sum(-1).astype(np.float32)
+        return TokenScores(
+            logprobs=logprobs[np.arange(len(response_ids)), response_ids].astype(np.float32),
+            topk_ids=order.astype(np.int32),
+            topk_logprobs=np.take_along_axis(logprobs, order, -1).astype(np.float32),
+            entropy=entropy,
+            entropy_lower=entropy,
+            entropy_upper=entropy,
+            version=WeightVersion(0, 0),
+        )
+
+
+@dataclass
+class SimulatedVerifier:
+    """Finds `share_correct` of the responses correct, by their text."""
+
+    latency_s: float = 0.002
+    share_correct: float = 0.4
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
+        await asyncio.sleep(self.latency_s)
+        return Verdict.CORRECT if _rng(problem.id, response_text).random() < self.share_correct else Verdict.WRONG
+
+
+@dataclass
+class SimulatedTrainer:
+    """Takes batches, keeps them for inspection, and publishes a new version each time."""
+
+    step_s: float = 1.0
+    batches: list[list[Supervision]] = field(default_factory=list)
+
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+        if iteration != len(self.batches) + 1:
+            raise ValueError(f"iteration {iteration} after {len(self.batches)} batches")
+        await asyncio.sleep(self.step_s)
+        self.batches.append(list(batch))
+        snapshot = WeightSnapshot(directory=f"weights/{iteration}", version=WeightVersion(0, iteration))
+        return TrainReport(snapshot=snapshot, metrics={"loss/total": 0.0})

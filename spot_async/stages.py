@@ -1,0 +1,195 @@
+"""The stages of a run, and the view of them that one prompt's coroutine gets.
+
+Here requests get their identity: priority and seeds from the prompt's ordinal, deadlines and retries
+from the stage, prefixes and budgets from the method (method.md section 2). Policies stay free of all
+that, and backends know nothing of prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from spot_async.actor import Stage
+from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.protocols import CandidateScorer, Generator, Scorer, Verifier
+from spot_async.retry import RetryPolicy
+from spot_async.seeds import derive_seed
+from spot_async.types import (
+    FloatArray,
+    Generation,
+    IntArray,
+    Prompt,
+    SamplingSettings,
+    TokenScores,
+    Verdict,
+    WeightVersion,
+)
+from spot_async.vocabulary import Vocabulary
+
+VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
+
+
+@dataclass(frozen=True)
+class Services:
+    """The backends and the verifier that stages send their requests to."""
+
+    generator: Generator
+    scorer: Scorer
+    candidate_scorer: CandidateScorer
+    verifier: Verifier
+
+
+class Stages:
+    """All stages of a run. `for_prompt` gives a policy its view."""
+
+    def __init__(
+        self,
+        services: Services,
+        config: StagesConfig,
+        sampling: SamplingConfig,
+        *,
+        student: Vocabulary,
+        teacher: Vocabulary,
+        run_seed: int,
+        max_running_prompts: int,
+        max_probes_per_prompt: int,
+    ) -> None:
+        self.services = services
+        self.sampling = sampling
+        self.run_seed = run_seed
+        self.student = student
+        # The student may end with its own token or, once distilled, with the teacher's.
+        self.stop_token_ids = tuple(dict.fromkeys((*student.end_token_ids, *teacher.end_token_ids)))
+        self.foreign_end_ids = frozenset(student.end_token_ids) - frozenset(teacher.end_token_ids)
+        self.teacher_end_id = teacher.end_token_ids[0]
+        jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
+
+        def stage(name: str, stage_config: StageConfig, requests_per_prompt: int) -> Stage:
+            return Stage(
+                name,
+                concurrency=stage_config.concurrency,
+                timeout_s=stage_config.timeout_s,
+                retry=RetryPolicy(stage_config.attempts),
+                mailbox_capacity=max_running_prompts * requests_per_prompt,
+                jitter=jitter,
+            )
+
+        probes = max(1, max_probes_per_prompt)
+        self.rollout = stage("rollout", config.rollout, 1)
+        self.score = stage("score", config.score, 1)
+        self.candidates = stage("candidates", config.candidates, 1)
+        self.probe = stage("probe", config.probe, probes)
+        self.verify = stage("verify", config.verify, probes + 1)
+        self.all = (self.rollout, self.score, self.candidates, self.probe, self.verify)
+
+    def for_prompt(self, prompt: Prompt) -> BoundStages:
+        return BoundStages(self, prompt)
+
+
+class BoundStages:
+    """`protocols.PromptStages` for one prompt."""
+
+    def __init__(self, stages: Stages, prompt: Prompt) -> None:
+        self._stages = stages
+        self._prompt = prompt
+
+    async def rollout(self) -> Generation:
+        return await self._generate(
+            self._stages.rollout,
+            (self._prompt.ordinal,),
+            self._prompt.token_ids,
+            self._settings(self._stages.sampling.max_response_tokens, "rollout"),
+        )
+
+    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        scored_ids = self._as_teacher_ends(response_ids)
+        return await self._stages.score.ask(
+            (self._prompt.ordinal,),
+            lambda deadline: self._stages.services.scorer.score(
+                self._prompt.token_ids, scored_ids, top_k=top_k, deadline=deadline
+            ),
+        )
+
+    async def candidate_logprobs(
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
+    ) -> FloatArray:
+        return await self._stages.candidates.ask(
+            (self._prompt.ordinal,),
+            lambda deadline: self._stages.services.candidate_scorer.candidate_logprobs(
+                self._prompt.token_ids,
+                response_ids,
+                positions,
+                candidate_ids,
+                expected_version=version,
+                deadline=deadline,
+            ),
+        )
+
+    async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
+        budget = self._stages.sampling.max_response_tokens - position - 1
+        if budget <= 0 or candidate_id in self._stages.stop_token_ids:
+            return _empty_generation()  # verified as it stands (method.md section 2)
+        prefix_ids = np.concatenate(
+            [self._prompt.token_ids, response_ids[:position], np.array([candidate_id])], dtype=np.int32
+        )
+        return await self._generate(
+            self._stages.probe,
+            (self._prompt.ordinal, position),
+            prefix_ids,
+            self._settings(budget, "probe", position, candidate_id, n),
+        )
+
+    async def verify(self, response_ids: IntArray) -> Verdict:
+        text = self.decode(response_ids)
+        verdict = Verdict.ERROR
+        for _ in range(VERIFY_ATTEMPTS):
+            verdict = await self._stages.verify.ask(
+                (self._prompt.ordinal,),
+                lambda deadline: self._stages.services.verifier.verify(self._prompt.problem, text, deadline=deadline),
+            )
+            if verdict.reward is not None:
+                break
+        return verdict
+
+    def decode(self, token_ids: IntArray) -> str:
+        return self._stages.student.decode(token_ids)
+
+    async def _generate(
+        self, stage: Stage, priority: tuple[int, ...], prefix_ids: IntArray, settings: SamplingSettings
+    ) -> Generation:
+        return await stage.ask(
+            priority,
+            lambda deadline: self._stages.services.generator.generate(
+                prefix_ids, settings, session=f"prompt-{self._prompt.ordinal}", deadline=deadline
+            ),
+        )
+
+    def _settings(self, max_tokens: int, *request: int | str) -> SamplingSettings:
+        sampling = self._stages.sampling
+        return SamplingSettings(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=max_tokens,
+            stop_token_ids=self._stages.stop_token_ids,
+            seed=derive_seed(self._stages.run_seed, self._prompt.ordinal, *request),
+        )
+
+    def _as_teacher_ends(self, response_ids: IntArray) -> IntArray:
+        """`replace` of method.md section 6: an end token only the student has is scored as the teacher's."""
+        if len(response_ids) == 0 or int(response_ids[-1]) not in self._stages.foreign_end_ids:
+            return response_ids
+        return np.concatenate([response_ids[:-1], np.array([self._stages.teacher_end_id])], dtype=np.int32)
+
+
+@functools.cache
+def _empty_generation() -> Generation:
+    return Generation(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason="stop",
+        version_spans=(),
+    )

@@ -1,0 +1,103 @@
+"""Finished supervision on its way to the trainer, handed out in admission order.
+
+Short responses finish first; taking them first would favour them. So a batch is the next prompts in
+admission order, those that died left out. Room is granted at admission (`admission.Credits`), so
+putting never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from spot_async.types import Sample
+
+# int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, per response token
+BYTES_PER_RESPONSE_TOKEN = 4 * 4
+BYTES_PER_SAMPLE = 512  # names, versions, array headers
+
+
+def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, soft_target_bytes: int = 0) -> int:
+    """Upper bound of one trajectory's supervision on the wire."""
+    return 4 * prompt_tokens + BYTES_PER_RESPONSE_TOKEN * max_response_tokens + soft_target_bytes + BYTES_PER_SAMPLE
+
+
+class AdmissionOrder:
+    """Pure buffer: samples come in as they finish and leave in admission order."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._finished: dict[int, Sequence[Sample] | None] = {}  # None: the prompt died
+
+    def __len__(self) -> int:
+        return sum(samples is not None for samples in self._finished.values())
+
+    def put(self, ordinal: int, samples: Sequence[Sample] | None) -> None:
+        """A prompt finished with its samples, or died (None). Raises ValueError the second time."""
+        if ordinal < self._next or ordinal in self._finished:
+            raise ValueError(f"prompt {ordinal} finished twice")
+        self._finished[ordinal] = samples
+
+    def ready(self) -> list[int]:
+        """Living prompts that no unfinished prompt stands before, in order."""
+        ordinals: list[int] = []
+        ordinal = self._next
+        while ordinal in self._finished:
+            if self._finished[ordinal] is not None:
+                ordinals.append(ordinal)
+            ordinal += 1
+        return ordinals
+
+    def take(self, count: int) -> list[tuple[int, Sequence[Sample]]] | None:
+        """The next `count` prompts with their samples, or None while they are not all there."""
+        ordinals = self.ready()[:count]
+        if len(ordinals) < count:
+            return None
+        batch: list[tuple[int, Sequence[Sample]]] = []
+        while len(batch) < count:
+            samples = self._finished.pop(self._next)
+            if samples is not None:
+                batch.append((self._next, samples))
+            self._next += 1
+        return batch
+
+    def drain(self) -> list[int]:
+        """Drop all living prompts that wait, for the end of a run; returns their ordinals."""
+        left = sorted(ordinal for ordinal, samples in self._finished.items() if samples is not None)
+        self._finished.clear()
+        return left
+
+
+class SupervisionQueue:
+    """The buffer with a consumer that can wait for a whole batch."""
+
+    def __init__(self) -> None:
+        self._buffer = AdmissionOrder()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._buffer)
+
+    def put(self, ordinal: int, samples: Sequence[Sample] | None) -> None:
+        """See `AdmissionOrder.put`."""
+        self._buffer.put(ordinal, samples)
+        self._changed.set()
+
+    def close(self) -> None:
+        """No prompt will come any more: a batch that cannot be filled is not waited for."""
+        self._closed = True
+        self._changed.set()
+
+    async def take_batch(self, count: int) -> list[tuple[int, Sequence[Sample]]] | None:
+        """The next batch in admission order; None once the queue is closed and cannot fill one."""
+        while True:
+            batch = self._buffer.take(count)
+            if batch is not None or self._closed:
+                return batch
+            self._changed.clear()
+            await self._changed.wait()
+
+    def drain(self) -> list[int]:
+        """See `AdmissionOrder.drain`."""
+        return self._buffer.drain()

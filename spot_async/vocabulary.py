@@ -1,0 +1,60 @@
+"""What the orchestrator knows of a tokenizer: text, end tokens, fingerprint. One per role."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spot_async.errors import DataError
+from spot_async.types import IntArray
+
+
+class Vocabulary:
+    """A model directory's tokenizer with the ids that end a response."""
+
+    def __init__(self, tokenizer: Any, end_token_ids: tuple[int, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.end_token_ids = end_token_ids
+
+    @classmethod
+    def load(cls, directory: Path) -> Vocabulary:
+        """Read the tokenizer and the end tokens that tokenizer and generation config name."""
+        from transformers import AutoTokenizer, GenerationConfig  # slow to import
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{directory}: cannot load the tokenizer: {first_line(error)}") from None
+        ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        if (directory / "generation_config.json").exists():
+            configured = GenerationConfig.from_pretrained(directory).eos_token_id
+            if configured is not None:
+                ends += configured if isinstance(configured, list) else [configured]
+        if not ends:
+            raise DataError(f"{directory}: neither tokenizer nor generation_config.json names an end token")
+        return cls(tokenizer, tuple(dict.fromkeys(ends)))
+
+    def decode(self, token_ids: IntArray) -> str:
+        """Text without special tokens."""
+        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return text
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that map the same ids to the same tokens."""
+        return vocabulary_fingerprint(self.tokenizer.get_vocab())
+
+
+def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> str:
+    """Hash of a token-to-id map."""
+    digest = hashlib.sha256()
+    for token, token_id in sorted(token_to_id.items(), key=lambda item: item[1]):
+        digest.update(f"{token_id}\t{token}\n".encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()[:16]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, for errors that must fit on one."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

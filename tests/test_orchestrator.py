@@ -1,0 +1,276 @@
+"""The orchestrator on virtual time: order, strictness, back-pressure, failure, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import pytest
+
+from spot_async.concurrency import leaves
+from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.errors import PermanentError, SpotError, TransientError
+from spot_async.ledger import PromptState
+from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.policies.opd import OpdPolicy
+from spot_async.policies.spot import SpotPolicy
+from spot_async.simulation.services import (
+    END_TOKEN,
+    VOCAB_SIZE,
+    Latency,
+    SimulatedStudent,
+    SimulatedTeacher,
+    SimulatedTrainer,
+    SimulatedVerifier,
+)
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.stages import Services, Stages
+from spot_async.types import PolicyContext, Problem, Prompt
+
+
+class PlainVocabulary:
+    """Ids as text; what `Stages` needs of a vocabulary."""
+
+    end_token_ids = (END_TOKEN,)
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids.tolist()))
+
+
+@dataclass
+class Journal:
+    """Observer that remembers."""
+
+    results: list = field(default_factory=list)
+    dead: list = field(default_factory=list)
+
+    def iteration_finished(self, result):
+        self.results.append(result)
+
+    def prompt_died(self, prompt, reason):
+        self.dead.append((prompt.ordinal, reason))
+
+
+def prompts(limit=None):
+    ordinals = range(limit) if limit is not None else count()
+    for ordinal in ordinals:
+        problem = Problem(id=f"p{ordinal}", text=f"problem {ordinal}", answer="1")
+        yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 2 + 5 + ordinal % 7, dtype=np.int32))
+
+
+def context():
+    probeable = np.ones(VOCAB_SIZE, dtype=np.bool_)
+    probeable[:10] = False
+    return PolicyContext(vocab_size=VOCAB_SIZE, probeable_tokens=probeable)
+
+
+def build(
+    *,
+    policy=None,
+    iterations=4,
+    batch_size=16,
+    prompt_limit=None,
+    student=None,
+    teacher=None,
+    trainer=None,
+    capacity_prompts=None,
+    concurrency=64,
+    run_seed=0,
+):
+    policy = policy or SpotPolicy(SpotPolicy.Settings(), context())
+    student = student or SimulatedStudent()
+    services = Services(
+        generator=student,
+        scorer=teacher or SimulatedTeacher(),
+        candidate_scorer=student,
+        verifier=SimulatedVerifier(),
+    )
+    stage = StageConfig(concurrency=concurrency, timeout_s=60.0)
+    stages = Stages(
+        services,
+        StagesConfig(rollout=stage, score=stage, candidates=stage, probe=stage, verify=stage),
+        SamplingConfig(max_response_tokens=128),
+        student=PlainVocabulary(),
+        teacher=PlainVocabulary(),
+        run_seed=run_seed,
+        max_running_prompts=capacity_prompts or batch_size,
+        max_probes_per_prompt=policy.needs.probes_per_prompt,
+    )
+    journal = Journal()
+    trainer = trainer or SimulatedTrainer()
+    orchestrator = Orchestrator(
+        OrchestratorSettings(
+            iterations=iterations,
+            batch_size=batch_size,
+            max_staleness=0,
+            capacity_prompts=capacity_prompts or batch_size,
+            capacity_bytes=1 << 30,
+            max_response_tokens=128,
+            weight_update_timeout_s=60.0,
+        ),
+        prompts=prompts(prompt_limit),
+        policy=policy,
+        stages=stages,
+        trainer=trainer,
+        weight_sinks=[student],
+        observer=journal,
+    )
+    return orchestrator, trainer, journal
+
+
+def test_a_thousand_prompts_are_trained_once_in_admission_order_from_the_live_weights():
+    orchestrator, trainer, journal = build(iterations=10, batch_size=100)
+    run_on_virtual_time(orchestrator.run())
+    assert [s.prompt_ordinal for batch in trainer.batches for s in batch] == list(range(1000))
+    for step, batch in enumerate(trainer.batches):
+        assert {s.version.step for s in batch} == {step}  # strict: iteration i from v_i
+    assert orchestrator.state.ledger.count(PromptState.TRAINED) == 1000
+    assert len(journal.results) == 10
+
+
+def test_the_same_seed_gives_the_same_supervision_at_any_concurrency_and_latency():
+    def supervision(concurrency, spread):
+        student = SimulatedStudent(latency=Latency(spread=spread))
+        orchestrator, trainer, _ = build(student=student, concurrency=concurrency)
+        run_on_virtual_time(orchestrator.run())
+        return [
+            (
+                s.prompt_ordinal,
+                s.response_ids.tolist(),
+                None if s.soft_targets is None else s.soft_targets.probabilities.tolist(),
+            )
+            for batch in trainer.batches
+            for s in batch
+        ]
+
+    assert supervision(1, 0.0) == supervision(7, 3.0) == supervision(64, 10.0)
+
+
+def test_stages_of_different_prompts_overlap():
+    orchestrator, _, journal = build(iterations=1, batch_size=32)
+    run_on_virtual_time(orchestrator.run())
+    busy_s = sum(stage.counters.busy_s for stage in orchestrator.stages.all)
+    assert busy_s > 8 * journal.results[0].times_s.wait_for_batch
+
+
+def test_a_stage_never_exceeds_its_concurrency_and_serves_old_prompts_first():
+    served = []
+
+    class Watching(SimulatedStudent):
+        running = 0
+        peak = 0
+
+        async def generate(self, prompt_ids, sampling, *, session=None, **rest):
+            self.running += 1
+            self.peak = max(self.peak, self.running)
+            served.append(int(session.removeprefix("prompt-")))
+            try:
+                return await super().generate(prompt_ids, sampling, session=session, **rest)
+            finally:
+                self.running -= 1
+
+    student = Watching()
+    policy = OpdPolicy(OpdPolicy.Settings(), context())
+    orchestrator, _, _ = build(policy=policy, student=student, concurrency=3, iterations=1, batch_size=32)
+    run_on_virtual_time(orchestrator.run())
+    assert student.peak == 3
+    assert served == sorted(served)
+
+
+def test_running_out_of_prompts_ends_the_run_and_accounts_for_the_left_over():
+    orchestrator, trainer, _ = build(iterations=10, batch_size=16, prompt_limit=40)
+    run_on_virtual_time(orchestrator.run())
+    assert len(trainer.batches) == 2
+    assert orchestrator.state.ledger.ordinals(PromptState.LEFT_OVER) == list(range(32, 40))
+
+
+def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():
+    class Refusing(SimulatedTeacher):
+        async def score(self, prompt_ids, response_ids, **rest):
+            if len(prompt_ids) == 5 + 3:  # ordinals 3, 10, 17, ...
+                raise PermanentError("400: too long for this server")
+            return await super().score(prompt_ids, response_ids, **rest)
+
+    # one in seven is more than may die, so the run must stop and say why
+    orchestrator, _, _ = build(teacher=Refusing(), iterations=4, batch_size=16)
+    with pytest.raises(ExceptionGroup) as stopped:
+        run_on_virtual_time(orchestrator.run())
+    assert any("too long for this server" in str(e) for e in leaves(stopped.value) if isinstance(e, SpotError))
+
+    class RefusingOne(SimulatedTeacher):
+        async def score(self, prompt_ids, response_ids, **rest):
+            if len(prompt_ids) == 5 + 3 and not journal_one.dead:
+                raise PermanentError("400: too long for this server")
+            return await super().score(prompt_ids, response_ids, **rest)
+
+    orchestrator, trainer, journal_one = build(teacher=RefusingOne(), iterations=3, batch_size=16)
+    run_on_virtual_time(orchestrator.run())
+    ((dead_ordinal, reason),) = journal_one.dead
+    assert "too long" in reason
+    trained = [s.prompt_ordinal for batch in trainer.batches for s in batch]
+    assert trained == [o for o in range(49) if o != dead_ordinal]
+
+
+def test_transient_failures_are_retried_and_change_nothing():
+    class Flaky(SimulatedStudent):
+        failures = 0
+
+        async def generate(self, prompt_ids, sampling, **rest):
+            if self.failures < 40 and self.requests % 3 == 0:
+                self.failures += 1
+                self.requests += 1
+                await asyncio.sleep(0.01)
+                raise TransientError("connection reset")
+            return await super().generate(prompt_ids, sampling, **rest)
+
+    def responses(student):
+        orchestrator, trainer, _ = build(student=student)
+        run_on_virtual_time(orchestrator.run())
+        return [s.response_ids.tolist() for batch in trainer.batches for s in batch]
+
+    flaky = Flaky()
+    assert responses(flaky) == responses(SimulatedStudent())
+    assert flaky.failures == 40
+
+
+def test_a_server_that_hangs_ends_the_run_with_the_stage_named():
+    class Hanging(SimulatedTeacher):
+        async def score(self, prompt_ids, response_ids, **rest):
+            await asyncio.Event().wait()
+
+    orchestrator, _, _ = build(teacher=Hanging())
+    with pytest.raises(ExceptionGroup) as stopped:
+        run_on_virtual_time(orchestrator.run())
+    assert "score: no answer within 60 s" in str(leaves(stopped.value)[0])
+
+
+@pytest.mark.parametrize("moment_s", [0.001, 0.05, 0.3, 1.0, 2.5, 4.0])
+def test_cancelling_at_any_moment_leaves_no_task_behind(moment_s):
+    async def cancel_midway():
+        orchestrator, _, _ = build(iterations=50)
+        run = asyncio.create_task(orchestrator.run())
+        await asyncio.sleep(moment_s)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert all(stage.in_flight == 0 and stage.waiting == 0 for stage in orchestrator.stages.all)
+
+    run_on_virtual_time(cancel_midway())
+
+
+def test_spot_without_positions_is_opd_bit_for_bit():
+    def supervision(policy):
+        orchestrator, trainer, _ = build(policy=policy)
+        run_on_virtual_time(orchestrator.run())
+        return [s for batch in trainer.batches for s in batch]
+
+    spot = supervision(SpotPolicy(SpotPolicy.Settings(positions=0), context()))
+    opd = supervision(OpdPolicy(OpdPolicy.Settings(), context()))
+    for ours, theirs in zip(spot, opd, strict=True):
+        assert ours.soft_targets is None
+        assert theirs.soft_targets is None
+        for name in ("prompt_ids", "response_ids", "behavior_logprobs", "teacher_logprobs"):
+            assert getattr(ours, name).tobytes() == getattr(theirs, name).tobytes()
