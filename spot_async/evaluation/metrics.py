@@ -36,8 +36,8 @@ def pass_at_k_per_problem(correct: npt.ArrayLike, k: int) -> npt.NDArray[np.floa
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs 1 <= k <= samples, and there are {n} samples a problem")
     subsets = math.comb(n, k)
-    by_correct_count = np.array([(subsets - math.comb(n - c, k)) / subsets for c in range(n + 1)])
-    return np.asarray(by_correct_count[table.sum(axis=1)])
+    missed = [math.comb(n - c, k) for c in table.sum(axis=1).tolist()]
+    return np.array([(subsets - misses) / subsets for misses in missed])
 
 
 def pass_at_k(correct: npt.ArrayLike, k: int) -> float:
