@@ -29,7 +29,7 @@ from spot_async.types import (
     Verdict,
 )
 
-from .acquisition import PositionScores, ScoreVariant, score_positions, select_positions
+from .acquisition import PositionScores, ScoreVariant, probeable_tokens, score_positions, select_positions
 from .distillation import distillation_sample, rounded
 from .targets import calibrated_target
 
@@ -74,6 +74,9 @@ class Selection:
     scores: PositionScores | None  # of the eligible positions; None when there were none
 
 
+NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), scores=None)
+
+
 @dataclass(frozen=True)
 class Branch:
     """One probed position: the teacher's candidates, the prior, and what came of each candidate."""
@@ -113,8 +116,9 @@ class SpotPolicy:
 
     def __init__(self, settings: SpotSettings, context: PolicyContext) -> None:
         self.settings = settings
-        self.context = context
         probing = settings.positions > 0
+        self._vocab_size = context.vocab_size
+        self._probeable = probeable_tokens(context.tokenizer, context.vocab_size) if probing else None  # (V,)
         self.needs = PolicyNeeds(
             teacher_top_k=settings.score_top_k if probing else 1,
             exact_entropy=probing,
@@ -149,9 +153,11 @@ class SpotPolicy:
 
     async def _acquire(self, rollout: Generation, scores: TokenScores, stages: PromptStages) -> Selection:
         """Where to probe: the top M of s = H C G over the eligible positions (equations 5 to 7)."""
-        eligible = np.flatnonzero(self.context.probeable_tokens[rollout.token_ids])
-        if self.settings.positions == 0 or len(eligible) == 0:
-            return Selection(positions=eligible[:0], eligible=eligible[:0], scores=None)
+        if self._probeable is None:
+            return NOTHING_SELECTED
+        eligible = np.flatnonzero(self._probeable[rollout.token_ids])
+        if len(eligible) == 0:
+            return NOTHING_SELECTED
         student_logprobs = await stages.candidate_logprobs(
             rollout.token_ids,
             eligible.astype(np.int32),
@@ -162,7 +168,7 @@ class SpotPolicy:
             scores.topk_logprobs[eligible],
             student_logprobs,
             scores.entropy[eligible],
-            self.context.vocab_size,
+            self._vocab_size,
             lambda_mass=self.settings.lambda_mass,
             lambda_shape=self.settings.lambda_shape,
             variant=self.settings.score_variant,

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import structlog
+
 from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.retry import RetryPolicy
 
@@ -134,6 +136,7 @@ class Stage:
                 delay_s = self._retry.delay_s(error, attempt, self._jitter())
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
                     raise
+                structlog.get_logger().warning("retry", stage=self.name, attempt=attempt, error=str(error))
             self.counters.retried += 1
             attempt += 1
             await asyncio.sleep(delay_s)

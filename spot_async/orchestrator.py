@@ -51,7 +51,7 @@ class PhaseTimes:
 class IterationResult:
     """One finished iteration, as observers see it."""
 
-    iteration: int  # from 1
+    iteration: int  # the first one is 1
     samples: Sequence[Sample]
     report: TrainReport
     times_s: PhaseTimes
@@ -153,7 +153,7 @@ class Orchestrator:
 
     async def _train_batches(self) -> None:
         loop = asyncio.get_running_loop()
-        for iteration in range(1, self._settings.iterations + 1):
+        for iteration in range(self._settings.iterations):
             times = PhaseTimes()
             started = loop.time()
             self.state.waiting_for = "supervision"
@@ -178,10 +178,9 @@ class Orchestrator:
             for ordinal, _ in batch:
                 self.state.ledger.move(ordinal, PromptState.TRAINED)
                 self._credits.release(ordinal)
-            self.state.iteration = iteration
-            if iteration < self._settings.iterations:
-                self._gate_changed.set()
-            self._observer.iteration_finished(IterationResult(iteration, samples, report, times))
+            self.state.iteration = iteration + 1
+            self._gate_changed.set()
+            self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times))
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(

@@ -150,7 +150,7 @@ class Trainer(Protocol):
     """The other end of the supervision queue: takes a batch, answers with new weights."""
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        """Train on one batch; returns once the new weights are published.
+        """Train on one batch; returns once the new weights are published. Iterations count from 0.
 
         Raises `TrainerError` when a rank stopped (non-finite loss, full disk, killed).
         """

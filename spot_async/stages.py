@@ -62,6 +62,7 @@ class Stages:
         self.sampling = sampling
         self.run_seed = run_seed
         self.student = student
+        self.tokens_generated = 0  # by rollouts and probes so far
         # The student may end with its own token or, once distilled, with the teacher's.
         self.stop_token_ids = tuple(dict.fromkeys((*student.end_token_ids, *teacher.end_token_ids)))
         self.foreign_end_ids = frozenset(student.end_token_ids) - frozenset(teacher.end_token_ids)
@@ -161,12 +162,14 @@ class BoundStages:
     async def _generate(
         self, stage: Stage, priority: tuple[int, ...], prefix_ids: IntArray, settings: SamplingSettings
     ) -> Generation:
-        return await stage.ask(
+        generation = await stage.ask(
             priority,
             lambda deadline: self._stages.services.generator.generate(
                 prefix_ids, settings, session=f"prompt-{self._prompt.ordinal}", deadline=deadline
             ),
         )
+        self._stages.tokens_generated += len(generation.token_ids)
+        return generation
 
     def _settings(self, max_tokens: int, *request: int | str) -> SamplingSettings:
         sampling = self._stages.sampling

@@ -163,7 +163,7 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of the run it is part of."""
 
     vocab_size: int  # of the teacher's softmax
-    probeable_tokens: BoolArray  # (V,) tokens whose positions may be probed (method.md section 1)
+    tokenizer: Any  # the teacher's, a transformers tokenizer; ids mean the same to the student
 
 
 class WeightSnapshot(msgspec.Struct, frozen=True, kw_only=True):

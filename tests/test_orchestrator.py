@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from itertools import count
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -60,10 +61,21 @@ def prompts(limit=None):
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 2 + 5 + ordinal % 7, dtype=np.int32))
 
 
+class PlainTokenizer:
+    """The first ten ids are special or punctuation, the others words."""
+
+    all_special_ids = (0, 1)
+    added_tokens_decoder: ClassVar = {}
+
+    def get_vocab(self):
+        return {f"token-{i}": i for i in range(VOCAB_SIZE)}
+
+    def decode(self, token_ids):
+        return "," if token_ids[0] < 10 else f"word{token_ids[0]}"
+
+
 def context():
-    probeable = np.ones(VOCAB_SIZE, dtype=np.bool_)
-    probeable[:10] = False
-    return PolicyContext(vocab_size=VOCAB_SIZE, probeable_tokens=probeable)
+    return PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=PlainTokenizer())
 
 
 def build(

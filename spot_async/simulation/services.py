@@ -153,9 +153,9 @@ class SimulatedTrainer:
     batches: list[list[Supervision]] = field(default_factory=list)
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        if iteration != len(self.batches) + 1:
+        if iteration != len(self.batches):
             raise ValueError(f"iteration {iteration} after {len(self.batches)} batches")
         await asyncio.sleep(self.step_s)
         self.batches.append(list(batch))
-        snapshot = WeightSnapshot(directory=f"weights/{iteration}", version=WeightVersion(0, iteration))
+        snapshot = WeightSnapshot(directory=f"weights/{iteration + 1}", version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={"loss/total": 0.0})

@@ -1,0 +1,193 @@
+"""The `spot-async` command: reads arguments, prints outcomes, and turns failures into one line and a code.
+
+Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 130 and 143 stopped by
+Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from spot_async.concurrency import leaves
+from spot_async.config import Config
+from spot_async.config_loading import dump_yaml, load_config
+from spot_async.errors import ConfigError, DataError, ProcessDiedError, SpotError, TrainerError
+from spot_async.run_directory import RunDirectory
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="spot-async",
+    help="On-policy distillation of small reasoning models, with sparse probing and outcome calibration.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+screen = Console()
+stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/quickstart.yaml")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="override any key, e.g. training.learning_rate=1e-4"),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="show configuration, a prompt and what would start; start nothing")
+]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train a student from a teacher, and evaluate it before and after.
+
+    Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
+    samples.jsonl (what the policy saw), the resolved configuration and all logs.
+    """
+    from spot_async.preflight import plan_training  # imports transformers: not for --help
+
+    try:
+        settings = load_config(config, overrides or ())
+        path = RunDirectory.choose_path(settings, config.stem)
+        plan = plan_training(settings)
+        if dry_run:
+            show_plan(settings, path, plan)
+            return
+        directory = RunDirectory.create(path, settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.runtime import train as run_training
+    from spot_async.telemetry.console import evaluation_table, unverified_note
+
+    if plan.filtered:
+        screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
+    outcome = run_until_stopped(run_training(settings, plan, directory, screen), directory)
+    if outcome.after is not None:
+        screen.print(evaluation_table(outcome.before, outcome.after))
+        if note := unverified_note(outcome.after):
+            screen.print(note)
+    states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
+    screen.print(f"{outcome.iterations} iterations; prompts: {states}", highlight=False)
+    screen.print(Text(f"run directory: {path}"))
+    screen.print(Text(f"trained student: {path / 'student'}"))
+
+
+@app.command("eval")
+def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Evaluate `student.model` on the held-out problems of the `evaluation` section.
+
+    To evaluate a trained student: spot-async eval CONFIG student.model=RUN/student
+    """
+    from spot_async.preflight import plan_evaluation, read_model
+
+    try:
+        settings = load_config(config, overrides or ())
+        path = RunDirectory.choose_path(settings, f"{config.stem}-eval")
+        student = read_model("student", settings.student.model)
+        sources = plan_evaluation(settings, student)
+        if dry_run:
+            screen.print(Text(dump_yaml(settings)), Text(f"would evaluate {len(sources)} problems into {path}"))
+            return
+        directory = RunDirectory.create(path, settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.runtime import evaluate_student
+    from spot_async.telemetry.console import evaluation_table, unverified_note
+
+    result = run_until_stopped(evaluate_student(settings, student, sources, directory, screen), directory)
+    screen.print(evaluation_table(None, result))
+    if note := unverified_note(result):
+        screen.print(note)
+    screen.print(Text(f"run directory: {path}"))
+
+
+def show_plan(config: Config, path: Path, plan: Any) -> None:
+    """What `train --dry-run` prints."""
+    first = next(iter(plan.schedule))
+    screen.rule("configuration, defaults included", align="left")
+    screen.print(Text(dump_yaml(config)))
+    screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
+    screen.print(Text(plan.renderer.text(first.problem)))
+    screen.rule("would start", align="left")
+    training = config.training
+    lines = [
+        f"student   {config.student.backend.kind} backend serving {config.student.model}",
+        f"teacher   {config.teacher.backend.kind} backend serving {config.teacher.model}",
+        f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
+        f"run       {plan.schedule.iterations} iterations of {training.batch_size} prompts in mini-batches of "
+        f"{training.mini_batch_size}, from {plan.problems - plan.filtered} problems ({plan.filtered} too long)",
+        f"evaluate  {len(plan.evaluation)} problems before and after" if plan.evaluation else "evaluate  nothing",
+        f"write     {path}",
+    ]
+    screen.print(Text("\n".join(lines)))
+
+
+def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
+    """Run to the end; on a failure or a signal say in one line why, and what is saved, and exit."""
+    received: list[signal.Signals] = []
+
+    async def stoppable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: signal.Signals) -> None:
+            received.append(number)
+            loop.remove_signal_handler(number)  # a second one ends the process at once, and the children with it
+            screen.print(f"{number.name}: stopping", highlight=False)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        return await run
+
+    try:
+        return asyncio.run(stoppable())
+    except asyncio.CancelledError:
+        stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
+        raise typer.Exit(128 + received[0]) from None
+    except (SpotError, BaseExceptionGroup) as error:
+        fail(root_cause(error), code=1, note=saved(directory))
+
+
+def root_cause(error: BaseException) -> SpotError:
+    """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
+    failures = leaves(error)
+    for failure in failures:
+        if not isinstance(failure, SpotError):
+            raise error
+    for kind in (ProcessDiedError, TrainerError, SpotError):
+        for failure in failures:
+            if isinstance(failure, kind):
+                return failure
+    raise error
+
+
+def saved(directory: RunDirectory) -> str:
+    """What a run that ended early leaves behind."""
+    student = directory.path / "student"
+    if not student.exists():
+        return f"nothing was trained yet; logs are in {directory.path}"
+    return f"saved: {student.resolve().name} as {student}, metrics and samples beside it"
+
+
+def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
+    """Print the failure and leave."""
+    for line in str(error).splitlines():
+        stderr.print(Text(f"error: {line}", style="red"))
+    if note is not None:
+        stderr.print(Text(note))
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of the `spot-async` command."""
+    app()

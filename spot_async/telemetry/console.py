@@ -1,0 +1,177 @@
+"""What a person sees while a run goes on, and the table at its end.
+
+On a terminal a live panel; elsewhere one line per iteration, so that a log stays readable.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spot_async.evaluation.runner import EvaluationResult, paired_change
+from spot_async.orchestrator import IterationResult, Orchestrator
+from spot_async.telemetry.run_log import mean_metrics
+from spot_async.types import Prompt, Verdict
+
+REFRESH_PER_S = 4
+RATE_WINDOW_S = 5.0
+
+
+class RunConsole:
+    """Shows phases and, as a `RunObserver`, iterations."""
+
+    def __init__(self, console: Console, iterations: int) -> None:
+        self.console = console
+        self._iterations = iterations
+        self._phase = "starting"
+        self._progress: tuple[int, int] | None = None
+        self._orchestrator: Orchestrator | None = None
+        self._accuracy: float | None = None
+        self._rate = TokenRate()
+        self._started_s = time.monotonic()
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """Keep the panel on screen while inside."""
+        with Live(
+            get_renderable=self._render,
+            console=self.console,
+            refresh_per_second=REFRESH_PER_S,
+            transient=True,
+            auto_refresh=self.console.is_terminal,
+        ):
+            yield
+
+    def phase(self, name: str, orchestrator: Orchestrator | None = None) -> None:
+        """A new phase of the run begins."""
+        self._phase, self._progress, self._orchestrator = name, None, orchestrator
+        if not self.console.is_terminal:
+            self.console.print(f"[{self._elapsed()}] {name}", highlight=False, markup=False)
+
+    def progress(self, finished: int, total: int) -> None:
+        self._progress = (finished, total)
+
+    def iteration_finished(self, result: IterationResult) -> None:
+        means = mean_metrics(result.samples)
+        self._accuracy = means.get("rollout/accuracy")
+        self._progress = (result.iteration, self._iterations)
+        if self.console.is_terminal:
+            return
+        train = result.report.metrics
+        parts = [
+            f"iteration {result.iteration}/{self._iterations}",
+            f"accuracy {percent(self._accuracy)}",
+            f"loss {train.get('loss', math.nan):.4f}",
+            f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
+            f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
+        ]
+        line = " · ".join(part for part in parts if part)
+        self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False)
+
+    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+        self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {reason}", style="yellow"))
+
+    def _elapsed(self) -> str:
+        seconds = int(time.monotonic() - self._started_s)
+        return f"{seconds // 60:02d}:{seconds % 60:02d}"
+
+    def _render(self) -> RenderableType:
+        head = Text.assemble((f"{self._elapsed()}  ", "dim"), (self._phase, "bold"))
+        rows: list[RenderableType] = [head]
+        if self._progress is not None:
+            finished, total = self._progress
+            bar = Table.grid(padding=(0, 1))
+            bar.add_row(ProgressBar(total=total, completed=finished, width=40), f"{finished}/{total}")
+            rows.append(bar)
+        if self._orchestrator is not None:
+            rows += [self._status(self._orchestrator), stage_table(self._orchestrator)]
+        return Group(*rows)
+
+    def _status(self, orchestrator: Orchestrator) -> Text:
+        rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
+        return Text(
+            f"iteration {orchestrator.state.iteration + 1} of {self._iterations} · "
+            f"accuracy {percent(self._accuracy)} · {rate:,.0f} tokens/s · "
+            f"waiting for {describe_wait(orchestrator)}"
+        )
+
+
+class TokenRate:
+    """Tokens per second over the last few seconds, from a growing total."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def update(self, now_s: float, total: int) -> float:
+        self._points.append((now_s, total))
+        while now_s - self._points[0][0] > RATE_WINDOW_S:
+            self._points.popleft()
+        first_s, first = self._points[0]
+        return (total - first) / (now_s - first_s) if now_s > first_s else 0.0
+
+
+def describe_wait(orchestrator: Orchestrator) -> str:
+    """What holds the trainer up, the busiest stage named."""
+    waiting_for = orchestrator.state.waiting_for
+    if waiting_for != "supervision":
+        return waiting_for
+    busiest = max(orchestrator.stages.all, key=lambda stage: stage.waiting + stage.in_flight)
+    return f"supervision: {busiest.name}" if busiest.waiting + busiest.in_flight else waiting_for
+
+
+def stage_table(orchestrator: Orchestrator) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("stage", "queue", "in flight", "limit", "done", "retried"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for stage in orchestrator.stages.all:
+        numbers = (stage.waiting, stage.in_flight, stage.concurrency, stage.counters.completed, stage.counters.retried)
+        table.add_row(stage.name, *(f"{number:,}" for number in numbers))
+    table.add_row("supervision", "", f"{len(orchestrator.queue):,}", "", "", "")
+    return table
+
+
+def evaluation_table(before: EvaluationResult | None, after: EvaluationResult | None) -> Table:
+    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems."""
+    result = after or before
+    assert result is not None
+    k = result.samples
+    columns = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
+    table = Table(title="Held-out problems, percent ± standard error over problems", title_style="bold")
+    table.add_column("tier")
+    table.add_column("problems", justify="right")
+    for metric in (f"Avg@{k}", f"Pass@{k}"):
+        for name, _ in columns:
+            table.add_column(f"{metric} {name}" if len(columns) > 1 else metric, justify="right")
+    if before is not None and after is not None:
+        table.add_column(f"Avg@{k} change", justify="right")
+    for tier in result.tier_names():
+        figures = [each.figures(tier) for _, each in columns]
+        cells = [with_error(f.avg, f.avg_error) for f in figures] + [with_error(f.pass_, f.pass_error) for f in figures]
+        if before is not None and after is not None:
+            cells.append(with_error(*paired_change(before, after, tier), signed=True))
+        table.add_row(tier, str(figures[0].problems), *cells, end_section=tier == result.tier_names()[-2:][0])
+    return table
+
+
+def unverified_note(result: EvaluationResult) -> str | None:
+    """Says so when responses count as incorrect only because they could not be judged."""
+    missing = result.count(Verdict.TIMEOUT) + result.count(Verdict.ERROR)
+    return f"{missing} responses could not be judged and count as incorrect" if missing else None
+
+
+def with_error(value: float, error: float, *, signed: bool = False) -> str:
+    text = f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
+    return f"{text} ± {100 * error:.1f}" if math.isfinite(error) else text
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"

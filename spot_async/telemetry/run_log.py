@@ -1,0 +1,96 @@
+"""Writes what happened in a run to its directory: metrics, samples, dead letters, events.
+
+Metric names are `area/name`; `docs/metrics` explains how to read them. Values that samples carry are
+averaged over those samples that have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import structlog
+
+from spot_async.actor import Stage
+from spot_async.orchestrator import IterationResult
+from spot_async.run_directory import RunDirectory
+from spot_async.types import Prompt, Sample
+
+
+class RunLog:
+    """`RunObserver` that keeps the files of a run directory up to date."""
+
+    def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
+        self._directory = directory
+        self._stages = stages
+        self._last_counters = {stage.name: (0, 0.0) for stage in stages}
+        self._iteration_started_s = time.monotonic()
+
+    def iteration_finished(self, result: IterationResult) -> None:
+        now_s = time.monotonic()
+        metrics = iteration_metrics(result, now_s - self._iteration_started_s) | self._stage_metrics()
+        self._iteration_started_s = now_s
+        self._directory.append(
+            "samples.jsonl", [{"iteration": result.iteration, **sample.record} for sample in result.samples]
+        )
+        self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
+        self._directory.point_student_to(Path(result.report.snapshot.directory))
+
+    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+        self._directory.append(
+            "dead_letters.jsonl",
+            [{"ordinal": prompt.ordinal, "problem_id": prompt.problem.id, "reason": reason}],
+        )
+        structlog.get_logger().warning("prompt died", problem_id=prompt.problem.id, reason=reason)
+
+    def _stage_metrics(self) -> dict[str, float]:
+        """Requests of the iteration just finished, and how long they took on average."""
+        metrics: dict[str, float] = {}
+        for stage in self._stages:
+            completed, busy_s = stage.counters.completed, stage.counters.busy_s
+            last_completed, last_busy_s = self._last_counters[stage.name]
+            self._last_counters[stage.name] = (completed, busy_s)
+            requests = completed - last_completed
+            metrics[f"stage/{stage.name}/requests"] = float(requests)
+            if requests:
+                metrics[f"stage/{stage.name}/mean_latency_s"] = (busy_s - last_busy_s) / requests
+        return metrics
+
+
+def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, float]:
+    """One iteration as `area/name` figures."""
+    means = mean_metrics(result.samples)
+    generated = sum(s.metrics.get("rollout/tokens", 0.0) + s.metrics.get("probe/tokens", 0.0) for s in result.samples)
+    return {
+        **means,
+        **{f"train/{name}": value for name, value in result.report.metrics.items()},
+        "time/iteration_s": elapsed_s,
+        "time/wait_for_batch_s": result.times_s.wait_for_batch,
+        "time/train_s": result.times_s.train,
+        "time/update_weights_s": result.times_s.update_weights,
+        "throughput/generated_tokens_per_s": generated / elapsed_s if elapsed_s > 0 else 0.0,
+    }
+
+
+def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """Mean of each metric over the samples that carry it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            values[name].append(value)
+    return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+def log_events_to(path: Path) -> None:
+    """Send structlog events of this process to a JSONL file."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.WriteLoggerFactory(file=path.open("a", encoding="utf-8", buffering=1)),
+    )
