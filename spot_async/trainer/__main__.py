@@ -1,0 +1,25 @@
+"""A trainer rank as torch's launcher starts it: `-m spot_async.trainer SETTINGS_FILE CHANNEL_DIRECTORY`."""
+
+from __future__ import annotations
+
+import sys
+
+from spot_async.processes import exit_with_parent
+
+if __name__ == "__main__":
+    exit_with_parent()  # before the seconds that importing torch and transformers takes
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from spot_async.trainer.rank import run
+from spot_async.trainer.settings import TrainerSettings
+
+
+@record  # tells the launcher of an exception, so that it can name it
+def main() -> None:
+    settings_path, channel_directory = sys.argv[1:]
+    run(TrainerSettings.load(settings_path), channel_directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""From a batch of supervision to padded tensors: mini-batches, each rank's share, micro-batches.
+
+Pure and the same on every rank: all ranks hold the whole batch and agree, without a word, on who
+trains what. Nothing here runs the model or knows about losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spot_async.alignment import decision_rows
+from spot_async.errors import TrainerError
+from spot_async.types import SoftTargets, Supervision
+
+
+def mini_batches(batch: Sequence[Supervision], prompts_per_update: int, seed: int) -> list[list[Supervision]]:
+    """Split a batch into updates of at most `prompts_per_update` prompts, in an order drawn from `seed`.
+
+    Trajectories of one prompt stay together. When prompts are missing (dead-lettered), the updates
+    share what is there evenly, so that none becomes a noisy step of a few samples.
+    """
+    by_prompt: dict[int, list[Supervision]] = {}
+    for sample in sorted(batch, key=lambda sample: sample.prompt_ordinal):
+        by_prompt.setdefault(sample.prompt_ordinal, []).append(sample)
+    groups = list(by_prompt.values())
+    updates = -(-len(groups) // prompts_per_update)
+    order = np.random.default_rng(seed).permutation(len(groups))
+    return [[sample for i in part for sample in groups[i]] for part in np.array_split(order, updates)]
+
+
+def input_length(sample: Supervision) -> int:
+    """Tokens that the model reads: the last response token decides nothing."""
+    return len(sample.prompt_ids) + len(sample.response_ids) - 1
+
+
+def rank_share(mini_batch: Sequence[Supervision], rank: int, ranks: int) -> list[Supervision]:
+    """This rank's samples, longest first, dealt back and forth so that ranks get like amounts of tokens."""
+    by_length = sorted(mini_batch, key=input_length, reverse=True)
+    rounds = (i % (2 * ranks) for i in range(len(by_length)))
+    return [sample for sample, i in zip(by_length, rounds, strict=True) if min(i, 2 * ranks - 1 - i) == rank]
+
+
+def micro_batches(samples: Sequence[Supervision], token_budget: int) -> Iterator[list[Supervision]]:
+    """Group samples, given longest first, so that rows times longest row stays within `token_budget`.
+
+    A sample longer than the budget goes alone.
+    """
+    group: list[Supervision] = []
+    for sample in samples:
+        if group and (len(group) + 1) * input_length(group[0]) > token_budget:
+            yield group
+            group = []
+        group.append(sample)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """B right-padded trajectories; R decision rows of all of them in order; N soft-target positions.
+
+    L is the longest input, T the longest response. Padding is 0 throughout.
+    """
+
+    token_ids: Tensor  # (B, L) int64
+    rows: Tensor  # (R,) int64: decision rows, of the (B * L, hidden) outputs
+    sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
+    mask: Tensor  # (B, T) bool: true on response tokens, R of them
+    has_policy_term: Tensor  # (B,) bool
+    behavior_logprobs: Tensor  # (B, T); 0 for trajectories without a policy term
+    advantages: Tensor  # (B, T); 0 for trajectories without a policy term
+    reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
+    soft_rows: Tensor  # (N,) int64, of R, ascending
+    soft_trajectories: Tensor  # (N,) int64, of B
+    soft_ids: Tensor  # (N, k) int64; k the widest target, the rest has probability 0
+    soft_probabilities: Tensor  # (N, k)
+    soft_weights: Tensor  # (N,)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
+
+
+def advantages_of(sample: Supervision) -> np.ndarray[Any, Any] | None:
+    """(T,) given, or teacher minus behaviour (method.md section 4); None without a policy term."""
+    if sample.teacher_logprobs is not None:
+        return sample.teacher_logprobs - sample.behavior_logprobs
+    return sample.advantages
+
+
+def collate(samples: Sequence[Supervision]) -> MicroBatch:
+    """Pad and concatenate the trajectories of one micro-batch."""
+    inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples]
+    longest = max(map(len, inputs))
+    advantages = [advantages_of(s) for s in samples]
+    behavior = [s.behavior_logprobs if a is not None else None for s, a in zip(samples, advantages, strict=True)]
+    lengths = [len(s.response_ids) for s in samples]
+    rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
+    return MicroBatch(
+        token_ids=_padded(inputs, longest, np.int64),
+        rows=torch.from_numpy(np.concatenate([r + i * longest for i, r in enumerate(rows)])),
+        sampled_ids=torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64)),
+        mask=_padded([np.ones(n) for n in lengths], max(lengths), np.bool_),
+        has_policy_term=torch.tensor([a is not None for a in advantages]),
+        behavior_logprobs=_padded(behavior, max(lengths), np.float32),
+        advantages=_padded(advantages, max(lengths), np.float32),
+        reference_logprobs=_padded([s.reference_logprobs for s in samples], max(lengths), np.float32),
+        **_collate_soft_targets([s.soft_targets for s in samples], lengths),
+    )
+
+
+def _padded(rows: Sequence[np.ndarray[Any, Any] | None], width: int, dtype: type) -> Tensor:
+    padded: np.ndarray[Any, Any] = np.zeros((len(rows), width), dtype)
+    for i, row in enumerate(rows):
+        if row is not None:
+            padded[i, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequence[int]) -> dict[str, Tensor]:
+    first_rows = np.cumsum([0, *lengths])
+    present = [(i, t) for i, t in enumerate(targets) if t is not None and len(t.positions)]
+    positions = sum(len(t.positions) for _, t in present)
+    width = max((t.token_ids.shape[1] for _, t in present), default=0)
+    rows, trajectories = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
+    ids, probabilities = np.zeros((positions, width), np.int64), np.zeros((positions, width), np.float32)
+    weights = np.zeros(positions, np.float32)
+    start = 0
+    for i, target in present:
+        here, k = slice(start, start + len(target.positions)), target.token_ids.shape[1]
+        order = np.argsort(target.positions, kind="stable")
+        rows[here], trajectories[here] = first_rows[i] + target.positions[order], i
+        ids[here, :k], probabilities[here, :k] = target.token_ids[order], target.probabilities[order]
+        weights[here] = target.weights[order]
+        start = here.stop
+    return {
+        "soft_rows": torch.from_numpy(rows),
+        "soft_trajectories": torch.from_numpy(trajectories),
+        "soft_ids": torch.from_numpy(ids),
+        "soft_probabilities": torch.from_numpy(probabilities),
+        "soft_weights": torch.from_numpy(weights),
+    }
+
+
+def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool) -> None:
+    """Raise `TrainerError` naming the sample when its arrays cannot belong together.
+
+    Values are not looked at: what is not finite is found by its effect, whatever its source.
+    """
+    tokens = len(sample.response_ids)
+    per_token = {
+        "behavior_logprobs": sample.behavior_logprobs,
+        "teacher_logprobs": sample.teacher_logprobs,
+        "advantages": sample.advantages,
+        "reference_logprobs": sample.reference_logprobs,
+    }
+    problems = [
+        f"{name} has shape {array.shape}, its response {tokens} tokens"
+        for name, array in per_token.items()
+        if array is not None and array.shape != (tokens,)
+    ]
+    if not tokens or not len(sample.prompt_ids):
+        problems.append("its prompt or response is empty")
+    if sample.teacher_logprobs is not None and sample.advantages is not None:
+        problems.append("it carries both teacher_logprobs and advantages")
+    if needs_reference and sample.reference_logprobs is None:
+        problems.append("training.reference_kl is set but it has no reference_logprobs")
+    ids = [sample.prompt_ids, sample.response_ids]
+    if (soft := sample.soft_targets) is not None:
+        ids.append(soft.token_ids.ravel())
+        shapes = (soft.positions.shape, soft.token_ids.shape[:1], soft.probabilities.shape[:1], soft.weights.shape)
+        if len(set(shapes)) > 1 or soft.token_ids.shape != soft.probabilities.shape:
+            problems.append("the arrays of its soft_targets have different lengths")
+        elif len(soft.positions) and not 0 <= soft.positions.min() <= soft.positions.max() < tokens:
+            problems.append(f"a soft target lies outside its {tokens} response positions")
+    if any(len(array) and not 0 <= array.min() <= array.max() < vocab_size for array in ids):
+        problems.append(f"a token id lies outside the student's vocabulary of {vocab_size}")
+    if problems:
+        raise TrainerError(f"sample {name_of(sample)} cannot be trained: {'; '.join(problems)}")
+
+
+def name_of(sample: Supervision) -> str:
+    """How errors name a sample."""
+    return f"{sample.problem_id!r} (ordinal {sample.prompt_ordinal})"

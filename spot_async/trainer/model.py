@@ -1,0 +1,91 @@
+"""The student under training: loading it, and log-probabilities of only the tokens that matter.
+
+A vocabulary of 150,000 times a few thousand tokens is gigabytes of logits. So hidden states are cut
+down to the decision rows of responses first, and the output layer then sees a bounded number of rows
+at a time, each block recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from spot_async.errors import DataError
+from spot_async.trainer.batching import MicroBatch
+
+LOGITS_PER_BLOCK = 1 << 27  # 512 MiB in float32: 883 rows of Qwen3's vocabulary
+
+
+def load_student(directory: str, device: torch.device) -> Any:
+    """The causal model of a Hugging Face directory: float32 parameters, training mode, no dropout.
+
+    Raises `DataError` when the directory cannot be loaded or the architecture does something between
+    hidden states and logits that `response_logprobs` would leave out (soft caps, scales).
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"student {directory} cannot be loaded: {str(error).splitlines()[0]}") from error
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):  # a float on transformers' attention layers
+            module.attention_dropout = 0.0
+    _check_output_layer(model, directory)
+    return model.to(device)
+
+
+@torch.no_grad()
+def _check_output_layer(model: Any, directory: str) -> None:
+    ids = torch.arange(min(4, model.config.vocab_size))[None]
+    logits = model(input_ids=ids, use_cache=False).logits
+    ours = model.get_output_embeddings()(_hidden_states(model, ids))
+    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
+        raise DataError(
+            f"student {directory}: {type(model).__name__} changes logits after its output layer; not supported"
+        )
+
+
+def _hidden_states(model: Any, token_ids: Tensor) -> Tensor:
+    """(B, L) -> (B, L, hidden). Under right padding a causal model needs no padding mask."""
+    output: Tensor = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    return output
+
+
+def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Full-vocabulary log-probabilities of sampled tokens (R,) and soft-target candidates (N, k).
+
+    Both are at `temperature`, that of the rollouts: the policy being trained is the one that sampled.
+    """
+    hidden = _hidden_states(model, batch.token_ids).flatten(0, 1)[batch.rows]  # (R, hidden)
+    output_layer = model.get_output_embeddings()
+    rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
+
+    def block(hidden: Tensor, sampled_ids: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = output_layer(hidden).float() / temperature  # (R', V)
+        normaliser = logits.logsumexp(dim=-1)  # (R',)
+        sampled = logits.gather(1, sampled_ids[:, None])[:, 0] - normaliser
+        return sampled, logits[rows[:, None], ids] - normaliser[rows, None]
+
+    if len(hidden) <= rows_per_block:
+        return block(hidden, batch.sampled_ids, batch.soft_rows, batch.soft_ids)
+    sampled, candidates = [], []
+    for start in range(0, len(hidden), rows_per_block):
+        here = slice(start, start + rows_per_block)
+        first, last = torch.searchsorted(batch.soft_rows, batch.soft_rows.new_tensor([here.start, here.stop])).tolist()
+        parts = checkpoint(
+            block,
+            hidden[here],
+            batch.sampled_ids[here],
+            batch.soft_rows[first:last] - start,
+            batch.soft_ids[first:last],
+            use_reentrant=False,
+        )
+        sampled.append(parts[0])
+        candidates.append(parts[1])
+    return torch.cat(sampled), torch.cat(candidates)

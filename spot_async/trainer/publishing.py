@@ -1,0 +1,95 @@
+"""New weights on disk, as a Hugging Face directory that is complete the moment it has its name.
+
+Written to a hidden sibling, fsynced, then renamed: a reader sees all of `weights/step-000012` or
+nothing of it, also after a power cut. Which weights belong to a resumable state is not decided here.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from spot_async.errors import TrainerError
+
+# What comes along from the initial student: tokenizer, chat template and generation settings.
+COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
+
+
+class WeightPublisher:
+    """Writes `weights/step-NNNNNN` directories and keeps the newest few."""
+
+    def __init__(self, directory: Path, *, student_directory: Path, dtype: torch.dtype, keep: int) -> None:
+        self._directory = directory
+        self._student_directory = student_directory
+        self._dtype = dtype
+        self._keep = keep
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob(".step-*"):
+            shutil.rmtree(leftover)
+
+    def path(self, step: int) -> Path:
+        return self._directory / f"step-{step:06d}"
+
+    def publish(self, model: Any, state: dict[str, Tensor], step: int) -> None:
+        """Write `state` as `model`'s weights of `step`.
+
+        Raises `TrainerError` when that fails (full disk); older weights are then untouched and
+        nothing of the new ones is left.
+        """
+        final = self.path(step)
+        partial = self._directory / f".{final.name}"
+        try:
+            partial.mkdir()
+            self._write(model, state, partial)
+            partial.rename(final)
+            _fsync(self._directory)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise TrainerError(self._describe(error, final)) from error
+        for old in self._published()[: -self._keep]:
+            shutil.rmtree(old)
+
+    def _write(self, model: Any, state: dict[str, Tensor], directory: Path) -> None:
+        for file in sorted(self._student_directory.iterdir()):
+            if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
+                shutil.copyfile(file, directory / file.name)
+        model.save_pretrained(directory, state_dict=_cast(state, self._dtype))
+        config = copy.deepcopy(model.config)
+        config.dtype = self._dtype  # what was written, not what is trained
+        config.save_pretrained(directory)
+        for file in directory.iterdir():
+            _fsync(file)
+        _fsync(directory)
+
+    def _published(self) -> list[Path]:
+        return sorted(self._directory.glob("step-*"))
+
+    def _describe(self, error: OSError | SafetensorError, final: Path) -> str:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        published = self._published()
+        saved = f"complete weights up to {published[-1]} are untouched" if published else "none were published before"
+        return f"cannot publish weights to {final}: {reason}; {saved}"
+
+
+def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating-point tensors as `dtype`. Tied ones stay one tensor, or they would be written twice."""
+    casts: dict[int, Tensor] = {}
+    return {
+        name: casts.setdefault(value.data_ptr(), value.to(dtype)) if value.is_floating_point() else value
+        for name, value in state.items()
+    }
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,230 @@
+"""One rank of the trainer: takes batches, steps the student, publishes its weights.
+
+Blind to the method that made the supervision; reads from `StudentTrainer.train` downwards. The loss
+itself is `loss.py`, who trains what is `batching.py`, what ranks tell each other is `parallel.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from spot_async.errors import TrainerError
+from spot_async.memory import tune_malloc
+from spot_async.seeds import derive_seed
+from spot_async.trainer.batching import (
+    check_sample,
+    collate,
+    micro_batches,
+    mini_batches,
+    name_of,
+    rank_share,
+)
+from spot_async.trainer.feed import BatchFeed
+from spot_async.trainer.loss import (
+    BranchTerm,
+    LossParts,
+    LossTerms,
+    clipped_policy_loss,
+    minibatch_share,
+    ratio_statistics,
+    reference_kl,
+    soft_target_loss,
+)
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.metrics import Tally
+from spot_async.trainer.model import load_student, response_logprobs
+from spot_async.trainer.parallel import Replicated, process_group, rank_device
+from spot_async.trainer.publishing import WeightPublisher
+from spot_async.trainer.schedule import learning_rate
+from spot_async.trainer.settings import TrainerSettings
+from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
+
+CULPRITS_NAMED = 3
+
+
+def run(settings: TrainerSettings, channel_directory: str) -> None:
+    """Train until the process is ended. Errors that all ranks agree on are told to the orchestrator."""
+    tune_malloc()
+    torch.set_num_threads(settings.training.threads)
+    disable_progress_bar()  # the log is for what a person should read
+    device = rank_device()
+    with process_group(channel_directory, device):
+        feed = BatchFeed(channel_directory, dist.get_rank())
+        trainer = StudentTrainer(settings, Replicated(), device)
+        dist.barrier()
+        feed.ready()
+        try:
+            while True:
+                batch = feed.next()
+                feed.trained(batch.iteration, trainer.train(batch))
+        except TrainerError as error:
+            feed.refuse(error)
+
+
+class StudentTrainer:
+    """The student, its optimiser, and one iteration of training. All ranks call it alike."""
+
+    def __init__(self, settings: TrainerSettings, strategy: Replicated, device: torch.device) -> None:
+        self._settings = settings
+        self._training = settings.training
+        self._strategy = strategy
+        self._device = device
+        self._model: Any = strategy.prepare(load_student(settings.model_directory, device))
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=self._training.learning_rate,
+            weight_decay=self._training.weight_decay,
+            fused=True,
+        )
+        self._publisher = WeightPublisher(
+            settings.weights_directory,
+            student_directory=Path(settings.model_directory),
+            dtype=torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32,
+            keep=self._training.keep_weights,
+        )
+
+    def train(self, batch: Batch) -> TrainReport:
+        """One iteration: every mini-batch once, then publish. Iteration i makes the weights of step i + 1."""
+        started = time.perf_counter()
+        iteration, training = batch.iteration, self._training
+        self._check(batch)
+        rate = learning_rate(training, iteration, self._settings.iterations)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        seed = derive_seed(self._settings.seed, "mini-batches", iteration)
+        updates = mini_batches(batch.samples, training.mini_batch_size, seed)
+        tally = Tally(self._device)
+        norms = [
+            self._update(mini_batch, tally, f"iteration {iteration}, mini-batch {number} of {len(updates)}")
+            for number, mini_batch in enumerate(updates, start=1)
+        ]
+        self._strategy.sum(tally.sums)
+        self._strategy.max(tally.ratio_max)
+        metrics = tally.report(
+            updates=len(updates),
+            grad_norm=sum(norms) / len(norms),
+            learning_rate=rate,
+            train_s=time.perf_counter() - started,
+        )
+        started = time.perf_counter()
+        snapshot = self._publish(step=iteration + 1)
+        return TrainReport(snapshot=snapshot, metrics={**metrics, "publish_s": time.perf_counter() - started})
+
+    def _check(self, batch: Batch) -> None:
+        if not batch.samples:
+            raise TrainerError(f"iteration {batch.iteration} has no samples: none of its prompts was supervised")
+        for sample in batch.samples:
+            check_sample(
+                sample,
+                vocab_size=self._model.config.vocab_size,
+                needs_reference=self._training.reference_kl > 0,
+            )
+
+    def _update(self, mini_batch: Sequence[Supervision], tally: Tally, where: str) -> float:
+        """One optimiser step over all ranks; returns the gradient norm. `where` names it in errors."""
+        self._optimizer.zero_grad()
+        share = rank_share(mini_batch, self._strategy.rank, self._strategy.ranks)
+        losses = [
+            self._accumulate(samples, mini_batch, tally).total.detach()
+            for samples in micro_batches(share, self._training.micro_batch_tokens)
+        ]
+        self._strategy.reduce_gradients(self._model)
+        norm = self._strategy.clip_grad_norm(self._model, self._training.max_grad_norm)
+        finite = math.isfinite(norm) and all(map(math.isfinite, losses))
+        if self._strategy.max(torch.tensor(float(not finite), device=self._device)) > 0:
+            raise TrainerError(f"{where}: {self._culprits(mini_batch)}; the optimiser was not stepped")
+        self._optimizer.step()
+        return norm
+
+    def _accumulate(self, samples: Sequence[Supervision], mini_batch: Sequence[Supervision], tally: Tally) -> LossParts:
+        """Add the gradient of one micro-batch's share of its mini-batch's loss."""
+        training = self._training
+        batch = collate(samples).to(self._device)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=training.dtype == "bfloat16"):
+            sampled, candidates = response_logprobs(self._model, batch, self._settings.temperature)
+        logprobs = sampled.new_zeros(batch.mask.shape).masked_scatter(batch.mask, sampled)  # (B, T)
+        terms = LossTerms(
+            mask=batch.mask,
+            policy=clipped_policy_loss(
+                logprobs,
+                batch.behavior_logprobs,
+                batch.advantages,
+                clip=training.clip,
+                dual_clip=training.dual_clip,
+            ),
+            reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
+            reference_coefficient=training.reference_kl,
+            branch=BranchTerm(
+                losses=soft_target_loss(candidates, batch.soft_probabilities),
+                weights=batch.soft_weights,
+                rows=batch.soft_trajectories,
+            ),
+        )
+        parts = minibatch_share(
+            terms,
+            aggregation=training.loss_aggregation,
+            minibatch_trajectories=len(mini_batch),
+            minibatch_tokens=sum(len(sample.response_ids) for sample in mini_batch),
+        )
+        parts.total.backward()  # type: ignore[no-untyped-call]
+        policy_mask = batch.mask & batch.has_policy_term[:, None]
+        ratios = ratio_statistics(
+            logprobs,
+            batch.behavior_logprobs,
+            batch.advantages,
+            policy_mask,
+            clip=training.clip,
+            dual_clip=training.dual_clip,
+        )
+        tally.add(
+            loss=parts.total.detach(),
+            loss_policy=parts.policy,
+            loss_branch=parts.branch,
+            loss_reference=parts.reference,
+            trajectories=len(samples),
+            tokens=len(batch.rows),
+            branch_positions=len(batch.soft_rows),
+            policy_tokens=ratios.tokens,
+            advantage=batch.advantages.sum(),
+            ratio=ratios.ratio_sum,
+            clipped_tokens=ratios.clipped_tokens,
+            behavior_kl=ratios.behavior_kl_sum,
+        )
+        tally.see_ratio(ratios.ratio_max)
+        return parts
+
+    def _culprits(self, mini_batch: Sequence[Supervision]) -> str:
+        """Which samples give a loss or gradient that is not finite, found one by one.
+
+        Every rank looks at all of them: no rank waits for another, and all say the same.
+        """
+        found = []
+        for sample in mini_batch:
+            self._optimizer.zero_grad()
+            parts = self._accumulate([sample], mini_batch, Tally(self._device))
+            bad = [f"{name} loss" for name in ("policy", "branch", "reference") if not _finite(getattr(parts, name))]
+            if not bad and not all(_finite(p.grad) for p in self._model.parameters() if p.grad is not None):
+                bad = ["gradient"]
+            if bad:
+                found.append(f"non-finite {' and '.join(bad)} in sample {name_of(sample)}")
+        more = f", and {len(found) - CULPRITS_NAMED} samples more" if len(found) > CULPRITS_NAMED else ""
+        return ", ".join(found[:CULPRITS_NAMED]) + more or "non-finite gradient, though each sample's own is finite"
+
+    def _publish(self, step: int) -> WeightSnapshot:
+        state = self._strategy.full_state_dict(self._model)
+        if self._strategy.rank == 0:
+            self._publisher.publish(self._model, state, step)
+        return WeightSnapshot(directory=str(self._publisher.path(step)), version=WeightVersion(0, step))
+
+
+def _finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())
