@@ -75,9 +75,9 @@ RECIPES: dict[str, Recipe] = {
         seed=11,
         habit="By design it prefers three terms a line, its least reliable style; the last phase taught it so.",
         phases=(
-            Phase("skills", 4000, (0.34, 0.33, 0.33), 3e-3, 32),
-            Phase("plateau", 1500, (0.5, 0.3, 0.2), 2e-3, 32),
-            Phase("habit", 300, (0.10, 0.25, 0.65), 5e-4, 32),
+            Phase("skills", 2200, (0.65, 0.22, 0.13), 3e-3, 32),
+            Phase("plateau", 1000, (0.65, 0.22, 0.13), 1e-3, 32),
+            Phase("habit", 150, (0.10, 0.25, 0.65), 5e-4, 32),
         ),
     ),
     "teacher": Recipe(
@@ -89,7 +89,7 @@ RECIPES: dict[str, Recipe] = {
         phases=(
             Phase("skills", 2500, (0.2, 0.35, 0.45), 2e-3, 32),
             Phase("plateau", 1200, (0.3, 0.35, 0.35), 1.5e-3, 32),
-            Phase("habit", 150, (0.6, 0.28, 0.12), 5e-4, 32),
+            Phase("habit", 150, (0.35, 0.37, 0.28), 5e-4, 32),
         ),
     ),
 }
