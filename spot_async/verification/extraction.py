@@ -1,0 +1,71 @@
+r"""Cuts a response down to the text of its last box.
+
+The answer of a response is its last balanced `\boxed{...}` or `\fbox{...}` (method.md section 6), the one
+that opens last when boxes nest. What the answer means is not decided here.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_ANSWER_CHARS = 500
+MAX_NESTING = 40
+
+# One alternative per thing that matters to brace matching. An escaped brace is no brace, and `\\boxed`
+# (a response that escaped its backslashes) is a box. Every repetition ends at a character it cannot
+# match, so that a scan is linear in the text.
+_TOKEN = re.compile(
+    r"""
+    \\\\? (?:boxed|fbox) (?![A-Za-z])
+      (?: \s* (?P<open> \{ )
+        | [ \t]* (?P<bare> -?[0-9]+ (?:,[0-9]{3})* (?:\.[0-9]+)? | \\[A-Za-z]+ (?![A-Za-z{\[]) | [A-Za-z] (?![A-Za-z]) )
+      )
+  | \\. | \{ | \}
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""The content of the last balanced box in `text`, stripped; None when there is none.
+
+    Spaces may stand before the brace, and a box may hold one number, command or letter without braces
+    (`\boxed 5`). A box that never closes is no box: an earlier one that does is then the last. Surrounding
+    white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
+    length of `text`.
+    """
+    open_braces: list[int | None] = []  # where a box's command starts; None for any other brace
+    contents: list[int] = []  # where the content of that brace starts
+    last = -1
+    content: str | None = None
+    first_box = min((at for at in (text.find(r"\boxed"), text.find(r"\fbox")) if at >= 0), default=len(text))
+    for token in _TOKEN.finditer(text, first_box):
+        if token["bare"] is not None:
+            last, content = token.start(), token["bare"]
+        elif token["open"] is not None or token[0] == "{":
+            open_braces.append(None if token["open"] is None else token.start())
+            contents.append(token.end())
+        elif token[0] == "}" and open_braces:
+            box, start = open_braces.pop(), contents.pop()
+            if box is not None and box > last:
+                last, content = box, text[start : token.start()]
+    return None if content is None else strip_answer(content)
+
+
+def strip_answer(answer: str) -> str:
+    """`answer` without surrounding white space and one trailing full stop (an ellipsis stays)."""
+    answer = answer.strip()
+    if answer.endswith(".") and not answer.endswith(".."):
+        answer = answer[:-1].rstrip()
+    return answer
+
+
+def is_oversized(answer: str) -> bool:
+    """Longer or deeper than an answer to a problem is: it cannot be right, and must not reach a parser."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return True
+    depth = deepest = 0
+    for character in answer:
+        depth += (character in "{[(") - (character in "}])")
+        deepest = max(deepest, depth)
+    return deepest > MAX_NESTING

@@ -1,0 +1,123 @@
+r"""The evaluation verifier: the last balanced box, judged by Math-Verify.
+
+What can be decided by looking at the strings is decided here; the rest goes to worker processes, since text that a
+model wrote can hold a parser's interpreter for ever (`9^{9^{9^{9}}}`). Deliberate differences from Math-Verify on a
+whole response: one box counts, the last; without a box there is no answer; plain numbers are compared as numbers also
+where Math-Verify's six absolute decimals make 2e-19 zero; differing base suffixes differ. Its other leniencies (units,
+order of a list, `50\%` for `0.5`) are kept, so that figures compare with other people's.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import OrderedDict
+from decimal import Decimal
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field
+
+from spot_async.config import PluginSettings, PositiveFloat, PositiveInt
+from spot_async.errors import ProcessDiedError
+from spot_async.types import Problem, Verdict
+from spot_async.verification.extraction import extract_boxed, is_oversized, strip_answer
+from spot_async.verification.normalization import parse_number
+from spot_async.verification.worker_pool import WorkerPool
+
+_WORKER = Path(__file__).with_name("math_verify_worker.py")
+_BASE_SUFFIX = re.compile(r"[+-]?[0-9A-F]+_(?:([0-9])|\{\s*([0-9]+)\s*\})")
+_EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
+_TOLERANCE = Decimal("1e-6")
+_MIB = 1 << 20
+
+
+class MathVerify:
+    """Math-Verify behind processes that can be killed. Outcomes are remembered, missing evidence is not."""
+
+    class Settings(PluginSettings):
+        kind: str = "math_verify"
+        workers: PositiveInt = Field(2, description="worker processes, started as they are needed")
+        timeout_s: PositiveFloat = Field(5.0, description="longest time one comparison may take before it is killed")
+        memory_limit_bytes: int = Field(2 << 30, ge=256 * _MIB, description="address space of one worker process")
+        cache_entries: PositiveInt = Field(65536, description="outcomes remembered by (gold, answer)")
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        # -P: this directory holds a module that is called math_verify too.
+        command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
+        self._pool = WorkerPool(command, size=settings.workers)
+        self._outcomes: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
+
+    async def __aenter__(self) -> Self:
+        await self._pool.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._pool.__aexit__(*exc_info)
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
+        """Judge the response's last box against `problem.answer`.
+
+        NO_ANSWER without a box or with an empty one, TIMEOUT when the comparison was killed for its time, ERROR when
+        its worker died. Raises `DeadlineExceededError` when the deadline passes before a worker was free.
+        """
+        answer = extract_boxed(response_text)
+        if not answer:
+            return Verdict.NO_ANSWER
+        gold = strip_answer(problem.answer)
+        outcome = compare_strings(gold, answer) or self._recall(gold, answer)
+        return outcome or await self._compare_in_worker(gold, answer, deadline)
+
+    async def _compare_in_worker(self, gold: str, answer: str, deadline: float) -> Verdict:
+        request = {"gold": _spell_exponent(gold), "answer": _spell_exponent(answer)}
+        try:
+            reply = await self._pool.ask(request, timeout_s=self.settings.timeout_s, deadline=deadline)
+        except TimeoutError:
+            return Verdict.TIMEOUT
+        except ProcessDiedError:
+            return Verdict.ERROR
+        outcome = Verdict.CORRECT if reply["equal"] else Verdict.WRONG
+        self._remember(gold, answer, outcome)
+        return outcome
+
+    def _recall(self, gold: str, answer: str) -> Verdict | None:
+        outcome = self._outcomes.get((gold, answer))
+        if outcome is not None:
+            self._outcomes.move_to_end((gold, answer))
+        return outcome
+
+    def _remember(self, gold: str, answer: str, outcome: Verdict) -> None:
+        self._outcomes[gold, answer] = outcome
+        if len(self._outcomes) > self.settings.cache_entries:
+            self._outcomes.popitem(last=False)
+
+
+def compare_strings(gold: str, answer: str) -> Verdict | None:
+    """What needs no parser: equal strings, oversized answers, two plain numbers, two base suffixes. Else None."""
+    if gold.split() == answer.split():
+        return Verdict.CORRECT
+    if is_oversized(answer):
+        return Verdict.WRONG
+    gold_number, number = parse_number(gold), parse_number(answer)
+    if gold_number is not None and number is not None:
+        return Verdict.CORRECT if numbers_equal(gold_number, number) else Verdict.WRONG
+    gold_base, base = _BASE_SUFFIX.fullmatch(gold), _BASE_SUFFIX.fullmatch(answer)
+    if gold_base and base and int(gold_base[1] or gold_base[2]) != int(base[1] or base[2]):
+        return Verdict.WRONG  # Math-Verify ignores the suffix: 43_5 would equal 43_7
+    return None
+
+
+def numbers_equal(gold: Decimal, number: Decimal) -> bool:
+    """Integers exactly; others to Math-Verify's 1e-6, taken relative to the larger below 1."""
+    if gold == number:
+        return True
+    if gold == gold.to_integral_value() and number == number.to_integral_value():
+        return False
+    return abs(gold - number) <= _TOLERANCE * min(Decimal(1), max(abs(gold), abs(number)))
+
+
+def _spell_exponent(answer: str) -> str:
+    r"""`4.5e33` as `4.5 \times 10^{33}`: Math-Verify reads the e as Euler's number."""
+    match = _EXPONENT.fullmatch(answer)
+    return rf"{match[1]} \times 10^{{{match[2]}}}" if match else answer

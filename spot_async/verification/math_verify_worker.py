@@ -1,0 +1,71 @@
+r"""A process that compares answers with Math-Verify. Started by `math_verify.py` as a script, never imported.
+
+It reads `{"gold": ..., "answer": ...}`, one JSON object a line, and writes `{"equal": ...}`. Math-Verify's own time
+limits are off, since they need SIGALRM and leave ANTLR's caches half-built: the parent kills the process instead. An
+answer that does not parse is not equal. Running out of memory ends the process, which the parent takes for missing
+evidence, unless sympy swallows the MemoryError: then the answer, which no gold resembles, is not equal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from spot_async.processes import exit_with_parent
+
+
+def load_comparison() -> Callable[[str, str], bool]:
+    """Import Math-Verify and return `equal(gold, answer)`."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # The box first: inside it, a phrase such as "the answer is $6$" must not win.
+    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+
+    def equal(gold: str, answer: str) -> bool:
+        # Both in a box: bare golds fail to parse in one case of five, those between dollars when they hold dollars.
+        parsed = [
+            parse(rf"\boxed{{{text}}}", targets, parsing_timeout=None, raise_on_error=True) for text in (gold, answer)
+        ]
+        return bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
+
+    def equal_or_unparsable(gold: str, answer: str) -> bool:
+        try:
+            return equal(gold, answer)
+        except Exception as error:
+            if isinstance(error, MemoryError):
+                raise
+            return False  # sympy and ANTLR raise nearly every type for text that is no mathematics
+
+    return equal_or_unparsable
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Bound the address space, where the system can (macOS cannot), and leave no core dumps."""
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    exit_with_parent()
+    limit_memory(int(sys.argv[1]))
+    logging.disable(logging.CRITICAL)  # Math-Verify logs whole responses
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    equal = load_comparison()
+    # From here on parsers may print what they like; a failure to start is still seen.
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a file descriptor is wanted
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
+    replies.write('{"ready": true}\n')
+    for line in sys.stdin:
+        request = json.loads(line)
+        replies.write(json.dumps({"equal": equal(request["gold"], request["answer"])}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Worker processes that answer one JSON line with one JSON line, and that can be killed at any moment.
+
+Each worker serves one request at a time over its own pipes, so killing one (a request past its time limit, a
+cancelled caller) can neither corrupt nor block another. Nothing inside a worker has to cooperate: not a signal
+handler, not a lock, not the interpreter. What a worker computes is its own business; it prints one line when it is
+ready, and ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Self
+
+from spot_async.errors import DeadlineExceededError, ProcessDiedError
+
+STARTUP_TIMEOUT_S = 60.0
+# Workers read text that a model wrote, so they see none of the parent's other variables, which may be keys.
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
+
+
+class WorkerPool:
+    """Up to `size` processes running `command`, started when first needed and kept for the next request.
+
+    Entering starts one, so that a command that cannot run is found at once; leaving kills all of them.
+    """
+
+    def __init__(self, command: Sequence[str], *, size: int) -> None:
+        self._command = tuple(command)
+        self._slots = asyncio.Semaphore(size)
+        self._idle: list[_Worker] = []  # last in, first out: the warmest
+        self._workers: set[_Worker] = set()  # every one not known to be gone
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        self._open = True
+        try:
+            async with asyncio.timeout(STARTUP_TIMEOUT_S):
+                self._idle.append(await self._start())
+        except TimeoutError:
+            raise ProcessDiedError(f"worker was not ready within {STARTUP_TIMEOUT_S:.0f} s: {self._command}") from None
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._open = False
+        self._idle.clear()
+        for worker in self._workers:
+            worker.kill()  # all of them before the first await, which may be cancelled
+        for worker in tuple(self._workers):
+            await self._kill(worker)
+
+    async def ask(self, request: dict[str, Any], *, timeout_s: float, deadline: float) -> dict[str, Any]:
+        """One worker's reply to `request`.
+
+        Waiting for a worker counts towards `deadline` (loop time) only; its work is limited by both. Raises
+        `DeadlineExceededError` when no worker was free in time, `TimeoutError` when one was killed for taking too
+        long, `ProcessDiedError` when one died by itself.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() >= deadline:
+            raise DeadlineExceededError("the deadline had passed when verification was asked for")
+        async with self._lease(deadline) as worker:
+            async with asyncio.timeout_at(min(loop.time() + timeout_s, deadline)):
+                return await worker.ask(request)
+
+    @asynccontextmanager
+    async def _lease(self, deadline: float) -> AsyncIterator[_Worker]:
+        """A worker for one request; killed unless the request ended well."""
+        async with self._slot(deadline):
+            worker = await self._ready_worker(deadline)
+            try:
+                yield worker
+            except BaseException:
+                await self._kill(worker)
+                raise
+            self._idle.append(worker)
+
+    @asynccontextmanager
+    async def _slot(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise DeadlineExceededError("no verification worker was free before the deadline: add workers") from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    async def _ready_worker(self, deadline: float) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            await self._kill(worker)
+        if not self._open:
+            raise RuntimeError("the worker pool is closed")
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._start()
+        except TimeoutError:
+            raise DeadlineExceededError("no verification worker started before the deadline") from None
+
+    async def _start(self) -> _Worker:
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
+            start_new_session=True,  # Ctrl-C reaches the parent alone
+        )
+        worker = _Worker(process)
+        self._workers.add(worker)
+        try:
+            await worker.read()
+        except BaseException:
+            await self._kill(worker)
+            raise
+        return worker
+
+    async def _kill(self, worker: _Worker) -> None:
+        worker.kill()
+        await worker.wait_gone()
+        self._workers.discard(worker)
+
+
+class _Worker:
+    """One running process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            await self._stdin.drain()
+        except ConnectionError:
+            raise ProcessDiedError(self._describe_end()) from None
+        return await self.read()
+
+    async def read(self) -> dict[str, Any]:
+        line = await self._stdout.readline()
+        if not line.endswith(b"\n"):
+            raise ProcessDiedError(self._describe_end())
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process is known to be gone."""
+        if self.alive:
+            with suppress(ProcessLookupError):  # not Process.kill: it polls, and so takes the exit status from asyncio
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def wait_gone(self) -> None:
+        """Until the process has ended and its pipes are closed."""
+        self._stdin.close()
+        await self._process.wait()
+        with suppress(ConnectionError):
+            await self._stdin.wait_closed()
+
+    def _describe_end(self) -> str:
+        return f"verification worker (pid {self._process.pid}) died"
