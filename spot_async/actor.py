@@ -160,7 +160,9 @@ class Stage:
 
     def _release(self) -> None:
         self.in_flight -= 1
-        ticket = self._mailbox.pop()
-        if ticket is not None:
-            self.in_flight += 1
-            self._turns[ticket].set_result(None)
+        while (ticket := self._mailbox.pop()) is not None:
+            turn = self._turns[ticket]
+            if not turn.done():  # a cancelled asker may not have had the time to leave the mailbox
+                self.in_flight += 1
+                turn.set_result(None)
+                return

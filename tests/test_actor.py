@@ -1,0 +1,192 @@
+"""The stage and the pure parts around it, under orders a scheduler could produce."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spot_async.actor import Mailbox, Stage
+from spot_async.admission import Credits, may_admit
+from spot_async.errors import DeadlineExceededError, PermanentError, ThrottledError, TransientError
+from spot_async.ledger import Ledger, PromptState
+from spot_async.retry import RetryPolicy
+from spot_async.simulation.virtual_time import DeadlockError, run_on_virtual_time
+from spot_async.supervision_queue import AdmissionOrder, SupervisionQueue
+
+
+def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000):
+    return Stage(
+        "probe",
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        retry=RetryPolicy(attempts),
+        mailbox_capacity=capacity,
+        jitter=lambda: 0.0,
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40))
+def test_a_mailbox_serves_by_priority_then_arrival_and_forgets_who_left(entries):
+    mailbox = Mailbox(capacity=100)
+    tickets = [mailbox.add((priority,)) for priority, _ in entries]
+    for ticket, (_, leaves) in zip(tickets, entries, strict=True):
+        if leaves:
+            mailbox.discard(ticket)
+    expected = sorted(((p, t) for t, (p, leaves) in zip(tickets, entries, strict=True) if not leaves))
+    assert len(mailbox) == len(expected)
+    assert [mailbox.pop() for _ in expected] == [ticket for _, ticket in expected]
+    assert mailbox.pop() is None
+
+
+def test_a_full_mailbox_is_reported_as_the_bug_it_is():
+    mailbox = Mailbox(capacity=1)
+    mailbox.add((0,))
+    with pytest.raises(OverflowError):
+        mailbox.add((0,))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000))
+def test_slots_survive_any_mix_of_cancellation_failure_and_success(seed):
+    rng = random.Random(seed)
+    probe = stage(concurrency=rng.randint(1, 4), timeout_s=5.0)
+    peak = running = 0
+
+    async def request(deadline):
+        nonlocal peak, running
+        running += 1
+        peak = max(peak, running)
+        try:
+            await asyncio.sleep(rng.choice([0.0, 0.1, 1.0, 20.0]))
+            if rng.random() < 0.3:
+                raise rng.choice([PermanentError("no"), TransientError("again")])
+        finally:
+            running -= 1
+
+    async def scenario():
+        tasks = [asyncio.create_task(probe.ask((i,), request)) for i in range(20)]
+        for task in rng.sample(tasks, 8):
+            await asyncio.sleep(rng.choice([0.0, 0.05, 0.5]))
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run_on_virtual_time(scenario())
+    assert running == 0
+    assert probe.in_flight == 0
+    assert probe.waiting == 0
+    assert peak <= probe.concurrency
+
+
+def test_the_deadline_covers_waiting_attempts_and_backoff():
+    async def scenario():
+        probe = stage(concurrency=1, timeout_s=3.0, attempts=100)
+        loop = asyncio.get_running_loop()
+
+        async def fail(deadline):
+            assert deadline == 3.0
+            raise TransientError("connection refused")
+
+        with pytest.raises(TransientError, match="connection refused"):
+            await probe.ask((0,), fail)
+        assert loop.time() <= 3.0
+
+        async def hang(deadline):
+            await asyncio.Event().wait()
+
+        started = loop.time()
+        with pytest.raises(DeadlineExceededError, match="probe: no answer within 3 s"):
+            await probe.ask((0,), hang)
+        assert loop.time() - started == pytest.approx(3.0)
+
+    run_on_virtual_time(scenario())
+
+
+def test_only_what_can_succeed_later_is_sent_again():
+    policy = RetryPolicy(attempts=3)
+    assert policy.delay_s(PermanentError("400"), 1, 0.0) is None
+    assert policy.delay_s(TransientError("reset"), 3, 0.0) is None
+    assert 0 < policy.delay_s(TransientError("reset"), 1, 0.0) < policy.delay_s(TransientError("reset"), 2, 0.0)
+    assert policy.delay_s(ThrottledError("429", retry_after_s=30.0), 1, 0.0) == 30.0
+
+
+@given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 6))
+def test_admission_bounds_staleness(max_staleness, batch_size, version):
+    """A prompt admitted at `version` is trained in iteration ordinal // batch: at most max_staleness later."""
+    trained = version * batch_size
+    queued = 0
+    while may_admit(
+        running=0, queued=queued, trained=trained, version=version, batch_size=batch_size, max_staleness=max_staleness
+    ):
+        queued += 1
+    last_ordinal = trained + queued - 1
+    assert last_ordinal // batch_size - version == max_staleness
+
+
+def test_credits_are_given_back_exactly_once():
+    pool = Credits(capacity_prompts=2, capacity_bytes=100)
+    pool.reserve(0, 60)
+    assert not pool.fits(41)
+    pool.reserve(1, 40)
+    assert not pool.fits(0)
+    with pytest.raises(ValueError, match="no credit"):
+        pool.reserve(2, 0)
+    pool.release(0)
+    with pytest.raises(KeyError):
+        pool.release(0)
+    assert (pool.held_prompts, pool.held_bytes) == (1, 40)
+
+
+def test_the_ledger_refuses_to_train_a_prompt_twice():
+    ledger = Ledger()
+    ledger.admit(0)
+    with pytest.raises(ValueError, match="admitted twice"):
+        ledger.admit(0)
+    ledger.move(0, PromptState.QUEUED)
+    ledger.move(0, PromptState.TRAINED)
+    with pytest.raises(ValueError, match="cannot go from trained"):
+        ledger.move(0, PromptState.TRAINED)
+
+
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11), max_size=4), st.integers(1, 5))
+def test_batches_are_in_admission_order_whatever_finishes_first(finish_order, dead, batch_size):
+    buffer = AdmissionOrder()
+    taken = []
+    for ordinal in finish_order:
+        buffer.put(ordinal, None if ordinal in dead else [ordinal])
+        while (batch := buffer.take(batch_size)) is not None:
+            assert len(batch) == batch_size
+            taken += [o for o, _ in batch]
+    alive = [o for o in range(12) if o not in dead]
+    assert taken == alive[: len(alive) // batch_size * batch_size]
+    assert buffer.drain() == alive[len(taken) :]
+
+
+def test_a_prompt_cannot_finish_twice():
+    buffer = AdmissionOrder()
+    buffer.put(0, [])
+    with pytest.raises(ValueError, match="finished twice"):
+        buffer.put(0, [])
+
+
+def test_a_closed_queue_ends_its_consumer():
+    async def scenario():
+        queue = SupervisionQueue()
+        queue.put(0, [])
+        waiting = asyncio.create_task(queue.take_batch(2))
+        await asyncio.sleep(1)
+        queue.close()
+        assert await waiting is None
+
+    run_on_virtual_time(scenario())
+
+
+def test_virtual_time_names_a_deadlock_instead_of_hanging():
+    async def scenario():
+        await asyncio.Event().wait()
+
+    with pytest.raises(DeadlockError, match="every task waits"):
+        run_on_virtual_time(scenario())

@@ -1,0 +1,131 @@
+"""Configuration: what a user types wrong comes back as one clear line, and what is right comes back the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spot_async.config_loading import dump_yaml, load_config
+from spot_async.errors import ConfigError
+
+MINIMAL = """
+student: {model: s}
+teacher: {model: t}
+data: {train: train.jsonl}
+policy: spot
+training: {iterations: 3, batch_size: 8, mini_batch_size: 4}
+"""
+
+
+@pytest.fixture
+def config_path(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def complaint(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.batchsize=8", "training.batchsize: unknown key; did you mean `batch_size`?"),
+        ("policy.gama=2", "policy.gama: unknown key; did you mean `gamma`?"),
+        ("studnt.model=x", "studnt: unknown key; did you mean `student`?"),
+        ("stages.probe.concurency=2", "stages.probe.concurency: unknown key; did you mean `concurrency`?"),
+        ("student.backend.slot=4", "student.backend.slot: unknown key; did you mean `slots`?"),
+        ("training.learning_rate=fast", "training.learning_rate: input should be a valid number, but got 'fast'"),
+        ("training.batch_size='8'", "training.batch_size: input should be a valid integer, but got '8'"),
+        ("training.batch_size=8.5", "training.batch_size: input should be a valid integer"),
+        ("sampling.top_p=1.5", "sampling.top_p: input should be less than or equal to 1, but got 1.5"),
+        ("training.learning_rate=.inf", "training.learning_rate: input should be a"),
+        ("policy=spt", "policy: no policy called 'spt'; did you mean 'spot'?"),
+        ("student.backend=locl", "student.backend: no backend called 'locl'; did you mean 'local'?"),
+        ("verifier={}", "verifier: needs a `kind`, one of: boxed_match, math_verify"),
+        ("policy=no.such.module:Policy", "policy: cannot load 'no.such.module:Policy'"),
+        (
+            "training.mini_batch_size=3",
+            "training: mini_batch_size=3 must divide batch_size=8: the nearest that does is 2",
+        ),
+        ("policy.probe_top_k=17", "policy: probe_top_k=17 (k_p) must not exceed score_top_k=16 (k_s)"),
+        (
+            "policy.lambda_mass=0.7",
+            "policy: lambda_mass=0.7 and lambda_shape=0.5 must sum to 1: set lambda_shape to 0.3",
+        ),
+        ("queue.capacity_prompts=7", "queue.capacity_prompts=7 holds less than one batch (training.batch_size=8)"),
+        ("training.epochs=2", "training: give exactly one of epochs and iterations"),
+        ("max_staleness=1", "max_staleness=1: only 0 (strict) is built so far"),
+        ("training", "override 'training': expected section.key=value"),
+        ("student.model.x=1", "override 'student.model.x=1': student.model is a value"),
+        ("data.train=", "data.train: input should be a valid string, but got None"),
+        ("policy.beta=[1", "override 'policy.beta=[1': line 1 not valid YAML"),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, expected):
+    if override == "student.model.x=1":
+        expected = "override"
+    line = complaint(config_path, override)
+    assert expected in line
+    assert "\n" not in line
+
+
+def test_every_mistake_is_reported_in_its_own_line(config_path):
+    lines = complaint(config_path, "training.batchsize=8", "policy.gama=1", "sampling.top_p=0").splitlines()
+    assert len(lines) == 3
+
+
+def test_a_missing_section_is_named(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("student: {model: s}")
+    assert "teacher: required, but not given" in complaint(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a: [1", "not valid YAML"), ("- 1\n- 2", "expected sections"), ("", "expected sections")],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert expected in complaint(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert "nowhere.yaml: cannot read the configuration: No such file" in complaint(tmp_path / "nowhere.yaml")
+
+
+def test_yaml_that_would_run_code_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("student: !!python/object/apply:os.system ['true']")
+    assert "not valid YAML" in complaint(path)
+
+
+def test_overrides_reach_plugin_settings_given_in_short_form(config_path):
+    config = load_config(config_path, ["policy.gamma=2.5", "verifier.kind=math_verify", "verifier.workers=1"])
+    assert config.policy.kind == "spot"
+    assert config.policy.gamma == 2.5
+    assert config.verifier.workers == 1
+
+
+@pytest.mark.parametrize("text", ["3e-6", "3.0e-6", "0.000003"])
+def test_numbers_are_read_as_people_write_them(config_path, text):
+    assert load_config(config_path, [f"training.learning_rate={text}"]).training.learning_rate == 3e-6
+
+
+def test_the_written_configuration_reads_back_to_the_same_one(config_path, tmp_path):
+    config = load_config(config_path, ["policy.gamma=0.3", "student.backend.slots=7"])
+    written = tmp_path / "written.yaml"
+    written.write_text(dump_yaml(config))
+    again = load_config(written)
+    assert again == config
+    assert again.student.backend.slots == 7
+
+
+def test_a_plugin_can_be_named_by_module_and_class(config_path):
+    config = load_config(config_path, ["policy={kind: 'spot_async.policies.opd:OpdPolicy'}"][:0])
+    assert config.policy.kind == "spot"
