@@ -1,0 +1,74 @@
+"""The wheel and the sdist hold the whole package, under one name, also from a checkout without links."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAPPED = {"backends": "spot_async/backends", "policies": "spot_async/policies"}
+
+
+def source_modules() -> set[str]:
+    """Every module of the tree by the path it must have in a wheel."""
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "spot_async").rglob("*.py")}
+    modules = {m for m in modules if not m.startswith(tuple(MAPPED.values()))}
+    for folder, package in MAPPED.items():
+        modules |= {f"{package}/{p.relative_to(ROOT / folder).as_posix()}" for p in (ROOT / folder).rglob("*.py")}
+    return modules
+
+
+@pytest.mark.parametrize("with_links", [True, False])
+def test_a_wheel_built_from_the_sdist_holds_every_module_once(tmp_path, with_links):
+    checkout = tmp_path / "checkout"
+    shutil.copytree(
+        ROOT,
+        checkout,
+        symlinks=True,
+        ignore=lambda _, names: [n for n in names if n in {".venv", ".git", "runs", "examples", "__pycache__"}],
+    )
+    if not with_links:
+        for link in (checkout / "spot_async/backends", checkout / "spot_async/policies"):
+            link.unlink()
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", checkout],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {n for n in names if n.endswith(".py")} == source_modules()
+    assert "spot_async/py.typed" in names
+    assert {n.partition("/")[0].partition("-")[0] for n in names} == {"spot_async"}
+
+
+def test_plugins_load_under_one_name_only():
+    code = (
+        "import sys\n"
+        "from spot_async import registry\n"
+        "for group in ('backends', 'policies', 'verifiers'):\n"
+        "    for name in registry.names(group): registry.load(group, name)\n"
+        "names = set(sys.modules)\n"
+        "assert not {n for n in names if n.split('.')[0] in {'backends', 'policies'}}, names\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_the_core_loads_neither_torch_nor_transformers_to_parse_a_command_line():
+    code = "import sys, spot_async.cli\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_core_names_no_backend_or_policy():
+    for path in (ROOT / "spot_async").rglob("*.py"):
+        if path.relative_to(ROOT).as_posix().startswith(tuple(MAPPED.values())):
+            continue
+        text = path.read_text()
+        assert "from spot_async.backends" not in text, path
+        assert "from spot_async.policies" not in text, path
