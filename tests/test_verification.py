@@ -294,10 +294,9 @@ class ScriptedPool:
 
 
 async def test_outcomes_are_remembered_but_missing_evidence_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    verifier = MathVerify(MathVerify.Settings(cache_entries=1))
-    pool = ScriptedPool(
-        TimeoutError(), ProcessDiedError("gone"), {"equal": True}, {"equal": False}, {"equal": False}, {"equal": True}
-    )
+    verifier = MathVerify(MathVerify.Settings(cache_entries=2))
+    right, wrong = {"equal": True}, {"equal": False}
+    pool = ScriptedPool(TimeoutError(), ProcessDiedError("gone"), right, wrong, wrong, wrong)
     monkeypatch.setattr(verifier, "_pool", pool)
 
     async def verify(answer: str) -> Verdict:
@@ -306,11 +305,13 @@ async def test_outcomes_are_remembered_but_missing_evidence_is_not(monkeypatch: 
     assert await verify("3.5") is Verdict.TIMEOUT
     assert await verify("3.5") is Verdict.ERROR
     assert await verify("3.5") is Verdict.CORRECT
-    assert await verify("3.5") is Verdict.CORRECT  # from memory
     assert await verify("4.5") is Verdict.WRONG
-    assert await verify("4.5") is Verdict.WRONG  # from memory, which now holds this one alone
-    assert await verify("3.5") is Verdict.WRONG
+    assert await verify("3.5") is Verdict.CORRECT  # from memory
+    assert await verify("5.5") is Verdict.WRONG  # the third: the least recently asked for is forgotten
+    assert await verify("3.5") is Verdict.CORRECT
     assert len(pool.replies) == 1
+    assert await verify("4.5") is Verdict.WRONG
+    assert not pool.replies
 
 
 def test_verifiers_are_found_by_name() -> None:

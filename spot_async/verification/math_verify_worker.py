@@ -21,16 +21,11 @@ from spot_async.processes import exit_with_parent
 
 def load_comparison() -> Callable[[str, str], bool]:
     """Import Math-Verify and return `equal(gold, answer)`."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    # The box first: inside it, a phrase such as "the answer is $6$" must not win.
-    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    from math_verify import parse, verify
 
     def equal(gold: str, answer: str) -> bool:
         # Both in a box: bare golds fail to parse in one case of five, those between dollars when they hold dollars.
-        parsed = [
-            parse(rf"\boxed{{{text}}}", targets, parsing_timeout=None, raise_on_error=True) for text in (gold, answer)
-        ]
+        parsed = [parse(rf"\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
         return bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
 
     def equal_or_unparsable(gold: str, answer: str) -> bool:
