@@ -82,13 +82,13 @@ class DataConfig(Section):
 
 
 class PromptConfig(Section):
-    """How a problem becomes a prompt. The same for training and evaluation."""
+    """How a problem becomes a prompt. Evaluation always uses the student's own template."""
 
     instruction: str = Field(
         "Please reason step by step, and put your final answer within \\boxed{}.",
         description="appended to the problem after a blank; empty for none",
     )
-    template: Literal["teacher", "student"] = Field("teacher", description="whose chat template renders prompts")
+    template: Literal["teacher", "student"] = Field("teacher", description="whose chat template renders training prompts")
     template_arguments: dict[str, bool | int | str] = Field(
         {"enable_thinking": False}, description="extra variables for the chat template"
     )

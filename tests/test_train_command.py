@@ -1,0 +1,285 @@
+"""`spot-async train` as a user runs it, on the shipped models: what it leaves, and how it fails.
+
+Every drill uses real processes and real signals, and ends with one clear line and no process left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "running_sum"
+QUICK = [
+    "training.iterations=2",
+    "training.batch_size=8",
+    "training.mini_batch_size=4",
+    "training.warmup_iterations=0",
+    "evaluation=null",
+]
+START_TIMEOUT_S = 120
+
+
+class Command:
+    """A running `spot-async`; everything it starts carries its marker."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.marker = f"SPOT_ASYNC_TEST={uuid.uuid4().hex}"
+        name, _, value = self.marker.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "spot_async", *arguments],
+            cwd=ROOT,
+            env={**os.environ, name: value, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, timeout_s: float = START_TIMEOUT_S) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all living processes with the marker, the command itself left out."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+                continue
+            try:
+                if self.marker.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, PermissionError):
+                continue
+        return {pid: line for pid, line in found.items() if line}
+
+    def wait_for(self, path: Path) -> None:
+        """Until `path` exists: the run has come that far."""
+        end = time.monotonic() + START_TIMEOUT_S
+        while not path.exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end, f"{path} never came"
+            time.sleep(0.05)
+
+    def assert_nothing_left(self) -> None:
+        end = time.monotonic() + 5
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert self.processes() == {}
+
+
+def train(run: Path, *overrides: str) -> Command:
+    return Command("train", "configs/quickstart.yaml", f"run.directory={run}", *QUICK, *overrides)
+
+
+def error_lines(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("error:")]
+
+
+def assert_refused(command: Command, *expected: str) -> None:
+    """One line on stderr, exit code 2, nothing started."""
+    code, _, err = command.finish()
+    assert code == 2, err
+    (line,) = err.strip().splitlines()
+    for each in expected:
+        assert each in line
+    command.assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    command = Command(
+        "train",
+        "configs/quickstart.yaml",
+        f"run.directory={run}",
+        *QUICK[:-1],
+        "evaluation.samples=2",
+        f"evaluation.problems={few_problems(run.parent)}",
+        "training.ranks=2",
+    )
+    code, out, err = command.finish()
+    assert code == 0, err
+    command.assert_nothing_left()
+    return run, out
+
+
+def few_problems(folder: Path) -> Path:
+    lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
+    path = folder / "heldout.jsonl"
+    path.write_text("\n".join(lines[:3] + lines[-3:]) + "\n")
+    return path
+
+
+def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, out = finished_run
+    assert re.search(r"Avg@2 before.*Avg@2 after.*Pass@2 before.*Pass@2 after", out)
+    assert re.search(r"all +│ +6 │ +[\d.]+ ± [\d.]+ │", out)
+    assert "2 iterations; prompts: 16 trained" in out
+    trained = AutoModelForCausalLM.from_pretrained(run / "student").state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student").state_dict()
+    assert any(not (trained[name] == initial[name]).all() for name in initial)
+    assert AutoTokenizer.from_pretrained(run / "student").chat_template
+
+
+def test_a_run_records_what_spot_saw(finished_run):
+    run, _ = finished_run
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16
+    branches = [branch for sample in samples for branch in sample["branches"]]
+    assert branches
+    for sample in samples:
+        assert len(sample["acquisition_score"]) == len(sample["response_ids"])
+        best = sorted((s for s in sample["acquisition_score"] if s is not None), reverse=True)[:2]
+        chosen = [sample["acquisition_score"][p] for p in sample["selected_positions"]]
+        assert sorted(chosen, reverse=True) == best[: len(chosen)]
+    for branch in branches:
+        values = [c["value"] for c in branch["candidates"]]
+        assert branch["retained"] == (max(values) > 0)
+        assert sum(c["target"] for c in branch["candidates"]) == pytest.approx(1, abs=1e-5)
+        for candidate in branch["candidates"]:
+            assert candidate["verdicts"] == ["correct" if candidate["value"] else candidate["verdicts"][0]]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["iteration"] for m in metrics] == [1, 2]
+    assert all(m["train/trajectories"] == 8 for m in metrics)
+
+
+def test_the_written_configuration_runs_again(finished_run, tmp_path):
+    run, _ = finished_run
+    command = Command("train", str(run / "config.yaml"), f"run.directory={tmp_path / 'again'}", "--dry-run")
+    code, out, err = command.finish()
+    assert code == 0, err
+    assert "<|user|>" in out  # a rendered prompt
+    assert "2 rank(s)" in out
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run):
+    run, _ = finished_run
+    assert_refused(train(run), "run.directory", "not empty")
+
+
+def test_a_missing_model_directory_is_one_line(tmp_path):
+    assert_refused(train(tmp_path / "run", "teacher.model=no/such/model"), "teacher.model", "no/such/model")
+
+
+def test_different_vocabularies_are_one_line(tmp_path):
+    other = tmp_path / "teacher"
+    shutil.copytree(EXAMPLE / "teacher", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["one"], vocab["two"] = vocab["two"], vocab["one"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert_refused(train(tmp_path / "run", f"teacher.model={other}"), "different vocabularies", "2 tokens", "'one'")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("", "empty line"), ('{"problem": "a1b+2"}', "answer"), ('{"problem": "a1b+2", "ans', ":3:")],
+)
+def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, line, expected):
+    good = (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:2]
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join([*good, line, good[0]]) + "\n")
+    assert_refused(train(tmp_path / "run", f"data.train={data}"), "train.jsonl:3:", expected)
+
+
+def test_responses_beyond_the_context_are_one_line(tmp_path):
+    assert_refused(
+        train(tmp_path / "run", "sampling.max_response_tokens=500"), "sampling.max_response_tokens=500", "512", "by 52"
+    )
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = train(tmp_path / "run", f"teacher.backend.port={port}")
+        code, _, err = command.finish()
+    assert code == 1
+    (line,) = error_lines(err)
+    assert str(port) in line
+    command.assert_nothing_left()
+
+
+def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path):
+    run = tmp_path / "run"
+    command = train(run, "training.iterations=500")
+    command.wait_for(run / "student" / "config.json")
+    (teacher,) = [pid for pid, line in command.processes().items() if "serv" in line and "sum/teacher" in line]
+    os.kill(teacher, signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, err = command.finish(timeout_s=30)
+    assert code == 1
+    assert time.monotonic() - killed < 15
+    (line,) = error_lines(err)
+    assert f"teacher (pid {teacher}) was killed by SIGKILL" in line
+    assert "saved: step-" in err
+    command.assert_nothing_left()
+    assert_complete(run)
+
+
+def test_ctrl_c_stops_within_seconds_and_says_what_is_saved(tmp_path):
+    run = tmp_path / "run"
+    command = train(run, "training.iterations=500")
+    command.wait_for(run / "student" / "config.json")
+    command.process.send_signal(signal.SIGINT)
+    stopped = time.monotonic()
+    code, _, err = command.finish(timeout_s=30)
+    assert time.monotonic() - stopped < 10
+    assert code == 130
+    assert "stopped by SIGINT; saved: step-" in err
+    assert "Traceback" not in err
+    command.assert_nothing_left()
+    assert_complete(run)
+
+
+def test_a_killed_orchestrator_leaves_no_process(tmp_path):
+    run = tmp_path / "run"
+    command = train(run, "training.iterations=500")
+    command.wait_for(run / "student" / "config.json")
+    assert len(command.processes()) >= 4  # student, teacher, launcher, rank
+    command.process.kill()
+    command.finish()
+    command.assert_nothing_left()
+    assert_complete(run)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/filesystems").exists(), reason="mounting needs root")
+def test_a_full_disk_ends_the_run_and_keeps_what_was_trained(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        run = disk / "run"
+        command = train(run, "training.iterations=500", "training.keep_weights=500")
+        code, _, err = command.finish()
+        assert code == 1
+        (line,) = error_lines(err)
+        assert "No space left on device" in line
+        command.assert_nothing_left()
+        assert (run / "student" / "model.safetensors").stat().st_size > 400_000
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def assert_complete(run: Path) -> None:
+    """The newest student loads, and each line written is whole."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(run / "student")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        assert rows
