@@ -1,0 +1,109 @@
+"""The wire contract between the local engine's server and its clients: paths, messages, error body.
+
+Bodies are msgpack (`spot_async.wire`). A request that fails is answered with an `ErrorReply` whose
+`error` names a class of `spot_async.errors`; `STATUS` gives the HTTP status of each. `timeout_s` is what
+is left of the caller's deadline, since the two processes share no clock.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from spot_async.errors import (
+    DataError,
+    DeadlineExceededError,
+    PermanentError,
+    PoisonedReplyError,
+    SpotError,
+    ThrottledError,
+    TransientError,
+    VersionMismatchError,
+)
+from spot_async.types import FloatArray, IntArray, SamplingSettings, WeightSnapshot, WeightVersion
+
+HEALTH = "/health"
+CAPABILITIES = "/capabilities"
+STATS = "/stats"
+GENERATE = "/generate"
+SCORE = "/score"
+CANDIDATE_LOGPROBS = "/candidate_logprobs"
+UPDATE_WEIGHTS = "/update_weights"
+
+CONTENT_TYPE = "application/msgpack"
+
+STATUS: dict[type[SpotError], int] = {
+    PermanentError: 400,
+    DataError: 422,
+    VersionMismatchError: 409,
+    ThrottledError: 503,
+    DeadlineExceededError: 504,
+    PoisonedReplyError: 500,
+    TransientError: 500,
+}
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Answered with a `Generation`."""
+
+    prompt_ids: IntArray  # (P,)
+    sampling: SamplingSettings
+    top_k: int = 0
+    timeout_s: float
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Answered with `TokenScores`."""
+
+    prompt_ids: IntArray  # (P,)
+    response_ids: IntArray  # (T,)
+    top_k: int
+    temperature: float = 1.0
+    timeout_s: float
+
+
+class CandidateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Answered with a `CandidateReply`."""
+
+    prompt_ids: IntArray  # (P,)
+    response_ids: IntArray  # (T,)
+    positions: IntArray  # (N,) 0-based response positions
+    candidate_ids: IntArray  # (N, k)
+    expected_version: WeightVersion
+    temperature: float = 1.0
+    timeout_s: float
+
+
+class CandidateReply(msgspec.Struct, frozen=True, kw_only=True):
+    logprobs: FloatArray  # (N, k)
+    version: WeightVersion
+
+
+class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Answered with a `VersionReply` once every later token is the new weights'."""
+
+    snapshot: WeightSnapshot
+    timeout_s: float
+
+
+class VersionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Also the answer to /health."""
+
+    version: WeightVersion
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the server started."""
+
+    waiting: int  # generation requests without a slot
+    active: int  # slots in use
+    scoring: int  # scoring requests not yet run
+    tokens_generated: int
+    tokens_scored: int  # prompt and response tokens read by scoring
+    tokens_prefilled: int
+    cpu_s: float
+    version: WeightVersion
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    error: str
+    message: str

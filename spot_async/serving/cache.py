@@ -1,0 +1,137 @@
+"""Keys and values of the responses being decoded: one row of the buffers per slot, every row from position 0.
+
+`SlotCache` is a transformers cache, so any module that takes one can be decoded slot by slot. Before a
+forward the engine says what it is: a prefill writes new rows and attends among its own tokens only; a
+decode writes one token per row, each at its own position, and attends to the row so far (the mask that
+goes with it hides what lies behind each row's position). Which row belongs to whom is the engine's matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+WIDTH_MULTIPLE = 32  # widths that are no multiple of the vector length round differently
+
+
+def bucketed(width: int, limit: int) -> int:
+    """`width` rounded up to a multiple of `WIDTH_MULTIPLE`, at most `limit`."""
+    return min(-(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)
+
+
+@dataclasses.dataclass
+class _Write:
+    """Where the running forward puts its keys and values."""
+
+    first_row: int
+    rows: int
+    width: int  # columns that the forward attends to
+    positions: torch.Tensor | None  # (rows,) of a decode; None in a prefill
+    flat_index: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def rows_of(self, heads: int, capacity: int) -> torch.Tensor:
+        """(rows * heads,) places of the new tokens in a buffer flattened to (slots * heads * capacity, dim)."""
+        index = self.flat_index.get((heads, capacity))
+        if index is None:
+            assert self.positions is not None
+            head = torch.arange(self.rows * heads, device=self.positions.device).view(self.rows, heads)
+            index = (head * capacity + self.positions[:, None]).view(-1)
+            self.flat_index[heads, capacity] = index
+        return index
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One attention layer's buffers, (slots, kv_heads, capacity, dim)."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        slots, capacity = self._cache.slots, self._cache.capacity
+        # Zeros, not empty: a masked NaN would still poison the sum that attention forms.
+        self.keys = key_states.new_zeros(slots, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(slots, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        write = self._cache.write
+        if write.positions is None:
+            rows = slice(write.first_row, write.first_row + write.rows)
+            self.keys[rows, :, : write.width] = key_states
+            self.values[rows, :, : write.width] = value_states
+            return key_states, value_states
+        return self._append(self.keys, key_states, write), self._append(self.values, value_states, write)
+
+    def _append(self, buffer: torch.Tensor, states: torch.Tensor, write: _Write) -> torch.Tensor:
+        _, heads, capacity, dim = buffer.shape
+        buffer.view(-1, dim).index_copy_(0, write.rows_of(heads, capacity), states.reshape(-1, dim))
+        return buffer[: write.rows, :, : write.width]
+
+    def grown(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of both buffers with `capacity` columns."""
+        more = (0, 0, 0, capacity - self.keys.shape[2])
+        return torch.nn.functional.pad(self.keys, more), torch.nn.functional.pad(self.values, more)
+
+    # What mask creation asks of a cache. Only a prefill lets the module make its own mask, and there
+    # nothing lies before its tokens.
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """`slots` rows of at most `limit` positions; memory grows with the positions in use."""
+
+    def __init__(self, layers: int, *, slots: int, limit: int) -> None:
+        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
+        self.slots = slots
+        self.capacity = 0
+        self.write: _Write
+        self._limit = limit
+
+    def prefill(self, first_row: int, rows: int, width: int) -> None:
+        """The next forward writes `rows` new rows of `width` tokens each."""
+        self._reserve(width)
+        self.write = _Write(first_row, rows, width, None)
+
+    def decode(self, positions: torch.Tensor, width: int) -> None:
+        """The next forward writes one token into each of the first rows, at `positions` (rows,)."""
+        self._reserve(width)
+        self.write = _Write(0, len(positions), width, positions)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one row over another."""
+        for layer in self.layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
+
+    def erase(self, row: int) -> None:
+        """Zero a row that may hold numbers that are not finite: a mask does not keep those out."""
+        for layer in self.layers:
+            layer.keys[row].zero_()
+            layer.values[row].zero_()
+
+    def _reserve(self, width: int) -> None:
+        if width <= self.capacity:
+            return
+        capacity = bucketed(max(width, 2 * self.capacity), self._limit)
+        used = [layer for layer in self.layers if layer.is_initialized]
+        for layer, buffers in zip(used, [layer.grown(capacity) for layer in used], strict=True):
+            layer.keys, layer.values = buffers  # only once memory for all of them was found
+        self.capacity = capacity

@@ -1,0 +1,241 @@
+"""A Hugging Face causal LM as the engine uses it: hidden states from slots or from whole sequences, logits
+from chosen hidden rows. Loads it, and refuses, in one line, models that this use would get wrong.
+
+Nothing here is specific to an architecture. Whether a module fits is found by trying: at load, a few tokens
+go through the engine's own path (padded prefill, slots, separate output head) and must give the
+log-probabilities of a plain forward. What a few tokens cannot show (windows, rescaled positions) is read
+from the configuration.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from spot_async.errors import DataError
+from spot_async.serving.cache import SlotCache, bucketed
+from spot_async.serving.settings import EngineSettings
+
+MIN_ROWS = 4  # with fewer rows matrix products take another path and round differently
+PROBE_TOKENS = 12
+PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
+
+_WINDOWED_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_SERVED_LAYERS = {"full_attention", *_WINDOWED_LAYERS}
+
+
+class _GivenHidden(torch.nn.Module):
+    """Stands in for the base model: returns the hidden states it is called with, as the base's own output type."""
+
+    def __init__(self, output_type: type[Any]) -> None:
+        super().__init__()
+        self._output_type = output_type
+
+    def forward(self, *args: object, inputs_embeds: torch.Tensor, **kwargs: object) -> Any:
+        return self._output_type(last_hidden_state=inputs_embeds)
+
+
+class CausalModel:
+    """The loaded model. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(self, module: Any, *, max_context_tokens: int, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.max_context_tokens = max_context_tokens
+        self.device: torch.device = module.device
+        self.layers: int = _text_config(module).num_hidden_layers
+        self._base = module.base_model
+        # The module's own forward behind a stand-in for its base: whatever it does between hidden states and
+        # logits (scaling, soft-capping) is done, on as few rows as asked for.
+        self._head = copy.copy(module)
+        stand_in = _GivenHidden(type(self._base(**self._any_token())))
+        self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
+        self._eager = module.config._attn_implementation == "eager"
+        self._columns = torch.arange(max_context_tokens, device=self.device)
+        self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
+
+    def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states (n, L, D) of right-padded sequences (n, L)."""
+        positions = self._columns[None, : token_ids.shape[1]]
+        output: torch.Tensor = self._base(
+            input_ids=token_ids, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        return output
+
+    def prefill(self, token_ids: torch.Tensor, cache: SlotCache, first_row: int) -> torch.Tensor:
+        """Like `hidden`; also fills rows `first_row` and following of the cache."""
+        rows, width = token_ids.shape
+        cache.prefill(first_row, rows, width)
+        output: torch.Tensor = self._base(
+            input_ids=token_ids, position_ids=self._columns[None, :width], past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        return output
+
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: SlotCache) -> torch.Tensor:
+        """Hidden states (n, D) of one token (n,) per row, each at its own position (n,) below `width`."""
+        cache.decode(positions, width)
+        mask = (self._columns[:width] <= positions[:, None])[:, None, None]  # (n, 1, 1, width)
+        if self._eager:
+            mask = torch.zeros_like(mask, dtype=self.module.dtype).masked_fill_(
+                ~mask, torch.finfo(self.module.dtype).min
+            )
+        output: torch.Tensor = self._base(
+            input_ids=token_ids[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return output[:, 0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(R, V) of hidden rows (R, D)."""
+        rows = len(hidden)
+        if rows < MIN_ROWS:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, MIN_ROWS - rows))
+        output: torch.Tensor = self._head(inputs_embeds=hidden[None]).logits[0, :rows]
+        return output
+
+    def new_cache(self, slots: int) -> SlotCache:
+        return SlotCache(self.layers, slots=slots, limit=self.max_context_tokens)
+
+    def _any_token(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=self.device)}
+
+
+def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
+    """Load a model directory; raises `DataError` when it cannot be read or would be served wrong."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            dtype=getattr(torch, settings.dtype),
+            attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory}: cannot be loaded as a causal language model: {_one_line(error)}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report[kind]:
+            raise DataError(
+                f"{directory}: {kind.replace('_', ' ')} in its weights: {sorted(map(str, report[kind]))[0]}"
+            )
+    context = _check_config(module, settings, directory)
+    module.config.pad_token_id = None  # padding is the engine's; some modules warn about it on every call
+    try:
+        module = module.eval().requires_grad_(False).to(settings.device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        raise DataError(f"device={settings.device}: {_one_line(error)}") from error
+    model = CausalModel(module, max_context_tokens=context, name=str(directory))
+    _check_by_trying(model, PROBE_TOLERANCE_NATS[settings.dtype])
+    return model
+
+
+def vocab_fingerprint(directory: Path) -> str:
+    """A hash of the tokenizer's id-to-token map; raises `DataError` when there is no tokenizer."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory}: has no tokenizer that can be loaded: {_one_line(error)}") from error
+    tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+def _check_config(module: Any, settings: EngineSettings, directory: Path) -> int:
+    """The context to serve; raises `DataError` for what the engine's full attention would get wrong in it."""
+    config = _text_config(module)
+    if module.config.is_encoder_decoder:
+        raise DataError(f"{directory}: {type(module).__name__} is an encoder-decoder; only decoders can be served")
+    own = getattr(config, "max_position_embeddings", None)
+    context = settings.max_context_tokens or own
+    if context is None:
+        raise DataError(f"{directory}: its config.json states no context length: set max_context_tokens")
+    if own is not None and context > own:
+        raise DataError(f"max_context_tokens={context} exceeds the {own} positions of {directory}")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - _SERVED_LAYERS:
+        raise DataError(f"{directory}: has {min(kinds - _SERVED_LAYERS)} layers; only full attention can be served")
+    window = _smallest_window(config, kinds)
+    if window is not None and window < context:
+        raise DataError(f"{directory}: attends to {window} tokens only: set max_context_tokens to {window} or less")
+    _check_rope(getattr(config, "rope_parameters", None) or {}, context, directory)
+    return int(context)
+
+
+def _smallest_window(config: Any, kinds: set[str]) -> int | None:
+    names = [_WINDOWED_LAYERS[kind] for kind in kinds & _WINDOWED_LAYERS.keys()]
+    if not kinds:
+        names = [*_WINDOWED_LAYERS.values()]
+        if "local" in (getattr(config, "attention_layers", None) or ()):
+            names.append("window_size")
+    windows = [getattr(config, name, None) for name in names]
+    return min((window for window in windows if window is not None), default=None)
+
+
+def _check_rope(rope: dict[str, Any], context: int, directory: Path) -> None:
+    """Frequencies that follow the longest sequence of a batch would make a response depend on its neighbours."""
+    kind = rope.get("rope_type", "default")
+    original = rope.get("original_max_position_embeddings")
+    if kind in ("dynamic", "longrope") and (original is None or context > original):
+        hint = f": set max_context_tokens to {original} or less" if original else ""
+        raise DataError(f"{directory}: its {kind} rotary scaling changes with the sequence length{hint}")
+
+
+def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
+    """Two rows of unequal length through prefill, slots and head must give a plain forward's log-probabilities."""
+    count = min(PROBE_TOKENS, model.max_context_tokens)
+    tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
+    half = max(1, count // 2)
+    rows = torch.arange(MIN_ROWS, device=model.device).remainder(2)
+    with torch.inference_mode():
+        expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
+        try:
+            found = _slot_logits(model, tokens, half, rows)
+            whole = model.logits(model.hidden(tokens).flatten(0, 1)).view(2, count, -1)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise DataError(
+                f"{model.name}: {type(model.module).__name__} cannot be served: {_one_line(error)}"
+            ) from error
+    found_gap = (found.float().log_softmax(-1) - expected[rows, half - 1 :]).abs().max().item()
+    whole_gap = (whole.float().log_softmax(-1) - expected).abs().max().item()
+    gap = max(found_gap, whole_gap)
+    if not gap <= tolerance_nats:
+        raise DataError(
+            f"{model.name}: {type(model.module).__name__} cannot be served: in the engine's slots its "
+            f"log-probabilities are {gap:.2g} nats off a plain forward's (it takes full attention and finite weights)"
+        )
+
+
+def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
+    """Logits (MIN_ROWS, count - half + 1, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
+    cache = model.new_cache(MIN_ROWS)
+    width = bucketed(tokens.shape[1], model.max_context_tokens)
+    padded = torch.nn.functional.pad(tokens[rows, :half], (0, width - half))
+    steps = [model.logits(model.prefill(padded, cache, 0)[:, half - 1])]
+    for position in range(half, tokens.shape[1]):
+        positions = torch.full((MIN_ROWS,), position, device=model.device)
+        steps.append(model.logits(model.decode(tokens[rows, position], positions, width, cache)))
+    return torch.stack(steps, dim=1)
+
+
+def _text_config(module: Any) -> Any:
+    return module.config.get_text_config()
+
+
+def _one_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def quiet_transformers() -> None:
+    """Keep progress bars and advice out of the server's log."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

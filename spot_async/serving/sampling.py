@@ -1,0 +1,63 @@
+"""Draws the next token of every row at once. Pure functions of logits, settings and uniforms.
+
+A request's randomness is one uniform per token, drawn ahead from its own seed, so that its tokens do not
+depend on what is decoded beside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class Sampled(NamedTuple):
+    token_ids: torch.Tensor  # (n,) int64
+    logprobs: torch.Tensor  # (n,) float32, of the untruncated distribution at the rows' temperatures
+    topk_ids: torch.Tensor | None  # (n, k), descending by probability
+    topk_logprobs: torch.Tensor | None  # (n, k)
+
+
+def draw_uniforms(seed: int, count: int) -> npt.NDArray[np.float64]:
+    """The first `count` uniforms of a request, in [0, 1)."""
+    uniforms = np.random.Generator(np.random.Philox(seed)).random(count)
+    return uniforms * (1 - 2.0**-52)  # so that u * total < total whatever total rounds to
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor | None,
+    uniforms: torch.Tensor,
+    *,
+    top_k: int = 0,
+) -> Sampled:
+    """Inverse-CDF sampling of logits (n, V) with temperature (n, 1), uniforms (n, 1) and top_p (n, 1).
+
+    Rows of `top_p` at 1 or more are not truncated; None truncates none. The cumulative sum is float64.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)  # (n, V)
+    probabilities = logprobs.exp().double()
+    if top_p is not None:
+        probabilities = _nucleus(probabilities, top_p)
+    cumulative = probabilities.cumsum(-1)
+    token_ids = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)  # (n, 1)
+    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1)  # where logits are NaN; the caller refuses the row
+    chosen = logprobs.gather(-1, token_ids)
+    best = logprobs.topk(top_k, dim=-1) if top_k else None
+    return Sampled(
+        token_ids=token_ids[:, 0],
+        logprobs=chosen[:, 0],
+        topk_ids=best.indices if best else None,
+        topk_logprobs=best.values if best else None,
+    )
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """(n, V) with everything zeroed outside the smallest set of likeliest tokens whose mass reaches top_p."""
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens
+    kept = (before < top_p) | (top_p >= 1)
+    return torch.zeros_like(probabilities).scatter_(-1, order, ordered * kept)

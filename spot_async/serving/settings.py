@@ -1,0 +1,42 @@
+"""What the local engine can be told, in one place: the server's command line, `LocalBackend.Settings` and
+the engine itself all read these fields. Loads no torch, so that a wrong setting is refused at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from spot_async.config import PositiveInt, Section
+
+
+class EngineSettings(Section):
+    """How the engine uses the machine. None of it changes what is computed."""
+
+    slots: PositiveInt = Field(64, description="responses decoded together")
+    max_context_tokens: PositiveInt | None = Field(
+        None, description="longest prompt + response; default: what the model was made for"
+    )
+    prefill_tokens: PositiveInt = Field(4096, description="padded prompt tokens read between two decode steps")
+    score_tokens: PositiveInt = Field(8192, description="padded tokens of one scoring forward")
+    logit_rows: PositiveInt = Field(512, description="rows projected onto the vocabulary at a time when scoring")
+    threads: PositiveInt = Field(1, description="CPU threads of the engine")
+    device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1, ...")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights and activations")
+
+
+class ServeSettings(EngineSettings):
+    """One server process: what it serves and where it listens."""
+
+    model: str = Field(description="Hugging Face model directory with safetensors and tokenizer")
+    uds: str | None = Field(None, description="path of the Unix socket to listen on; exclusive with port")
+    host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs SPOT_ASYNC_API_KEY")
+    port: int | None = Field(None, ge=0, le=65535, description="TCP port to listen on")
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.uds is None) == (self.port is None):
+            raise ValueError("give exactly one of uds and port")
+        return self

@@ -1,0 +1,77 @@
+"""Requests inside the engine, and how waiting ones are put together into one forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.types import FloatArray, Generation, IntArray, TokenScores, VersionSpan, WeightVersion
+
+
+@dataclasses.dataclass(eq=False)
+class GenerateTask:
+    """A response being sampled. Outside a slot it holds what was sampled so far; in one, the slot does."""
+
+    number: int  # in order of arrival
+    request: GenerateRequest
+    uniforms: npt.NDArray[np.float64]  # (max_tokens,)
+    future: Future[Generation] = dataclasses.field(default_factory=Future)
+    row: int | None = None  # its slot
+    token_ids: IntArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # (t,)
+    logprobs: FloatArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))  # (t,)
+    topk_ids: IntArray | None = None  # (t, K)
+    topk_logprobs: FloatArray | None = None  # (t, K)
+    spans: tuple[VersionSpan, ...] = ()
+
+    @property
+    def context_length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def close_span(self, version: WeightVersion) -> None:
+        """Everything sampled since the last span came from `version`."""
+        start = self.spans[-1].end if self.spans else 0
+        if start < len(self.token_ids):
+            self.spans = (*self.spans, VersionSpan(start, len(self.token_ids), version))
+
+
+@dataclasses.dataclass(eq=False)
+class ScoreTask:
+    request: ScoreRequest
+    future: Future[TokenScores] = dataclasses.field(default_factory=Future)
+
+
+@dataclasses.dataclass(eq=False)
+class CandidateTask:
+    request: CandidateRequest
+    future: Future[CandidateReply] = dataclasses.field(default_factory=Future)
+
+
+T = TypeVar("T")
+
+
+def take_group(
+    queue: deque[T], key: Callable[[T], Hashable], width: Callable[[T], int], *, tokens: int, rows: int
+) -> list[T]:
+    """Take the oldest task and those behind it with the same key, at most `rows` of them and `tokens` padded tokens.
+
+    One task is always taken, so a sequence longer than the budget is not stuck. Equal padded widths waste
+    little and make a task's own numbers independent of its neighbours' lengths.
+    """
+    if not queue or rows < 1:
+        return []
+    wanted = key(queue[0])
+    room = max(1, min(rows, tokens // width(queue[0])))
+    group: list[T] = []
+    passed: list[T] = []
+    while queue and len(group) < room:
+        task = queue.popleft()
+        (group if key(task) == wanted else passed).append(task)
+    queue.extendleft(reversed(passed))
+    return group
