@@ -78,9 +78,9 @@ class StudentTrainer:
         self._training = settings.training
         self._strategy = strategy
         self._device = device
-        self._model: Any = strategy.prepare(load_student(settings.model_directory, device))
+        self.model: Any = strategy.prepare(load_student(settings.model_directory, device))
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            self.model.parameters(),
             lr=self._training.learning_rate,
             weight_decay=self._training.weight_decay,
             fused=True,
@@ -125,7 +125,7 @@ class StudentTrainer:
         for sample in batch.samples:
             check_sample(
                 sample,
-                vocab_size=self._model.config.vocab_size,
+                vocab_size=self.model.config.vocab_size,
                 needs_reference=self._training.reference_kl > 0,
             )
 
@@ -137,8 +137,8 @@ class StudentTrainer:
             self._accumulate(samples, mini_batch, tally).total.detach()
             for samples in micro_batches(share, self._training.micro_batch_tokens)
         ]
-        self._strategy.reduce_gradients(self._model)
-        norm = self._strategy.clip_grad_norm(self._model, self._training.max_grad_norm)
+        self._strategy.reduce_gradients(self.model)
+        norm = self._strategy.clip_grad_norm(self.model, self._training.max_grad_norm)
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
         if self._strategy.max(torch.tensor(float(not finite), device=self._device)) > 0:
             raise TrainerError(f"{where}: {self._culprits(mini_batch)}; the optimiser was not stepped")
@@ -150,7 +150,7 @@ class StudentTrainer:
         training = self._training
         batch = collate(samples).to(self._device)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=training.dtype == "bfloat16"):
-            sampled, candidates = response_logprobs(self._model, batch, self._settings.temperature)
+            sampled, candidates = response_logprobs(self.model, batch, self._settings.temperature)
         logprobs = sampled.new_zeros(batch.mask.shape).masked_scatter(batch.mask, sampled)  # (B, T)
         terms = LossTerms(
             mask=batch.mask,
@@ -212,7 +212,7 @@ class StudentTrainer:
             self._optimizer.zero_grad()
             parts = self._accumulate([sample], mini_batch, Tally(self._device))
             bad = [f"{name} loss" for name in ("policy", "branch", "reference") if not _finite(getattr(parts, name))]
-            if not bad and not all(_finite(p.grad) for p in self._model.parameters() if p.grad is not None):
+            if not bad and not all(_finite(p.grad) for p in self.model.parameters() if p.grad is not None):
                 bad = ["gradient"]
             if bad:
                 found.append(f"non-finite {' and '.join(bad)} in sample {name_of(sample)}")
@@ -220,9 +220,9 @@ class StudentTrainer:
         return ", ".join(found[:CULPRITS_NAMED]) + more or "non-finite gradient, though each sample's own is finite"
 
     def _publish(self, step: int) -> WeightSnapshot:
-        state = self._strategy.full_state_dict(self._model)
+        state = self._strategy.full_state_dict(self.model)
         if self._strategy.rank == 0:
-            self._publisher.publish(self._model, state, step)
+            self._publisher.publish(self.model, state, step)
         return WeightSnapshot(directory=str(self._publisher.path(step)), version=WeightVersion(0, step))
 
 
