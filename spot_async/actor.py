@@ -72,7 +72,10 @@ class StageCounters:
 
 
 class Stage:
-    """Admits requests by priority, at most `concurrency` at once, each within `timeout_s` of being asked."""
+    """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
+
+    Waiting for a turn does not count: it is back-pressure, and as long as it is meant to be.
+    """
 
     def __init__(
         self,
@@ -105,25 +108,24 @@ class Stage:
         """
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        deadline = asked + self._timeout_s
+        await self._acquire(priority)
+        started = loop.time()
+        self.counters.waited_s += started - asked
+        deadline = started + self._timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                await self._acquire(priority)
-                started = loop.time()
-                self.counters.waited_s += started - asked
-                try:
-                    result = await self._attempt(request, deadline)
-                finally:
-                    self._release()
-                    elapsed_s = loop.time() - started
-                    self.counters.busy_s += elapsed_s
-                    self.counters.longest_s = max(self.counters.longest_s, elapsed_s)
+                result = await self._attempt(request, deadline)
         except TimeoutError:
             self.counters.failed += 1
             raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
         except RequestError:
             self.counters.failed += 1
             raise
+        finally:
+            self._release()
+            elapsed_s = loop.time() - started
+            self.counters.busy_s += elapsed_s
+            self.counters.longest_s = max(self.counters.longest_s, elapsed_s)
         self.counters.completed += 1
         return result
 

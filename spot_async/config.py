@@ -88,7 +88,9 @@ class PromptConfig(Section):
         "Please reason step by step, and put your final answer within \\boxed{}.",
         description="appended to the problem after a blank; empty for none",
     )
-    template: Literal["teacher", "student"] = Field("teacher", description="whose chat template renders training prompts")
+    template: Literal["teacher", "student"] = Field(
+        "teacher", description="whose chat template renders training prompts"
+    )
     template_arguments: dict[str, bool | int | str] = Field(
         {"enable_thinking": False}, description="extra variables for the chat template"
     )
@@ -150,7 +152,9 @@ class QueueConfig(Section):
 
 class StageConfig(Section):
     concurrency: PositiveInt = Field(64, description="requests in flight")
-    timeout_s: PositiveFloat = Field(600.0, description="absolute deadline of a request, from the moment it is asked")
+    timeout_s: PositiveFloat = Field(
+        600.0, description="deadline of a request, all attempts included, from its first sending"
+    )
     attempts: PositiveInt = Field(3, description="sendings of a request that fails transiently")
 
 

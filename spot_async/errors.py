@@ -18,6 +18,10 @@ class DataError(SpotError):
     """A problem file, model directory or weight file that cannot be used as it stands."""
 
 
+class StorageError(SpotError):
+    """The run directory cannot be written: full disk, quota, or gone."""
+
+
 class RequestError(SpotError):
     """A request to a backend failed. Subclasses say whether sending it again can help."""
 

@@ -12,6 +12,7 @@ logs/                    the run's own events, and one log per child process
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ import msgspec
 
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, StorageError
 
 
 class RunDirectory:
@@ -51,18 +52,31 @@ class RunDirectory:
         return cls(path.resolve())
 
     def append(self, name: str, rows: list[Any]) -> None:
-        """Append rows to a JSONL file, on disk when this returns to the caller."""
+        """Append rows to a JSONL file: all of them, or on a full disk none (StorageError)."""
         encoder = msgspec.json.Encoder()
-        with (self.path / name).open("ab") as file:
-            file.write(b"".join(encoder.encode(row) + b"\n" for row in rows))
+        data = b"".join(encoder.encode(row) + b"\n" for row in rows)
+        path = self.path / name
+        try:
+            with path.open("ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    if file.write(data) < len(data):  # what a nearly full disk still takes
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         (self.path / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
     def point_student_to(self, directory: Path) -> None:
         """Let `student` name the newest published weights; the switch is atomic."""
-        link = self.path / "student"
         new = self.path / ".student.new"
-        new.unlink(missing_ok=True)
-        new.symlink_to(os.path.relpath(directory, self.path))
-        new.replace(link)
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(os.path.relpath(directory, self.path))
+            new.replace(self.path / "student")
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path / 'student'}: {error.strerror}") from None

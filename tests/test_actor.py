@@ -81,7 +81,7 @@ def test_slots_survive_any_mix_of_cancellation_failure_and_success(seed):
     assert peak <= probe.concurrency
 
 
-def test_the_deadline_covers_waiting_attempts_and_backoff():
+def test_the_deadline_covers_all_attempts_and_backoff_but_not_the_turn():
     async def scenario():
         probe = stage(concurrency=1, timeout_s=3.0, attempts=100)
         loop = asyncio.get_running_loop()
@@ -101,6 +101,13 @@ def test_the_deadline_covers_waiting_attempts_and_backoff():
         with pytest.raises(DeadlineExceededError, match="probe: no answer within 3 s"):
             await probe.ask((0,), hang)
         assert loop.time() - started == pytest.approx(3.0)
+
+        async def take_two_seconds(deadline):
+            await asyncio.sleep(2.0)
+
+        async with asyncio.TaskGroup() as group:
+            for i in range(5):  # the last one waits eight seconds for its turn
+                group.create_task(probe.ask((i,), take_two_seconds))
 
     run_on_virtual_time(scenario())
 

@@ -153,12 +153,13 @@ def evaluation_table(before: EvaluationResult | None, after: EvaluationResult | 
             table.add_column(f"{metric} {name}" if len(columns) > 1 else metric, justify="right")
     if before is not None and after is not None:
         table.add_column(f"Avg@{k} change", justify="right")
-    for tier in result.tier_names():
+    *single, whole = result.tier_names()
+    for tier in (*single, whole):
         figures = [each.figures(tier) for _, each in columns]
         cells = [with_error(f.avg, f.avg_error) for f in figures] + [with_error(f.pass_, f.pass_error) for f in figures]
         if before is not None and after is not None:
             cells.append(with_error(*paired_change(before, after, tier), signed=True))
-        table.add_row(tier, str(figures[0].problems), *cells, end_section=tier == result.tier_names()[-2:][0])
+        table.add_row(tier, str(figures[0].problems), *cells, end_section=tier in single[-1:])
     return table
 
 
