@@ -23,7 +23,7 @@ from spot_async.errors import PoisonedReplyError, SpotError, TransientError, Ver
 from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.cache import bucketed
 from spot_async.serving.limits import Limits
-from spot_async.serving.model import MIN_ROWS, CausalModel
+from spot_async.serving.model import CausalModel, padded_rows
 from spot_async.serving.sampling import draw_uniforms, sample
 from spot_async.serving.scoring import candidate_rows, score_rows
 from spot_async.serving.settings import EngineSettings
@@ -49,8 +49,8 @@ class Engine:
         self._numbers = itertools.count()
         self._waiting: deque[GenerateTask] = deque()
         self._scoring: deque[ScoreTask | CandidateTask] = deque()
-        self._table = SlotTable(max(settings.slots, MIN_ROWS))
-        self._cache = model.new_cache(max(settings.slots, MIN_ROWS))
+        self._table = SlotTable(padded_rows(settings.slots))
+        self._cache = model.new_cache(padded_rows(settings.slots))
 
     # -- what is asked of it --
 
@@ -158,7 +158,7 @@ class Engine:
     def _decode(self) -> None:
         table = self._table
         rows = slice(0, table.active)
-        padded = max(table.active, MIN_ROWS)
+        padded = padded_rows(table.active)
         width = bucketed(int(table.length[rows].max()) + 1, self.limits.max_context_tokens)
         try:
             hidden = self._model.decode(

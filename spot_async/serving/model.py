@@ -22,12 +22,19 @@ from spot_async.errors import DataError
 from spot_async.serving.cache import SlotCache, bucketed
 from spot_async.serving.settings import EngineSettings
 
-MIN_ROWS = 4  # with fewer rows matrix products take another path and round differently
+# Rows are computed in multiples of this, so that a row's bits do not depend on how many there are: matrix
+# products of 1 to 3 rows take another path, and element-wise functions treat the last few numbers of an array,
+# those that fill no vector, apart.
+ROW_MULTIPLE = 8
 PROBE_TOKENS = 12
 PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
 
 _WINDOWED_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _SERVED_LAYERS = {"full_attention", *_WINDOWED_LAYERS}
+
+
+def padded_rows(rows: int) -> int:
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 class _GivenHidden(torch.nn.Module):
@@ -97,8 +104,8 @@ class CausalModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(R, V) of hidden rows (R, D)."""
         rows = len(hidden)
-        if rows < MIN_ROWS:
-            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, MIN_ROWS - rows))
+        if rows % ROW_MULTIPLE:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(rows) - rows))
         output: torch.Tensor = self._head(inputs_embeds=hidden[None]).logits[0, :rows]
         return output
 
@@ -195,7 +202,7 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
     count = min(PROBE_TOKENS, model.max_context_tokens)
     tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
     half = max(1, count // 2)
-    rows = torch.arange(MIN_ROWS, device=model.device).remainder(2)
+    rows = torch.arange(ROW_MULTIPLE, device=model.device).remainder(2)
     with torch.inference_mode():
         expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
         try:
@@ -216,13 +223,13 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
 
 
 def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
-    """Logits (MIN_ROWS, count - half + 1, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
-    cache = model.new_cache(MIN_ROWS)
+    """Logits (ROW_MULTIPLE, count - half + 1, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
+    cache = model.new_cache(ROW_MULTIPLE)
     width = bucketed(tokens.shape[1], model.max_context_tokens)
     padded = torch.nn.functional.pad(tokens[rows, :half], (0, width - half))
     steps = [model.logits(model.prefill(padded, cache, 0)[:, half - 1])]
     for position in range(half, tokens.shape[1]):
-        positions = torch.full((MIN_ROWS,), position, device=model.device)
+        positions = torch.full((ROW_MULTIPLE,), position, device=model.device)
         steps.append(model.logits(model.decode(tokens[rows, position], positions, width, cache)))
     return torch.stack(steps, dim=1)
 

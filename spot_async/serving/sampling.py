@@ -38,8 +38,9 @@ def sample(
 
     Rows of `top_p` at 1 or more are not truncated; None truncates none. The cumulative sum is float64.
     """
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)  # (n, V)
-    probabilities = logprobs.exp().double()
+    scaled = logits.float() / temperature
+    logprobs = scaled.log_softmax(-1)  # (n, V)
+    probabilities = scaled.softmax(-1).double()  # not exp: an element-wise function may round by place
     if top_p is not None:
         probabilities = _nucleus(probabilities, top_p)
     cumulative = probabilities.cumsum(-1)

@@ -26,11 +26,12 @@ def score_rows(
 ) -> RowScores:
     """Scores of hidden (R, D) for targets (R,). R is at least 1."""
     parts = []
-    for rows, logprobs in _logprob_chunks(head, hidden, temperature, chunk_rows):
+    for rows, logits in _logit_chunks(head, hidden, temperature, chunk_rows):
+        logprobs = logits.log_softmax(-1)
         best = logprobs.topk(top_k, dim=-1)
         chosen = logprobs.gather(-1, targets[rows, None])[:, 0]
-        # entr is 0 where the probability is 0, also for logits of minus infinity
-        parts.append((chosen, best.indices, best.values, torch.special.entr(logprobs.exp()).sum(-1)))
+        finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)  # a token ruled out adds 0, not NaN
+        parts.append((chosen, best.indices, best.values, -(logits.softmax(-1) * finite).sum(-1)))
     return RowScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
@@ -40,15 +41,15 @@ def candidate_rows(
     """Log-probabilities (R, k) of candidates (R, k) at hidden (R, D). R is at least 1."""
     return torch.cat(
         [
-            logprobs.gather(-1, candidates[rows])
-            for rows, logprobs in _logprob_chunks(head, hidden, temperature, chunk_rows)
+            logits.log_softmax(-1).gather(-1, candidates[rows])
+            for rows, logits in _logit_chunks(head, hidden, temperature, chunk_rows)
         ]
     )
 
 
-def _logprob_chunks(
+def _logit_chunks(
     head: Head, hidden: torch.Tensor, temperature: float, chunk_rows: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, start + chunk_rows)
-        yield rows, torch.log_softmax(head(hidden[rows]).float() / temperature, dim=-1)
+        yield rows, head(hidden[rows]).float() / temperature

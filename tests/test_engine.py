@@ -1,0 +1,548 @@
+"""The serving engine against plain transformers forwards in float64, which share no code with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from spot_async.errors import (
+    DataError,
+    PermanentError,
+    PoisonedReplyError,
+    SpotError,
+    TransientError,
+    VersionMismatchError,
+)
+from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.engine import Engine
+from spot_async.serving.model import load_model
+from spot_async.serving.settings import EngineSettings
+from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
+
+VOCAB = 61
+STOP = 7
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+}
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=150),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0
+    ),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=0.3, attention_multiplier=0.5),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directories of randomly initialised models; large weights make their distributions far from uniform."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(name: str = "qwen3", seed: int = 0) -> Path:
+        if (name, seed) not in made:
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.normal_(std=0.3)
+            made[name, seed] = tmp_path_factory.mktemp(f"{name}-{seed}")
+            model.save_pretrained(made[name, seed])
+        return made[name, seed]
+
+    return make
+
+
+def engine_for(directory: Path, **settings: object) -> Engine:
+    chosen = EngineSettings(**{"slots": 8, **settings})  # type: ignore[arg-type]
+    return Engine(load_model(directory, chosen), chosen)
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, VOCAB, length).astype(np.int32) for length in lengths]
+
+
+def generate_request(prompt: np.ndarray, *, seed: int = 0, top_k: int = 0, **sampling: object) -> GenerateRequest:
+    chosen = SamplingSettings(**{"max_tokens": 12, "stop_token_ids": (), "seed": seed, **sampling})  # type: ignore[arg-type]
+    return GenerateRequest(prompt_ids=prompt, sampling=chosen, top_k=top_k, timeout_s=60.0)
+
+
+def score_request(prompt: np.ndarray, response: np.ndarray, **more: object) -> ScoreRequest:
+    return ScoreRequest(**{"prompt_ids": prompt, "response_ids": response, "top_k": 5, "timeout_s": 60.0, **more})  # type: ignore[arg-type]
+
+
+def run_all(engine: Engine, requests: list[GenerateRequest], *, steps_between: int = 0) -> list[Generation]:
+    """Submit with `steps_between` engine steps after each, then run to the end."""
+    tasks = []
+    for request in requests:
+        tasks.append(engine.generate(request))
+        for _ in range(steps_between):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    return [task.future.result(timeout=0) for task in tasks]
+
+
+def dense_logprobs(directory: Path, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """(T, V) float64 log-probabilities that decide each response token, from one plain full forward."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    dtype = torch.float32 if config.model_type == "mixtral" else torch.float64  # torch's expert kernel takes no float64
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    tokens = torch.tensor([[*prompt.tolist(), *response.tolist()]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0].double().numpy() / temperature
+    rows = logits[len(prompt) - 1 : len(prompt) - 1 + len(response)]
+    shifted = rows - rows.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logprobs_of_sampled_tokens_are_those_of_a_plain_forward(
+    name: str, model_directory: Callable[..., Path]
+) -> None:
+    directory = model_directory(name)
+    engine = engine_for(directory, slots=5, prefill_tokens=64)
+    requests = [
+        generate_request(prompt, seed=i, max_tokens=[3, 40, 17][i % 3], temperature=[1.0, 0.7, 1.6][i % 3], top_k=i % 4)
+        for i, prompt in enumerate(prompts([1, 30, 33, 5, 64, 9, 2, 31, 32, 90]))
+    ]
+    for request, reply in zip(requests, run_all(engine, requests, steps_between=2), strict=True):
+        dense = dense_logprobs(directory, request.prompt_ids, reply.token_ids, request.sampling.temperature)
+        assert len(reply.token_ids) == request.sampling.max_tokens
+        np.testing.assert_allclose(reply.logprobs, dense[np.arange(len(dense)), reply.token_ids], atol=1e-4)
+        if request.top_k:
+            assert reply.topk_logprobs is not None
+            expected = -np.sort(-dense, axis=-1)[:, : request.top_k]
+            np.testing.assert_allclose(reply.topk_logprobs, expected, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_bits_whatever_runs_beside_it(model_directory: Callable[..., Path]) -> None:
+    requests = [
+        generate_request(prompt, seed=100 + i, max_tokens=10 + i, top_p=[1.0, 0.8][i % 2], stop_token_ids=(STOP,))
+        for i, prompt in enumerate(prompts([4, 40, 12, 33, 7, 61, 1, 20, 35, 8, 90, 3]))
+    ]
+    reference = run_all(engine_for(model_directory(), slots=64), requests)
+    assert len({tuple(reply.token_ids) for reply in reference}) == len(reference)
+    for slots, steps_between, order in ((1, 0, 1), (3, 5, -1), (12, 1, -1), (7, 3, 1)):
+        engine = engine_for(model_directory(), slots=slots, prefill_tokens=96)
+        replies = run_all(engine, requests[::order], steps_between=steps_between)[::order]
+        for expected, reply in zip(reference, replies, strict=True):
+            np.testing.assert_array_equal(reply.token_ids, expected.token_ids)
+            np.testing.assert_array_equal(reply.logprobs, expected.logprobs)
+
+
+def test_another_seed_gives_another_response(model_directory: Callable[..., Path]) -> None:
+    prompt = prompts([6])[0]
+    replies = run_all(engine_for(model_directory()), [generate_request(prompt, seed=seed) for seed in range(8)])
+    assert len({tuple(reply.token_ids) for reply in replies}) == 8
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+def test_tokens_follow_the_inverse_cdf_of_the_truncated_distribution(
+    top_p: float, model_directory: Callable[..., Path]
+) -> None:
+    prompt = prompts([11])[0]
+    replies = run_all(
+        engine_for(model_directory(), slots=64),
+        [generate_request(prompt, seed=seed, max_tokens=1, top_p=top_p, temperature=1.3) for seed in range(300)],
+    )
+    logprobs = dense_logprobs(model_directory(), prompt, np.zeros(1, np.int32), 1.3)[0]
+    likeliest_first = np.argsort(-logprobs, kind="stable")
+    mass = np.cumsum(np.exp(logprobs[likeliest_first]))
+    nucleus = likeliest_first[: 1 + int(np.searchsorted(mass, top_p - 1e-9))]
+    kept = np.zeros(VOCAB)
+    kept[nucleus] = np.exp(logprobs[nucleus])
+    cumulative = np.cumsum(kept / kept.sum())
+    for seed, reply in enumerate(replies):
+        uniform = np.random.Generator(np.random.Philox(seed)).random()
+        token = int(reply.token_ids[0])
+        assert kept[token] > 0
+        assert (cumulative[token - 1] if token else 0) - 1e-5 <= uniform <= cumulative[token] + 1e-5
+        assert reply.logprobs[0] == pytest.approx(logprobs[token], abs=1e-4)  # top-p does not change it
+
+
+def test_a_stop_token_ends_the_response_and_is_part_of_it(model_directory: Callable[..., Path]) -> None:
+    free = run_all(engine_for(model_directory()), [generate_request(prompts([5])[0], seed=3, max_tokens=30)])[0]
+    stop = int(free.token_ids[8])
+    first = int(np.flatnonzero(free.token_ids == stop)[0])
+    request = generate_request(prompts([5])[0], seed=3, max_tokens=30, stop_token_ids=(VOCAB - 1, stop))
+    others = [generate_request(prompt, seed=9) for prompt in prompts([3, 4])]
+    stopped = run_all(engine_for(model_directory()), [*others, request])[-1]
+    np.testing.assert_array_equal(stopped.token_ids, free.token_ids[: first + 1])
+    assert len(stopped.logprobs) == first + 1
+    assert (stopped.finish_reason, free.finish_reason) == ("stop", "length")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("logit_rows", [1, 3, 1000])
+def test_scores_are_those_of_the_dense_distribution(
+    name: str, logit_rows: int, model_directory: Callable[..., Path]
+) -> None:
+    directory = model_directory(name)
+    engine = engine_for(directory, logit_rows=logit_rows, score_tokens=200)
+    pairs = list(zip(prompts([1, 12, 40, 7, 30]), prompts([20, 1, 60, 50, 2], seed=1), strict=True))
+    tasks = [engine.score(score_request(*pair, temperature=1.0 if len(pair[1]) > 2 else 0.5)) for pair in pairs]
+    while engine.busy:
+        engine.step()
+    for (prompt, response), task in zip(pairs, tasks, strict=True):
+        dense = dense_logprobs(directory, prompt, response, task.request.temperature)
+        scores = task.future.result(timeout=0)
+        np.testing.assert_allclose(scores.logprobs, dense[np.arange(len(dense)), response], atol=1e-4)
+        np.testing.assert_allclose(scores.topk_logprobs, -np.sort(-dense, axis=-1)[:, :5], atol=1e-4)
+        np.testing.assert_allclose(
+            np.take_along_axis(dense, scores.topk_ids.astype(int), -1), scores.topk_logprobs, atol=1e-4
+        )
+        np.testing.assert_allclose(scores.entropy, -(np.exp(dense) * dense).sum(-1), atol=1e-4)
+        np.testing.assert_array_equal(scores.entropy_lower, scores.entropy_upper)
+
+
+def test_scores_do_not_depend_on_what_is_scored_beside_them(model_directory: Callable[..., Path]) -> None:
+    pairs = list(zip(prompts([3, 12, 20, 7]), prompts([20, 1, 10, 15], seed=1), strict=True))
+    together, alone = (engine_for(model_directory(), score_tokens=tokens) for tokens in (4096, 1))
+    for engine in (together, alone):
+        tasks = [engine.score(score_request(*pair)) for pair in pairs]
+        engine.step()
+        assert engine.scoring == (0 if engine is together else len(pairs) - 1)
+        while engine.busy:
+            engine.step()
+        results = [task.future.result(timeout=0) for task in tasks]
+        if engine is together:
+            expected = results
+    for one, other in zip(expected, results, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_candidates_at_chosen_positions(model_directory: Callable[..., Path]) -> None:
+    engine = engine_for(model_directory(), logit_rows=2)
+    prompt, response = prompts([9])[0], prompts([25], seed=1)[0]
+    positions, candidates = np.array([0, 24, 7], np.int32), np.arange(12, dtype=np.int32).reshape(3, 4) * 5
+    request = CandidateRequest(
+        prompt_ids=prompt,
+        response_ids=response,
+        positions=positions,
+        candidate_ids=candidates,
+        expected_version=WeightVersion(0, 0),
+        timeout_s=60.0,
+    )
+    task = engine.candidate_logprobs(request)
+    engine.step()
+    dense = dense_logprobs(model_directory(), prompt, response)
+    np.testing.assert_allclose(
+        task.future.result(timeout=0).logprobs,
+        np.take_along_axis(dense[positions], candidates.astype(int), -1),
+        atol=1e-4,
+    )
+
+
+def test_candidates_of_other_weights_are_refused(model_directory: Callable[..., Path]) -> None:
+    engine = engine_for(model_directory())
+    request = CandidateRequest(
+        prompt_ids=prompts([9])[0],
+        response_ids=prompts([5])[0],
+        positions=np.array([0], np.int32),
+        candidate_ids=np.array([[1]], np.int32),
+        expected_version=WeightVersion(0, 3),
+        timeout_s=60.0,
+    )
+    task = engine.candidate_logprobs(request)
+    engine.step()
+    with pytest.raises(VersionMismatchError, match=r"weights 0\.3.*holds 0\.0"):
+        task.future.result(timeout=0)
+
+
+def test_after_an_update_responses_go_on_under_the_new_weights(model_directory: Callable[..., Path]) -> None:
+    old, new = model_directory("qwen3", 0), model_directory("qwen3", 1)
+    engine = engine_for(old, slots=4)
+    requests = [
+        generate_request(prompt, seed=i, max_tokens=20 + i, top_k=2)
+        for i, prompt in enumerate(prompts([5, 12, 2, 8, 33]))
+    ]
+    tasks = [engine.generate(request) for request in requests]
+    for _ in range(6):
+        engine.step()
+    assert engine.update_weights(engine.parameters.read(new), WeightVersion(0, 1)) == WeightVersion(0, 1)
+    while engine.busy:
+        engine.step()
+    for request, task in zip(requests, tasks, strict=True):
+        reply = task.future.result(timeout=0)
+        chosen = np.arange(len(reply.token_ids)), reply.token_ids
+        under = {
+            WeightVersion(0, 0): dense_logprobs(old, request.prompt_ids, reply.token_ids),
+            WeightVersion(0, 1): dense_logprobs(new, request.prompt_ids, reply.token_ids),
+        }
+        assert reply.version_spans[-1].end == len(reply.token_ids) == request.sampling.max_tokens
+        for span in reply.version_spans:
+            dense = under[span.version]
+            np.testing.assert_allclose(
+                reply.logprobs[span.start : span.end], dense[chosen][span.start : span.end], atol=1e-4
+            )
+            assert reply.topk_logprobs is not None
+            expected = -np.sort(-dense, axis=-1)[span.start : span.end, :2]
+            np.testing.assert_allclose(reply.topk_logprobs[span.start : span.end], expected, atol=1e-4)
+    assert tasks[0].future.result().version_spans == (
+        VersionSpan(0, 7, WeightVersion(0, 0)),
+        VersionSpan(7, 20, WeightVersion(0, 1)),
+    )
+    assert [span.version for span in tasks[4].future.result().version_spans] == [WeightVersion(0, 1)]  # had no slot yet
+
+
+def damage(directory: Path, how: str) -> None:
+    path = directory / "model.safetensors"
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+        return
+    if how == "no file":
+        path.unlink()
+        return
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    match how:
+        case "missing":
+            del tensors[name]
+        case "shape":
+            tensors[name] = tensors[name].T.contiguous()
+        case "nan":
+            tensors[name][3, 4] = float("nan")
+        case "unknown":
+            tensors["model.layers.2.mlp.up_proj.weight"] = tensors[name].clone()
+        case "untied":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "layers.1.mlp.up_proj.weight' is missing"),
+        ("shape", r"up_proj.weight' has shape \(32, 48\), the model's has \(48, 32\)"),
+        ("nan", "up_proj.weight' holds values that are not finite"),
+        ("unknown", "layers.2.mlp.up_proj.weight' is not one of the model's"),
+        ("untied", "the model ties them"),
+        ("truncated", "cannot be read, it may be cut off"),
+        ("no file", "holds neither model.safetensors nor"),
+    ],
+)
+def test_damaged_weights_are_refused_before_anything_is_copied(
+    how: str, message: str, model_directory: Callable[..., Path], tmp_path: Path
+) -> None:
+    for source in model_directory("qwen3", 1).iterdir():
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    damage(tmp_path, how)
+    engine = engine_for(model_directory())
+    request = generate_request(prompts([9])[0], seed=1)
+    before = run_all(engine, [request])[0]
+    with pytest.raises(DataError, match=message) as refusal:
+        engine.parameters.read(tmp_path)
+    assert len(str(refusal.value).splitlines()) == 1
+    after = run_all(engine, [request])[0]
+    np.testing.assert_array_equal(after.logprobs, before.logprobs)
+    assert after.version_spans[0].version == WeightVersion(0, 0)
+
+
+def test_weights_are_read_from_shards_and_not_from_outside_the_directory(
+    model_directory: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_directory("qwen3", 1))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists()
+    engine = engine_for(model_directory())
+    engine.update_weights(engine.parameters.read(tmp_path), WeightVersion(2, 5))
+    reply = run_all(engine, [generate_request(prompts([9])[0], seed=1)])[0]
+    dense = dense_logprobs(tmp_path, prompts([9])[0], reply.token_ids)
+    np.testing.assert_allclose(reply.logprobs, dense[np.arange(len(dense)), reply.token_ids], atol=1e-4)
+    index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+    with pytest.raises(DataError, match="outside its directory"):
+        engine.parameters.read(tmp_path)
+
+
+def test_an_abort_frees_the_slot_and_leaves_the_others_alone(model_directory: Callable[..., Path]) -> None:
+    requests = [generate_request(prompt, seed=i, max_tokens=15) for i, prompt in enumerate(prompts([5, 12, 2, 33]))]
+    expected = run_all(engine_for(model_directory()), requests)
+    engine = engine_for(model_directory(), slots=2)
+    tasks = [engine.generate(request) for request in requests]
+    engine.step()
+    engine.step()
+    assert (engine.active, engine.waiting) == (2, 2)
+    engine.abort(tasks[0])
+    engine.abort(tasks[2])
+    assert (engine.active, engine.waiting) == (1, 1)
+    while engine.busy:
+        engine.step()
+    assert not tasks[0].future.done()
+    for i in (1, 3):
+        np.testing.assert_array_equal(tasks[i].future.result(timeout=0).logprobs, expected[i].logprobs)
+    engine.abort(tasks[1])  # already answered
+
+
+def test_long_prompts_wait_for_their_turn_between_decode_steps(model_directory: Callable[..., Path]) -> None:
+    engine = engine_for(model_directory(), prefill_tokens=64)
+    running = engine.generate(generate_request(prompts([4])[0], max_tokens=40))
+    engine.step()
+    for prompt in prompts([60, 60, 60]):
+        engine.generate(generate_request(prompt))
+    for step in range(1, 4):
+        produced, read = engine.tokens_generated, engine.tokens_prefilled
+        engine.step()
+        assert engine.tokens_prefilled - read == 64
+        assert engine.tokens_generated - produced == 1 + step + 1  # the new row's first token, then one of each
+    assert not running.future.done()
+
+
+def test_logits_that_are_not_finite_fail_their_request_and_do_not_stay_in_the_slot(
+    model_directory: Callable[..., Path],
+) -> None:
+    engine = engine_for(model_directory(), slots=2)
+    request = generate_request(prompts([9])[0], seed=1)
+    expected = run_all(engine, [request])[0]
+    healthy = engine.parameters.read(model_directory())
+    engine.parameters.copy_in({name: torch.full_like(tensor, torch.nan) for name, tensor in healthy.items()})
+    broken = [engine.generate(request), engine.score(score_request(prompts([9])[0], prompts([4])[0]))]
+    while engine.busy:
+        engine.step()
+    for task in broken:
+        with pytest.raises(PoisonedReplyError, match=r"weights 0\.0 gave logits that are not finite"):
+            task.future.result(timeout=0)
+    engine.parameters.copy_in(healthy)
+    np.testing.assert_array_equal(run_all(engine, [request])[0].logprobs, expected.logprobs)
+
+
+def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
+    model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(model_directory())
+    running = engine.generate(generate_request(prompts([5])[0]))
+    engine.step()
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("not enough memory: 3 TB\n(stack)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "hidden", fail)
+        scored = engine.score(score_request(prompts([9])[0], prompts([4])[0]))
+        engine.step()
+    with pytest.raises(TransientError, match=r"failed on this request: not enough memory: 3 TB$"):
+        scored.future.result(timeout=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "prefill", fail)
+        refused = engine.generate(generate_request(prompts([5])[0]))
+        engine.step()
+    with pytest.raises(TransientError):
+        refused.future.result(timeout=0)
+    while engine.busy:
+        engine.step()
+    assert len(running.future.result(timeout=0).token_ids) == 12
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "decode", fail)
+        doomed = engine.generate(generate_request(prompts([5])[0]))
+        engine.step()
+    with pytest.raises(TransientError):
+        doomed.future.result(timeout=0)
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": np.zeros(0, np.int32)}, "prompt_ids is empty"),
+        (
+            {"prompt_ids": np.array([3, VOCAB], np.int32)},
+            "prompt_ids holds 61: the vocabulary has 61 tokens",
+        ),
+        ({"prompt_ids": np.array([-1], np.int32)}, "prompt_ids holds -1"),
+        ({"prompt_ids": np.ones(3, np.float32)}, "must be integers"),
+        ({"prompt_ids": np.ones((1, 3), np.int32)}, "must be integers with 1 axes"),
+        ({"prompt_ids": np.ones(150, np.int32)}, r"150 prompt tokens \+ 12 \(max_tokens\) exceed the context of 160"),
+        ({"temperature": 0.0}, "temperature=0.0: must be a number above 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"stop_token_ids": (VOCAB,)}, "stop_token_ids holds 61"),
+        ({"seed": -1}, "seed=-1"),
+        ({"top_k": VOCAB + 1}, "top_k=62: must be from 0 to 61"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_in_one_line(
+    change: dict[str, object], message: str, model_directory: Callable[..., Path]
+) -> None:
+    engine = engine_for(model_directory())
+    prompt = change.pop("prompt_ids", prompts([3])[0])
+    with pytest.raises(PermanentError, match=message):
+        engine.generate(generate_request(prompt, **change))  # type: ignore[arg-type]
+    assert not engine.busy
+
+
+def config_of(name: str) -> transformers.PreTrainedConfig:
+    small = {**SIZES, "head_dim": 8}
+    match name:
+        case "window":
+            return transformers.MistralConfig(**small, sliding_window=32)
+        case "rope":
+            return transformers.LlamaConfig(
+                **small, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            )
+        case "recurrent":
+            return transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+        case "linear":
+            return transformers.Qwen3NextConfig(**small, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+        case _:
+            raise ValueError(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "message"),
+    [
+        ("window", None, "attends to 32 tokens only: set max_context_tokens to 32 or less"),
+        ("rope", None, "dynamic rotary scaling changes with the sequence length"),
+        ("recurrent", 64, "linear_attention layers; only full attention"),
+        ("linear", None, "linear_attention layers; only full attention"),
+    ],
+)
+def test_models_that_would_be_served_wrong_are_refused(
+    name: str, context: int | None, message: str, tmp_path: Path
+) -> None:
+    transformers.AutoModelForCausalLM.from_config(config_of(name)).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=message) as refusal:
+        load_model(tmp_path, EngineSettings(max_context_tokens=context))
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_window_is_no_obstacle_within_it(tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(config_of("window")).save_pretrained(tmp_path)
+    engine = engine_for(tmp_path, max_context_tokens=32)
+    reply = run_all(engine, [generate_request(prompts([12])[0], max_tokens=20)])[0]
+    dense = dense_logprobs(tmp_path, prompts([12])[0], reply.token_ids)
+    np.testing.assert_allclose(reply.logprobs, dense[np.arange(len(dense)), reply.token_ids], atol=1e-4)
+
+
+def test_a_checkpoint_without_all_its_weights_is_refused(model_directory: Callable[..., Path], tmp_path: Path) -> None:
+    for source in model_directory().iterdir():
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    damage(tmp_path, "missing")
+    with pytest.raises(SpotError, match=r"missing keys in its weights: model\.layers\.1\.mlp\.up_proj"):
+        load_model(tmp_path, EngineSettings())
