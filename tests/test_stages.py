@@ -1,0 +1,103 @@
+"""What a prompt's requests look like to a backend: prefixes, budgets, seeds, end tokens, second opinions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.stages import Services, Stages
+from spot_async.types import Generation, Problem, Prompt, Verdict
+
+PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
+RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
+
+
+class Recorder:
+    """Every service at once; keeps what it was asked."""
+
+    def __init__(self, verdicts=()):
+        self.generated = []
+        self.scored = []
+        self.verdicts = list(verdicts)
+        self.verified = 0
+
+    async def generate(self, prompt_ids, sampling, *, session=None, deadline):
+        self.generated.append((prompt_ids.tolist(), sampling))
+        return Generation(
+            token_ids=np.array([9], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=()
+        )
+
+    async def score(self, prompt_ids, response_ids, *, top_k, deadline):
+        self.scored.append(response_ids.tolist())
+
+    async def verify(self, problem, text, *, deadline):
+        self.verified += 1
+        return self.verdicts.pop(0)
+
+
+def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT):
+    vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
+    stages = Stages(
+        Services(recorder, recorder, recorder, recorder),
+        StagesConfig(),
+        SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
+        student=vocabulary(student_ends),
+        teacher=vocabulary(teacher_ends),
+        run_seed=run_seed,
+        max_running_prompts=1,
+        max_probes_per_prompt=8,
+    )
+    return stages.for_prompt(prompt)
+
+
+async def test_a_probe_continues_the_prefix_and_the_candidate_with_the_budget_that_is_left():
+    recorder = Recorder()
+    await bound(recorder).probe(RESPONSE, 2, 11, n=0)
+    ((prefix, sampling),) = recorder.generated
+    assert prefix == [3, 4, 5, 6, 11]
+    assert sampling.max_tokens == 6 - 2 - 1
+    assert (sampling.temperature, sampling.top_p) == (0.7, 0.9)
+
+
+@pytest.mark.parametrize(("position", "candidate"), [(2, 1), (5, 11)])
+async def test_an_end_token_or_a_spent_budget_needs_no_continuation(position, candidate):
+    recorder = Recorder()
+    generation = await bound(recorder).probe(RESPONSE, position, candidate, n=0)
+    assert len(generation.token_ids) == 0
+    assert recorder.generated == []
+
+
+async def test_every_request_has_a_seed_of_its_own_that_follows_from_what_it_is():
+    async def seeds(run_seed=0, ordinal=4):
+        recorder = Recorder()
+        prompt = Prompt(ordinal=ordinal, problem=PROMPT.problem, token_ids=PROMPT.token_ids)
+        stages = bound(recorder, run_seed=run_seed, prompt=prompt)
+        await stages.rollout()
+        for position, candidate, n in [(0, 10, 0), (1, 10, 0), (0, 11, 0), (0, 10, 1)]:
+            await stages.probe(RESPONSE, position, candidate, n=n)
+        return [sampling.seed for _, sampling in recorder.generated]
+
+    first = await seeds()
+    assert first == await seeds()
+    assert len({*first, *await seeds(run_seed=1), *await seeds(ordinal=5)}) == 15
+
+
+async def test_an_end_token_the_teacher_lacks_is_scored_as_the_teachers():
+    recorder = Recorder()
+    stages = bound(recorder, student_ends=(1,), teacher_ends=(2, 8))
+    await stages.score(RESPONSE, top_k=1)
+    await stages.score(RESPONSE[:-1], top_k=1)
+    assert recorder.scored == [[5, 6, 7, 2], [5, 6, 7]]
+    await stages.rollout()
+    assert recorder.generated[0][1].stop_token_ids == (1, 2, 8)
+
+
+async def test_missing_evidence_is_asked_for_once_more():
+    recorder = Recorder([Verdict.TIMEOUT, Verdict.CORRECT])
+    assert await bound(recorder).verify(RESPONSE) is Verdict.CORRECT
+    recorder = Recorder([Verdict.ERROR, Verdict.TIMEOUT, Verdict.CORRECT])
+    assert await bound(recorder).verify(RESPONSE) is Verdict.TIMEOUT
+    assert recorder.verified == 2
