@@ -116,7 +116,9 @@ def table(measurements: dict[str, Measurement]) -> Table:
     result = Table("model", *(f"{tier} Avg@k / Pass@k" for tier in (*task.TIERS, "all")), "used@exact by line")
     for name, measured in measurements.items():
         cells = [f"{100 * a.mean:.1f} / {100 * a.any_right:.1f}" for a in measured.accuracy.values()]
-        habits = " ".join(f"{name} {habit.used:.2f}@{habit.exact:.2f}" for name, habit in measured.habits.items())
+        habits = " ".join(
+            f"{strategy} {habit.used:.2f}@{habit.exact:.2f}" for strategy, habit in measured.habits.items()
+        )
         result.add_row(name, *cells, habits)
     return result
 
@@ -124,7 +126,7 @@ def table(measurements: dict[str, Measurement]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure models on the held-out problems.")
     parser.add_argument("models", nargs="+", type=Path, help="checkpoint directories, or names beside this script")
-    parser.add_argument("--samples", type=int, default=SamplingPlan.samples)
+    parser.add_argument("--samples", type=int, default=SamplingPlan().samples)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     here = Path(__file__).parent
