@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Self
+from tempfile import TemporaryDirectory
+from typing import Any, Self, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -22,6 +22,8 @@ from spot_async.processes import ChildProcess
 from spot_async.trainer.messages import Accepted, Answer, Batch, Failure, Ready, Trained, decode_answer, endpoint
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport
+
+T = TypeVar("T")
 
 ACKNOWLEDGEMENT_TIMEOUT_S = 10.0
 
@@ -39,14 +41,16 @@ class TrainerProcess:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             # Private (mode 0700) and short: a Unix socket's path must fit in 108 bytes.
-            channel_directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spot-trainer-"))
+            channel_directory = stack.enter_context(
+                TemporaryDirectory(prefix="spot-trainer-", ignore_cleanup_errors=True)
+            )
             context = stack.enter_context(zmq.asyncio.Context())
             self._socket = stack.enter_context(context.socket(zmq.PAIR))
             self._socket.linger = 0
             self._socket.bind(endpoint(channel_directory))
             self._child = await self._start(channel_directory)
             stack.push_async_callback(self._child.stop)
-            await self._await_ready()
+            await self._while_it_lives(self._ready(), "the trainer was not ready")
             self._resources = stack.pop_all()
         return self
 
@@ -63,15 +67,8 @@ class TrainerProcess:
         Iterations count from 0; the same one sent again is answered again, not trained again. Raises
         `TrainerError` when a rank stopped (non-finite loss, full disk, killed) or took too long.
         """
-        timeout_s = self._settings.training.step_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._answer_to(Batch(iteration, tuple(batch)))
-        except TimeoutError:
-            raise TrainerError(
-                f"iteration {iteration} was not trained within training.step_timeout_s={timeout_s:g} "
-                f"(log: {self._child.log_path})"
-            ) from None
+        conversation = self._train(Batch(iteration, tuple(batch)))
+        return (await self._while_it_lives(conversation, f"iteration {iteration} was not trained")).report
 
     async def _start(self, channel_directory: str) -> ChildProcess:
         settings_path = self._settings.save()
@@ -81,19 +78,46 @@ class TrainerProcess:
             log_path=settings_path.parent / "logs" / "trainer.log",
         )
 
-    async def _await_ready(self) -> None:
+    async def _while_it_lives(self, conversation: Coroutine[Any, Any, T | Failure], otherwise: str) -> T:
+        """What the conversation comes to. Raises `TrainerError` on a failure, the trainer's end, or the time-out."""
         timeout_s = self._settings.training.step_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                while not isinstance(await self._receive(), Ready):
-                    pass
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                talking = group.create_task(conversation)
+                ending = group.create_task(self._end())
+                await asyncio.wait({talking, ending}, return_when=asyncio.FIRST_COMPLETED)
+                talking.cancel()
+                ending.cancel()
         except TimeoutError:
             raise TrainerError(
-                f"the trainer was not ready within training.step_timeout_s={timeout_s:g} (log: {self._child.log_path})"
+                f"{otherwise} within training.step_timeout_s={timeout_s:g} (log: {self._child.log_path})"
             ) from None
+        if talking.cancelled():
+            raise TrainerError(ending.result())
+        outcome = talking.result()
+        if isinstance(outcome, Failure):
+            raise TrainerError(outcome.message)
+        return outcome
 
-    async def _answer_to(self, batch: Batch) -> TrainReport:
-        """Send until acknowledged, then wait for the report. Answers to other iterations are dropped."""
+    async def _end(self) -> str:
+        """Wait for the trainer's end and describe it."""
+        try:
+            await self._child.watch()
+        except ProcessDiedError as died:
+            return str(died)
+        return "the trainer was stopped"
+
+    async def _receive(self) -> Answer:
+        return decode_answer(await self._socket.recv())
+
+    async def _ready(self) -> Ready | Failure:
+        while True:
+            answer = await self._receive()
+            if isinstance(answer, Ready | Failure):
+                return answer
+
+    async def _train(self, batch: Batch) -> Trained | Failure:
+        """Send until acknowledged, then wait for the outcome. Answers to other iterations are dropped."""
         frame = wire.encode(batch)
         await self._socket.send(frame)
         patience_s: float | None = ACKNOWLEDGEMENT_TIMEOUT_S
@@ -107,29 +131,5 @@ class TrainerProcess:
             match answer:
                 case Accepted(iteration=batch.iteration):
                     patience_s = None
-                case Trained(iteration=batch.iteration, report=report):
-                    return report
-                case Failure(message=message):
-                    raise TrainerError(message)
-
-    async def _receive(self) -> Answer:
-        """The next message of rank 0. Raises `TrainerError` when the trainer ends without one."""
-        frame = asyncio.ensure_future(self._socket.recv())
-        try:
-            async with asyncio.TaskGroup() as group:
-                end = group.create_task(self._end())
-                await asyncio.wait({end, frame}, return_when=asyncio.FIRST_COMPLETED)
-                end.cancel()
-            if not frame.done():
-                raise TrainerError(end.result())
-            return decode_answer(frame.result())
-        finally:
-            frame.cancel()  # else it would swallow the next message
-
-    async def _end(self) -> str:
-        """Wait for the trainer's end and describe it."""
-        try:
-            await self._child.watch()
-        except ProcessDiedError as died:
-            return str(died)
-        return "the trainer was stopped"
+                case Trained(iteration=batch.iteration) | Failure():
+                    return answer

@@ -8,6 +8,7 @@ the last line of the log says which one and how.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from spot_async.processes import exit_with_parent
@@ -62,11 +63,17 @@ def main(settings_path: str, channel_directory: str) -> int:
 
 
 def describe(failures: dict[int, ProcessFailure]) -> str:
-    """One line on the rank that failed first.
+    """One line on the rank at fault.
 
-    A killed rank makes the others fail within milliseconds, so a signal comes before an exception.
+    Times do not tell, they are whole seconds. A killed rank makes the others raise, and the launcher
+    ends with SIGTERM those that did not: so a signal comes first, then an exception, then SIGTERM.
     """
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp, item[0]))
+
+    def suspicion(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
+        rank, failure = item
+        return (2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode >= 0)), rank
+
+    rank, failure = min(failures.items(), key=suspicion)
     if failure.exitcode < 0:
         how = f"was killed by {failure.signal_name()}"
     else:

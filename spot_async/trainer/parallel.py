@@ -2,8 +2,8 @@
 
 `Replicated` is the whole interface that training uses, so that sharding (FSDP2) can take its place:
 `prepare` would shard the modules, `reduce_gradients` would be done by the backward pass,
-`full_state_dict` would gather. Gradients are summed, never averaged: the loss already carries the
-denominators of the whole mini-batch.
+`full_state_dict` would gather, and every rank would need the same number of micro-batches.
+Gradients are summed, never averaged: the loss already carries the mini-batch's denominators.
 """
 
 from __future__ import annotations
