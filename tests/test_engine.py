@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreReque
 from spot_async.serving.engine import Engine
 from spot_async.serving.model import load_model
 from spot_async.serving.settings import EngineSettings
+from spot_async.serving.tasks import new_task
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
 VOCAB = 61
@@ -95,11 +97,18 @@ def score_request(prompt: np.ndarray, response: np.ndarray, **more: object) -> S
     return ScoreRequest(**{"prompt_ids": prompt, "response_ids": response, "top_k": 5, "timeout_s": 60.0, **more})  # type: ignore[arg-type]
 
 
+def submit(engine: Engine, request: GenerateRequest | ScoreRequest | CandidateRequest) -> Any:
+    engine.limits.check(request)
+    task = new_task(request)
+    engine.submit(task)
+    return task
+
+
 def run_all(engine: Engine, requests: list[GenerateRequest], *, steps_between: int = 0) -> list[Generation]:
     """Submit with `steps_between` engine steps after each, then run to the end."""
     tasks = []
     for request in requests:
-        tasks.append(engine.generate(request))
+        tasks.append(submit(engine, request))
         for _ in range(steps_between):
             engine.step()
     while engine.busy:
@@ -205,7 +214,7 @@ def test_scores_are_those_of_the_dense_distribution(
     directory = model_directory(name)
     engine = engine_for(directory, logit_rows=logit_rows, score_tokens=200)
     pairs = list(zip(prompts([1, 12, 40, 7, 30]), prompts([20, 1, 60, 50, 2], seed=1), strict=True))
-    tasks = [engine.score(score_request(*pair, temperature=1.0 if len(pair[1]) > 2 else 0.5)) for pair in pairs]
+    tasks = [submit(engine, score_request(*pair, temperature=1.0 if len(pair[1]) > 2 else 0.5)) for pair in pairs]
     while engine.busy:
         engine.step()
     for (prompt, response), task in zip(pairs, tasks, strict=True):
@@ -224,7 +233,7 @@ def test_scores_do_not_depend_on_what_is_scored_beside_them(model_directory: Cal
     pairs = list(zip(prompts([3, 12, 20, 7]), prompts([20, 1, 10, 15], seed=1), strict=True))
     together, alone = (engine_for(model_directory(), score_tokens=tokens) for tokens in (4096, 1))
     for engine in (together, alone):
-        tasks = [engine.score(score_request(*pair)) for pair in pairs]
+        tasks = [submit(engine, score_request(*pair)) for pair in pairs]
         engine.step()
         assert engine.scoring == (0 if engine is together else len(pairs) - 1)
         while engine.busy:
@@ -248,7 +257,7 @@ def test_candidates_at_chosen_positions(model_directory: Callable[..., Path]) ->
         expected_version=WeightVersion(0, 0),
         timeout_s=60.0,
     )
-    task = engine.candidate_logprobs(request)
+    task = submit(engine, request)
     engine.step()
     dense = dense_logprobs(model_directory(), prompt, response)
     np.testing.assert_allclose(
@@ -268,7 +277,7 @@ def test_candidates_of_other_weights_are_refused(model_directory: Callable[..., 
         expected_version=WeightVersion(0, 3),
         timeout_s=60.0,
     )
-    task = engine.candidate_logprobs(request)
+    task = submit(engine, request)
     engine.step()
     with pytest.raises(VersionMismatchError, match=r"weights 0\.3.*holds 0\.0"):
         task.future.result(timeout=0)
@@ -281,10 +290,10 @@ def test_after_an_update_responses_go_on_under_the_new_weights(model_directory: 
         generate_request(prompt, seed=i, max_tokens=20 + i, top_k=2)
         for i, prompt in enumerate(prompts([5, 12, 2, 8, 33]))
     ]
-    tasks = [engine.generate(request) for request in requests]
+    tasks = [submit(engine, request) for request in requests]
     for _ in range(6):
         engine.step()
-    assert engine.update_weights(engine.parameters.read(new), WeightVersion(0, 1)) == WeightVersion(0, 1)
+    engine.update_weights(engine.parameters.read(new), WeightVersion(0, 1))
     while engine.busy:
         engine.step()
     for request, task in zip(requests, tasks, strict=True):
@@ -384,7 +393,7 @@ def test_an_abort_frees_the_slot_and_leaves_the_others_alone(model_directory: Ca
     requests = [generate_request(prompt, seed=i, max_tokens=15) for i, prompt in enumerate(prompts([5, 12, 2, 33]))]
     expected = run_all(engine_for(model_directory()), requests)
     engine = engine_for(model_directory(), slots=2)
-    tasks = [engine.generate(request) for request in requests]
+    tasks = [submit(engine, request) for request in requests]
     engine.step()
     engine.step()
     assert (engine.active, engine.waiting) == (2, 2)
@@ -401,10 +410,10 @@ def test_an_abort_frees_the_slot_and_leaves_the_others_alone(model_directory: Ca
 
 def test_long_prompts_wait_for_their_turn_between_decode_steps(model_directory: Callable[..., Path]) -> None:
     engine = engine_for(model_directory(), prefill_tokens=64)
-    running = engine.generate(generate_request(prompts([4])[0], max_tokens=40))
+    running = submit(engine, generate_request(prompts([4])[0], max_tokens=40))
     engine.step()
     for prompt in prompts([60, 60, 60]):
-        engine.generate(generate_request(prompt))
+        submit(engine, generate_request(prompt))
     for step in range(1, 4):
         produced, read = engine.tokens_generated, engine.tokens_prefilled
         engine.step()
@@ -421,7 +430,7 @@ def test_logits_that_are_not_finite_fail_their_request_and_do_not_stay_in_the_sl
     expected = run_all(engine, [request])[0]
     healthy = engine.parameters.read(model_directory())
     engine.parameters.copy_in({name: torch.full_like(tensor, torch.nan) for name, tensor in healthy.items()})
-    broken = [engine.generate(request), engine.score(score_request(prompts([9])[0], prompts([4])[0]))]
+    broken = [submit(engine, request), submit(engine, score_request(prompts([9])[0], prompts([4])[0]))]
     while engine.busy:
         engine.step()
     for task in broken:
@@ -435,7 +444,7 @@ def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
     model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_for(model_directory())
-    running = engine.generate(generate_request(prompts([5])[0]))
+    running = submit(engine, generate_request(prompts([5])[0]))
     engine.step()
 
     def fail(*args: object) -> None:
@@ -443,13 +452,13 @@ def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._model, "hidden", fail)
-        scored = engine.score(score_request(prompts([9])[0], prompts([4])[0]))
+        scored = submit(engine, score_request(prompts([9])[0], prompts([4])[0]))
         engine.step()
     with pytest.raises(TransientError, match=r"failed on this request: not enough memory: 3 TB$"):
         scored.future.result(timeout=0)
     with monkeypatch.context() as patch:
         patch.setattr(engine._model, "prefill", fail)
-        refused = engine.generate(generate_request(prompts([5])[0]))
+        refused = submit(engine, generate_request(prompts([5])[0]))
         engine.step()
     with pytest.raises(TransientError):
         refused.future.result(timeout=0)
@@ -458,7 +467,7 @@ def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
     assert len(running.future.result(timeout=0).token_ids) == 12
     with monkeypatch.context() as patch:
         patch.setattr(engine._model, "decode", fail)
-        doomed = engine.generate(generate_request(prompts([5])[0]))
+        doomed = submit(engine, generate_request(prompts([5])[0]))
         engine.step()
     with pytest.raises(TransientError):
         doomed.future.result(timeout=0)
@@ -493,7 +502,7 @@ def test_requests_that_cannot_be_served_are_refused_in_one_line(
     engine = engine_for(model_directory())
     prompt = change.pop("prompt_ids", prompts([3])[0])
     with pytest.raises(PermanentError, match=message):
-        engine.generate(generate_request(prompt, **change))  # type: ignore[arg-type]
+        submit(engine, generate_request(prompt, **change))  # type: ignore[arg-type]
     assert not engine.busy
 
 

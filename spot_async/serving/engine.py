@@ -20,15 +20,15 @@ import torch
 
 from spot_async.alignment import decision_row, decision_rows
 from spot_async.errors import PoisonedReplyError, SpotError, TransientError, VersionMismatchError
-from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.api import CandidateReply, CandidateRequest, ScoreRequest
 from spot_async.serving.cache import bucketed
 from spot_async.serving.limits import Limits
 from spot_async.serving.model import CausalModel, padded_rows
-from spot_async.serving.sampling import draw_uniforms, sample
+from spot_async.serving.sampling import sample
 from spot_async.serving.scoring import candidate_rows, score_rows
 from spot_async.serving.settings import EngineSettings
 from spot_async.serving.slots import SlotTable
-from spot_async.serving.tasks import CandidateTask, GenerateTask, ScoreTask, take_group
+from spot_async.serving.tasks import CandidateTask, GenerateTask, ScoreTask, Task, take_group
 from spot_async.serving.weights import Parameters
 from spot_async.types import Generation, TokenScores, WeightVersion
 
@@ -54,30 +54,16 @@ class Engine:
 
     # -- what is asked of it --
 
-    def generate(self, request: GenerateRequest) -> GenerateTask:
-        """Queue a request. Raises `PermanentError` when it cannot be served."""
-        self.limits.check_generate(request)
-        sampling = request.sampling
-        task = GenerateTask(next(self._numbers), request, draw_uniforms(sampling.seed, sampling.max_tokens))
-        self._waiting.append(task)
-        return task
-
-    def score(self, request: ScoreRequest) -> ScoreTask:
-        """Queue a request. Raises `PermanentError` when it cannot be served."""
-        self.limits.check_score(request)
-        task = ScoreTask(request)
-        self._scoring.append(task)
-        return task
-
-    def candidate_logprobs(self, request: CandidateRequest) -> CandidateTask:
-        """Queue a request. Raises `PermanentError`; the version is compared when it runs."""
-        self.limits.check_candidates(request)
-        task = CandidateTask(request)
-        self._scoring.append(task)
-        return task
+    def submit(self, task: Task) -> None:
+        """Queue a task; its future is answered by a later `step`."""
+        if isinstance(task, GenerateTask):
+            task.number = next(self._numbers)
+            self._waiting.append(task)
+        else:
+            self._scoring.append(task)
 
     @torch.inference_mode()
-    def abort(self, task: GenerateTask | ScoreTask | CandidateTask) -> None:
+    def abort(self, task: Task) -> None:
         """Forget a request and free its slot, if it is still here."""
         if isinstance(task, GenerateTask) and task.row is not None:
             self._free(task.row)
@@ -85,7 +71,7 @@ class Engine:
             if task in queue:
                 queue.remove(task)  # type: ignore[arg-type]
 
-    def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> WeightVersion:
+    def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> None:
         """Put in weights that `parameters.read` has checked. Responses in flight go on under them.
 
         Their keys and values are the old weights', so they give up their slots and come first in line to be
@@ -99,7 +85,6 @@ class Engine:
         self._waiting.extendleft(reversed(running))
         self.parameters.copy_in(tensors)
         self.version = version
-        return version
 
     # -- what it has to do --
 
@@ -326,7 +311,7 @@ class Engine:
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device)
 
-    def _fail(self, group: Sequence[GenerateTask | ScoreTask | CandidateTask], error: RuntimeError) -> None:
+    def _fail(self, group: Sequence[Task], error: RuntimeError) -> None:
         logger.error("%d requests failed in the engine", len(group), exc_info=error)
         line = (str(error).splitlines() or [type(error).__name__])[0]
         for task in group:

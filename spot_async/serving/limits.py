@@ -16,7 +16,7 @@ MAX_TOP_K = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the served model can take. Every check raises `PermanentError`."""
+    """What the served model can take. `check` raises `PermanentError`."""
 
     vocab_size: int
     max_context_tokens: int
@@ -25,7 +25,18 @@ class Limits:
     def max_top_k(self) -> int:
         return min(MAX_TOP_K, self.vocab_size)
 
-    def check_generate(self, request: GenerateRequest) -> None:
+    def check(self, request: GenerateRequest | ScoreRequest | CandidateRequest) -> None:
+        match request:
+            case GenerateRequest():
+                self._check_generate(request)
+            case ScoreRequest():
+                self._check_sequence(request)
+                self._check_top_k(request.top_k)
+            case CandidateRequest():
+                self._check_sequence(request)
+                self._check_candidates(request)
+
+    def _check_generate(self, request: GenerateRequest) -> None:
         sampling = request.sampling
         self._check_ids("prompt_ids", request.prompt_ids, ndim=1)
         self._check_prompt(request.prompt_ids)
@@ -42,12 +53,7 @@ class Limits:
                 raise PermanentError(f"stop_token_ids holds {token}: the vocabulary has {self.vocab_size} tokens")
         self._check_length(len(request.prompt_ids), sampling.max_tokens, "max_tokens")
 
-    def check_score(self, request: ScoreRequest) -> None:
-        self._check_sequence(request)
-        self._check_top_k(request.top_k)
-
-    def check_candidates(self, request: CandidateRequest) -> None:
-        self._check_sequence(request)
+    def _check_candidates(self, request: CandidateRequest) -> None:
         self._check_ids("candidate_ids", request.candidate_ids, ndim=2)
         positions, length = request.positions, len(request.response_ids)
         if positions.ndim != 1 or positions.dtype.kind != "i" or len(positions) != len(request.candidate_ids):

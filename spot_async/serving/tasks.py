@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.sampling import draw_uniforms
 from spot_async.types import FloatArray, Generation, IntArray, TokenScores, VersionSpan, WeightVersion
 
 
@@ -19,10 +20,10 @@ from spot_async.types import FloatArray, Generation, IntArray, TokenScores, Vers
 class GenerateTask:
     """A response being sampled. Outside a slot it holds what was sampled so far; in one, the slot does."""
 
-    number: int  # in order of arrival
     request: GenerateRequest
     uniforms: npt.NDArray[np.float64]  # (max_tokens,)
     future: Future[Generation] = dataclasses.field(default_factory=Future)
+    number: int = -1  # in order of arrival
     row: int | None = None  # its slot
     token_ids: IntArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # (t,)
     logprobs: FloatArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))  # (t,)
@@ -51,6 +52,21 @@ class ScoreTask:
 class CandidateTask:
     request: CandidateRequest
     future: Future[CandidateReply] = dataclasses.field(default_factory=Future)
+
+
+Request = GenerateRequest | ScoreRequest | CandidateRequest
+Task = GenerateTask | ScoreTask | CandidateTask
+
+
+def new_task(request: Request) -> Task:
+    """The task of a request that `Limits.check` has let pass."""
+    match request:
+        case GenerateRequest(sampling=sampling):
+            return GenerateTask(request, draw_uniforms(sampling.seed, sampling.max_tokens))
+        case ScoreRequest():
+            return ScoreTask(request)
+        case CandidateRequest():
+            return CandidateTask(request)
 
 
 T = TypeVar("T")

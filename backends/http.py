@@ -1,0 +1,113 @@
+"""One HTTP endpoint as backends use it: requests with absolute deadlines, failures as `spot_async.errors`.
+
+Knows no server's dialect: a backend gives paths and bodies, and may read its server's error bodies itself.
+What a request failed with decides what the caller does next, so every exception of the layers below is
+turned into exactly one of the request errors here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    RequestError,
+    ThrottledError,
+    TransientError,
+)
+
+ERROR_EXCERPT_CHARACTERS = 300
+
+ReadError = Callable[[int, bytes], RequestError | None]
+
+
+class HttpEndpoint:
+    """A connection pool to one server, over TCP or a Unix socket. Enter it before use.
+
+    The number of connections is not limited here: how much is in flight is the stages' decision.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        base_url: str,
+        *,
+        uds: str | None = None,
+        api_key: str | None = None,
+        read_error: ReadError | None = None,
+    ) -> None:
+        self.name = name
+        self._read_error = read_error
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+        def session() -> aiohttp.ClientSession:
+            connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0)
+            return aiohttp.ClientSession(connector=connector)
+
+        # Proxies of the environment are for the outside world, not for an inference server.
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            headers=headers,
+            transport=AiohttpTransport(client=session),
+            timeout=None,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.__aexit__(kind, error, trace)
+
+    async def get(self, path: str, *, deadline: float) -> bytes:
+        return await self._request("GET", path, None, {}, deadline)
+
+    async def post(self, path: str, body: bytes, *, content_type: str, deadline: float) -> bytes:
+        """The reply's body. `deadline` is on the loop's clock; raises a `RequestError` for any other outcome."""
+        return await self._request("POST", path, body, {"Content-Type": content_type}, deadline)
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], deadline: float
+    ) -> bytes:
+        try:
+            async with asyncio.timeout_at(deadline):
+                response = await self._client.request(method, path, content=body, headers=headers)
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self.name}{path}: no reply before the deadline") from None
+        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+            raise TransientError(f"{self.name}{path}: {type(error).__name__}: {error}") from error
+        if response.is_success:
+            return response.content
+        own = self._read_error(response.status_code, response.content) if self._read_error else None
+        raise own or error_for_status(f"{self.name}{path}", response)
+
+
+def error_for_status(request: str, response: httpx.Response) -> RequestError:
+    """The error of a reply that is none: 429 and 503 throttled, other 4xx permanent, the rest transient."""
+    excerpt = " ".join(response.text.split())[:ERROR_EXCERPT_CHARACTERS]
+    message = f"{request}: HTTP {response.status_code}: {excerpt}"
+    if response.status_code in (429, 503):
+        return ThrottledError(message, retry_after_s(response.headers.get("Retry-After")))
+    if response.status_code == 408 or response.status_code >= 500:
+        return TransientError(message)
+    return PermanentError(message)
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Seconds of a Retry-After header; dates and nonsense count as no advice."""
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < float("inf") else None

@@ -1,0 +1,124 @@
+"""The engine's HTTP face. Decodes requests, awaits their futures, and aborts what nobody waits for any more:
+a request whose client hangs up or whose time is up gives its slot back. Torch never runs on this loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from spot_async import wire
+from spot_async.errors import DeadlineExceededError, PermanentError, SpotError
+from spot_async.serving import api
+from spot_async.serving.worker import EngineWorker
+from spot_async.types import Capabilities
+
+CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
+SERVER_ERROR = 500
+
+T = TypeVar("T")
+
+
+def build_app(worker: EngineWorker, capabilities: Capabilities, *, api_key: str | None) -> Starlette:
+    """The server's ASGI application; with `api_key`, requests must carry it as a bearer token."""
+    updating = asyncio.Lock()
+
+    async def health(request: Request) -> Response:
+        return _reply(api.VersionReply(version=worker.version))
+
+    async def stats(request: Request) -> Response:
+        return _reply(worker.stats())
+
+    async def describe(request: Request) -> Response:
+        return _reply(capabilities)
+
+    def submit(kind: type[Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            message = await _decode(request, kind)
+            return await _outcome(request, worker.submit(message), message.timeout_s)
+
+        return endpoint
+
+    async def update_weights(request: Request) -> Response:
+        message = await _decode(request, api.UpdateRequest)
+        directory, version = Path(message.snapshot.directory), message.snapshot.version
+        async with updating:  # so that versions arrive in the order they were sent
+            tensors = await asyncio.to_thread(worker.read_weights, directory)
+            future = worker.update_weights(tensors, version)
+            return await _outcome(request, future, message.timeout_s)
+
+    routes = [
+        Route(api.HEALTH, health),
+        Route(api.STATS, stats),
+        Route(api.CAPABILITIES, describe),
+        Route(api.GENERATE, submit(api.GenerateRequest), methods=["POST"]),
+        Route(api.SCORE, submit(api.ScoreRequest), methods=["POST"]),
+        Route(api.CANDIDATE_LOGPROBS, submit(api.CandidateRequest), methods=["POST"]),
+        Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
+    ]
+    guards = [Middleware(_RequireKey, api_key=api_key)] if api_key else []
+    return Starlette(routes=routes, middleware=guards, exception_handlers={SpotError: _error_reply})
+
+
+async def _decode(request: Request, kind: type[T]) -> T:
+    try:
+        return wire.decode(await request.body(), kind)
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise PermanentError(f"{request.url.path}: cannot read the request: {error}") from error
+
+
+async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> Response:
+    """The future's result as a response; cancels it when the client is gone or `timeout_s` is over."""
+    result = asyncio.wrap_future(future)
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+            watcher = group.create_task(_cancel_when_gone(request, future))
+            await asyncio.wait([result])
+            watcher.cancel()
+    except TimeoutError:
+        raise DeadlineExceededError(f"{request.url.path}: not answered in {timeout_s:.3g} s") from None
+    finally:
+        result.cancel()
+    return Response(status_code=CLIENT_GONE) if result.cancelled() else _reply(result.result())
+
+
+async def _cancel_when_gone(request: Request, future: Future[Any]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    future.cancel()
+
+
+def _reply(message: object, status: int = 200) -> Response:
+    return Response(wire.encode(message), status_code=status, media_type=api.CONTENT_TYPE)
+
+
+def _error_reply(request: Request, error: Exception) -> Response:
+    kind = next((kind for kind in type(error).__mro__ if kind in api.STATUS), None)
+    status = api.STATUS[kind] if kind is not None else SERVER_ERROR
+    return _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), status)
+
+
+class _RequireKey:
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "http" and not hmac.compare_digest(given, self._expected):
+            body = api.ErrorReply(error=PermanentError.__name__, message="needs the server's API key as bearer token")
+            await _reply(body, 401)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)

@@ -1,0 +1,180 @@
+"""One server process from start to end: check the settings, take the address, load the model, serve, stop.
+
+What can be wrong with the settings is found before torch is imported, and reported as one line. SIGTERM and
+SIGINT stop the server; an engine that crashes ends it with the engine's own trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from spot_async.errors import ConfigError, DataError
+from spot_async.memory import tune_malloc
+from spot_async.serving.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from spot_async.serving.worker import EngineWorker
+
+API_KEY_VARIABLE = "SPOT_ASYNC_API_KEY"
+NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as systemd's: gets READY=1 once requests are answered
+BACKLOG = 4096
+GRACEFUL_S = 1
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def serve(settings: ServeSettings) -> None:
+    """Serve until a signal. Raises `DataError` or `ConfigError`, one line each, for what cannot be served."""
+    directory = _check_model_directory(Path(settings.model))
+    api_key = os.environ.get(API_KEY_VARIABLE)
+    _check_exposure(settings, api_key)
+    with _listen(settings) as listener:
+        tune_malloc()
+        worker, app = _load(directory, settings, api_key)
+        _notify_ready()
+        sys.stderr.write(f"serving {directory} on {_address(settings)}\n")
+        asyncio.run(_run(worker, app, listener))
+
+
+def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tuple[EngineWorker, Starlette]:
+    import torch  # seconds, and after malloc is tuned
+
+    from spot_async.serving.app import build_app
+    from spot_async.serving.engine import Engine
+    from spot_async.serving.model import load_model, quiet_transformers, vocab_fingerprint
+    from spot_async.serving.worker import EngineWorker
+    from spot_async.types import Capabilities
+
+    quiet_transformers()
+    torch.set_num_threads(settings.threads)
+    fingerprint = vocab_fingerprint(directory)
+    model = load_model(directory, settings)
+    engine = Engine(model, settings)
+    worker = EngineWorker(engine)
+    capabilities = Capabilities(
+        model=settings.model,
+        vocab_size=model.vocab_size,
+        vocab_fingerprint=fingerprint,
+        max_context_tokens=model.max_context_tokens,
+        max_top_k=engine.limits.max_top_k,
+        exact_entropy=True,
+        candidate_logprobs=True,
+        weight_update=True,
+    )
+    return worker, build_app(worker, capabilities, api_key=api_key)
+
+
+async def _run(worker: EngineWorker, app: Starlette, listener: socket.socket) -> None:
+    config = uvicorn.Config(
+        app, log_level="warning", lifespan="off", backlog=BACKLOG, timeout_graceful_shutdown=GRACEFUL_S
+    )
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(worker.run), name="engine")
+        try:
+            await _Server(config).serve(sockets=[listener])
+        finally:
+            worker.stop()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike the base's, does not raise the signal again afterwards: there is still a socket to remove."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+def _check_model_directory(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such model directory")
+    if not (directory / "config.json").is_file():
+        raise DataError(f"{directory}: has no config.json, so it is no Hugging Face model directory")
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise DataError(f"{directory}: has no tokenizer: save it there with tokenizer.save_pretrained")
+    return directory
+
+
+def _check_exposure(settings: ServeSettings, api_key: str | None) -> None:
+    if settings.uds is not None or api_key or settings.host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(settings.host).is_loopback:
+            return
+    raise ConfigError(f"host={settings.host} is reachable from elsewhere: set {API_KEY_VARIABLE} to a secret key first")
+
+
+@contextlib.contextmanager
+def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
+    """A listening socket, so that a taken address is found before the model is loaded."""
+    path = settings.uds
+    try:
+        listener = _unix_listener(path) if path is not None else _tcp_listener(settings.host, settings.port or 0)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        reason = "is in use by another process: choose another" if taken else error.strerror or error
+        raise ConfigError(f"cannot listen on {_address(settings)}: {reason}") from error
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+
+
+def _address(settings: ServeSettings) -> str:
+    return settings.uds if settings.uds is not None else f"{settings.host} port {settings.port}"
+
+
+def _tcp_listener(host: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def _unix_listener(path: str) -> socket.socket:
+    """A socket for this user only. A file left by a server that is gone is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket() and not _answers(path):
+            Path(path).unlink()
+        mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def _notify_ready() -> None:
+    path = os.environ.get(NOTIFY_VARIABLE)
+    if path:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+            notifier.sendto(b"READY=1", path)

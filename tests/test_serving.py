@@ -1,0 +1,506 @@
+"""The local backend end to end: real server processes, real sockets, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+import transformers
+from starlette.applications import Starlette
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from spot_async import wire
+from spot_async.backends.http import HttpEndpoint
+from spot_async.backends.local import LocalBackend
+from spot_async.backends.replies import check_generation, check_scores
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    PoisonedReplyError,
+    ProcessDiedError,
+    ThrottledError,
+    TransientError,
+    VersionMismatchError,
+)
+from spot_async.serving import api
+from spot_async.serving.app import build_app
+from spot_async.serving.engine import Engine
+from spot_async.serving.model import load_model
+from spot_async.serving.server import _listen, _run
+from spot_async.serving.settings import EngineSettings, ServeSettings
+from spot_async.serving.worker import EngineWorker
+from spot_async.types import (
+    Capabilities,
+    Generation,
+    SamplingSettings,
+    TokenScores,
+    VersionSpan,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+VOCAB = 53
+PROMPT = np.array([5, 9, 2], np.int32)
+RESPONSE = np.array([7, 7, 30, 1], np.int32)
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=20000,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("new-weights"), seed=1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalBackend]:
+    settings = LocalBackend.Settings(slots=4)
+    run_directory = tmp_path_factory.mktemp("run")
+    async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=run_directory) as it:
+        yield it
+
+
+def soon(seconds: float = 60.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def sampling(**changes: object) -> SamplingSettings:
+    return SamplingSettings(**{"max_tokens": 8, "stop_token_ids": (), "seed": 1, **changes})  # type: ignore[arg-type]
+
+
+with_backend = pytest.mark.asyncio(loop_scope="module")
+
+
+@with_backend
+async def test_the_server_says_what_it_offers(backend: LocalBackend) -> None:
+    found = await backend.capabilities(deadline=soon())
+    assert (found.vocab_size, found.max_context_tokens, found.max_top_k) == (VOCAB, 20000, VOCAB)
+    assert found.exact_entropy
+    assert found.candidate_logprobs
+    assert found.weight_update
+    assert len(found.vocab_fingerprint) == 64
+
+
+@with_backend
+async def test_generation_scores_and_candidates_agree_over_the_wire(backend: LocalBackend) -> None:
+    replies = await asyncio.gather(
+        *(backend.generate(PROMPT, sampling(seed=seed), top_k=3, deadline=soon()) for seed in range(12))
+    )
+    assert len({tuple(reply.token_ids) for reply in replies}) == 12
+    for reply in replies[:2]:
+        scores = await backend.score(PROMPT, reply.token_ids, top_k=3, deadline=soon())
+        version = reply.version_spans[0].version
+        candidates = await backend.candidate_logprobs(
+            PROMPT,
+            reply.token_ids,
+            np.array([6, 2], np.int32),
+            reply.token_ids[[[6, 0], [2, 1]]],
+            expected_version=version,
+            deadline=soon(),
+        )
+        assert scores.version == version
+        np.testing.assert_allclose(scores.logprobs, reply.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(scores.topk_ids, reply.topk_ids)
+        np.testing.assert_allclose(candidates[:, 0], reply.logprobs[[6, 2]], atol=1e-5)
+
+
+@with_backend
+async def test_an_update_changes_weights_and_version_or_nothing(
+    backend: LocalBackend, new_weights: Path, tmp_path: Path
+) -> None:
+    before = await backend.score(PROMPT, RESPONSE, top_k=0, deadline=soon())
+    with pytest.raises(PermanentError, match=r"student: .*holds neither model\.safetensors"):
+        await backend.update_weights(
+            WeightSnapshot(directory=str(tmp_path), version=WeightVersion(9, 9)), deadline=soon()
+        )
+    unchanged = await backend.score(PROMPT, RESPONSE, top_k=0, deadline=soon())
+    np.testing.assert_array_equal(unchanged.logprobs, before.logprobs)
+    assert unchanged.version == before.version
+    version = WeightVersion(1, 4)
+    await backend.update_weights(WeightSnapshot(directory=str(new_weights), version=version), deadline=soon())
+    after = await backend.score(PROMPT, RESPONSE, top_k=0, deadline=soon())
+    assert after.version == version
+    assert not np.allclose(after.logprobs, before.logprobs)
+    with pytest.raises(VersionMismatchError, match=rf"asked of weights {before.version}.*holds 1\.4"):
+        await backend.candidate_logprobs(
+            PROMPT,
+            RESPONSE,
+            np.array([0], np.int32),
+            np.array([[3]], np.int32),
+            expected_version=before.version,
+            deadline=soon(),
+        )
+
+
+@with_backend
+async def test_bad_requests_are_refused_in_one_line_and_never_retried(backend: LocalBackend) -> None:
+    with pytest.raises(PermanentError, match=r"^student: prompt_ids holds 53: the vocabulary has 53 tokens$"):
+        await backend.generate(np.array([VOCAB], np.int32), sampling(), deadline=soon())
+    with pytest.raises(PermanentError, match="exceed the context of 20000 tokens"):
+        await backend.score(PROMPT, np.zeros(20000, np.int32), top_k=0, deadline=soon())
+    with pytest.raises(PermanentError, match="temperature=nan"):
+        await backend.generate(PROMPT, sampling(temperature=float("nan")), deadline=soon())
+
+
+async def keep_busy(backend: LocalBackend) -> asyncio.Task[Generation]:
+    """A request that runs for long, in its slot."""
+    running = asyncio.create_task(backend.generate(PROMPT, sampling(max_tokens=19000), deadline=soon()))
+    while (await backend.stats(deadline=soon())).active == 0:
+        pass
+    return running
+
+
+async def wait_until_idle(backend: LocalBackend) -> api.Stats:
+    """The server notices a hang-up by itself; a request of our own behind it shows when it has."""
+    for seed in range(50):
+        await backend.generate(PROMPT, sampling(max_tokens=1, seed=seed), deadline=soon())
+        stats = await backend.stats(deadline=soon())
+        if stats.active == 0 and stats.waiting == 0:
+            return stats
+    raise AssertionError(f"still busy: {stats}")
+
+
+@with_backend
+async def test_requests_nobody_waits_for_give_their_slots_back(backend: LocalBackend) -> None:
+    endless = sampling(max_tokens=19000)
+    with pytest.raises(DeadlineExceededError):
+        await asyncio.gather(*(backend.generate(PROMPT, endless, deadline=soon(0.3)) for _ in range(9)))
+    await wait_until_idle(backend)
+    hung_up = await keep_busy(backend)
+    hung_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hung_up
+    stats = await wait_until_idle(backend)
+    assert 0 < stats.tokens_generated < 19000
+
+
+@with_backend
+async def test_the_server_ends_a_request_whose_time_is_up_by_itself(backend: LocalBackend) -> None:
+    request = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(max_tokens=19000), timeout_s=0.2)
+    with pytest.raises(DeadlineExceededError, match=r"/generate: not answered in 0\.2 s"):
+        await backend._post(api.GENERATE, request, Generation, soon())
+    await wait_until_idle(backend)
+
+
+@pytest.fixture
+def short_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where backends make their socket directories; pytest's own is too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t") as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
+
+
+def is_empty(directory: Path) -> bool:
+    return not list(directory.iterdir())
+
+
+async def test_a_killed_server_is_named_and_its_requests_fail(
+    model_directory: Path, tmp_path: Path, short_temporary_directory: Path
+) -> None:
+    settings = LocalBackend.Settings()
+    async with LocalBackend(settings, role="teacher", model=str(model_directory), run_directory=tmp_path) as backend:
+        running = await keep_busy(backend)
+        pid = backend._child.pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ProcessDiedError, match=rf"teacher \(pid {pid}\) was killed by SIGKILL.*teacher\.log"):
+            await backend.watch()
+        with pytest.raises(TransientError):
+            await running
+        with pytest.raises(TransientError):
+            await backend.generate(PROMPT, sampling(), deadline=soon())
+    assert is_empty(short_temporary_directory)
+
+
+async def test_leaving_stops_a_busy_server_at_once_and_leaves_nothing_behind(
+    model_directory: Path, tmp_path: Path, short_temporary_directory: Path
+) -> None:
+    settings = LocalBackend.Settings()
+    async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=tmp_path) as backend:
+        running = await keep_busy(backend)
+        watcher = asyncio.create_task(backend.watch())
+        started = time.monotonic()
+    assert time.monotonic() - started < 4
+    await watcher  # returns: it was stopped on purpose
+    with pytest.raises(TransientError):
+        await running
+    assert backend._child._process.returncode == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(backend._child.pid, 0)
+    assert is_empty(short_temporary_directory)
+
+
+async def test_a_model_that_cannot_be_served_fails_the_start_with_its_reason(
+    tmp_path: Path, short_temporary_directory: Path
+) -> None:
+    backend = LocalBackend(LocalBackend.Settings(), role="student", model="/no/model", run_directory=tmp_path)
+    with pytest.raises(ProcessDiedError, match=r"exited with code 2: error: /no/model: no such model directory"):
+        await backend.__aenter__()
+    assert is_empty(short_temporary_directory)
+
+
+async def test_a_start_that_takes_too_long_is_ended(
+    model_directory: Path, tmp_path: Path, short_temporary_directory: Path
+) -> None:
+    settings = LocalBackend.Settings(start_timeout_s=0.05)
+    backend = LocalBackend(settings, role="student", model=str(model_directory), run_directory=tmp_path)
+    with pytest.raises(ProcessDiedError, match=r"was not ready after 0\.05 s: raise start_timeout_s"):
+        await backend.__aenter__()
+    assert is_empty(short_temporary_directory)
+    with pytest.raises(ProcessLookupError):
+        os.kill(backend._child.pid, 0)
+
+
+def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "SPOT_ASYNC_API_KEY"}
+    command = [sys.executable, "-m", "spot_async.serving", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+def test_settings_that_cannot_be_served_are_one_line_and_exit_code_2(model_directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "no-tokenizer").mkdir()
+    (tmp_path / "no-tokenizer" / "config.json").write_text("{}")
+    model = str(model_directory)
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket(socket.AF_UNIX) as taken_uds:
+        port = str(taken.getsockname()[1])
+        taken_uds.bind(str(tmp_path / "uds"))
+        taken_uds.listen()
+        for arguments, message in (
+            (["/no/model", "--port", "0"], "/no/model: no such model directory"),
+            ([str(tmp_path), "--port", "0"], "has no config.json"),
+            ([str(tmp_path / "no-tokenizer"), "--port", "0"], "has no tokenizer"),
+            ([model, "--port", port], f"cannot listen on 127.0.0.1 port {port}: is in use by another process"),
+            ([model, "--uds", str(tmp_path / "uds")], "uds: is in use by another process"),
+            ([model, "--port", "0", "--host", "0.0.0.0"], "set SPOT_ASYNC_API_KEY to a secret key first"),
+            ([model], "give exactly one of uds and port"),
+            ([model, "--port", "0", "--slots", "0"], "slots Input should be greater than 0"),
+        ):
+            done = run_server(*arguments)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+            assert message in done.stderr
+
+
+def test_the_socket_file_of_a_dead_server_is_replaced_and_private(tmp_path: Path, model_directory: Path) -> None:
+    path = tmp_path / "uds"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with _listen(ServeSettings(model=str(model_directory), uds=str(path))):
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not path.exists()
+
+
+CAPABILITIES = Capabilities(
+    model="m",
+    vocab_size=VOCAB,
+    vocab_fingerprint="f",
+    max_context_tokens=64,
+    max_top_k=VOCAB,
+    exact_entropy=True,
+    candidate_logprobs=True,
+    weight_update=True,
+)
+
+
+@pytest.fixture
+def worker(model_directory: Path) -> EngineWorker:
+    """Not running: what is put to it stays queued."""
+    settings = EngineSettings()
+    return EngineWorker(Engine(load_model(model_directory, settings), settings))
+
+
+async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorker) -> None:
+    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, api_key="secret"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            assert (await client.get(api.HEALTH, headers=headers)).status_code == 401
+        assert (await client.get(api.HEALTH, headers={"Authorization": "Bearer secret"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", wire.encode({"prompt_ids": 3}), wire.encode({"prompt_ids": ["|O", [1], b"x"], "top_k": 1})]
+)
+async def test_a_body_that_is_no_request_is_a_bad_request(body: bytes, worker: EngineWorker) -> None:
+    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, api_key=None))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        reply = await client.post(api.SCORE, content=body)
+    assert reply.status_code == 400
+    assert wire.decode(reply.content, api.ErrorReply).error == "PermanentError"
+
+
+async def test_an_engine_that_crashes_ends_the_server(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(worker._engine, "step", crash)
+    request = api.ScoreRequest(prompt_ids=PROMPT, response_ids=RESPONSE, top_k=0, timeout_s=60.0)
+    worker.submit(request)
+    with pytest.raises(ExceptionGroup) as crashed:
+        await _run(worker, Starlette(), socket.create_server(("127.0.0.1", 0)))
+    assert crashed.group_contains(ZeroDivisionError, match="a bug")
+
+
+def test_cancelling_a_future_aborts_its_request(worker: EngineWorker) -> None:
+    endless = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(max_tokens=19000), timeout_s=60.0)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        assert worker.submit(endless).cancel()
+        short = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(), timeout_s=60.0)
+        worker.submit(short).result(timeout=30)
+        assert (worker.stats().active, worker.stats().waiting) == (0, 0)
+    finally:
+        worker.stop()
+        thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+async def reply_once(status: int, headers: str, body: bytes) -> asyncio.Server:
+    """A server that gives every request the same answer."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind"),
+    [
+        (400, "", PermanentError),
+        (401, "", PermanentError),
+        (404, "", PermanentError),
+        (422, "", PermanentError),
+        (408, "", TransientError),
+        (429, "Retry-After: 7\r\n", ThrottledError),
+        (503, "Retry-After: Fri, 31 Dec 1999 23:59:59 GMT\r\n", ThrottledError),
+        (500, "", TransientError),
+        (502, "", TransientError),
+    ],
+)
+async def test_a_status_decides_what_may_be_done_about_it(status: int, headers: str, kind: type[Exception]) -> None:
+    server = await reply_once(status, headers, b"some\nreason")
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        with pytest.raises(kind, match=rf"^teacher/x: HTTP {status}: some reason$") as caught:
+            await endpoint.get("/x", deadline=soon())
+    if isinstance(caught.value, ThrottledError):
+        assert caught.value.retry_after_s == (7.0 if status == 429 else None)
+
+
+async def test_an_endpoint_that_is_not_there_is_transient_and_a_silent_one_ends_at_the_deadline() -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        async with server:
+            with pytest.raises(DeadlineExceededError, match="teacher/x: no reply before the deadline"):
+                await endpoint.get("/x", deadline=soon(0.05))
+        with pytest.raises(TransientError, match="teacher/x"):
+            await endpoint.get("/x", deadline=soon())
+
+
+def generation(**changes: object) -> Generation:
+    honest = {
+        "token_ids": np.array([3, 4, 5], np.int32),
+        "logprobs": np.array([-1.0, -0.5, -2.0], np.float32),
+        "finish_reason": "stop",
+        "version_spans": (VersionSpan(0, 1, WeightVersion(0, 0)), VersionSpan(1, 3, WeightVersion(0, 1))),
+        "topk_ids": np.array([[1, 2]] * 3, np.int32),
+        "topk_logprobs": np.array([[-0.5, -1.0]] * 3, np.float32),
+    }
+    return Generation(**{**honest, **changes})  # type: ignore[arg-type]
+
+
+def check(reply: Generation) -> None:
+    check_generation(reply, sampling(stop_token_ids=(5,)), top_k=2, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": np.array([3, 5], np.int32)}, "logprobs have shape"),
+        ({"token_ids": np.zeros(0, np.int32)}, "0 tokens"),
+        ({"token_ids": np.array([3, VOCAB, 5], np.int32)}, "token_ids hold a token out of the 53"),
+        ({"token_ids": np.array([3, -1, 5], np.int32)}, "token_ids hold a token out of the 53"),
+        ({"token_ids": np.array([3, 4, 6], np.int32)}, "finish reason 'stop' does not fit the last token 6"),
+        ({"finish_reason": "length"}, "finish reason 'length'"),
+        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "logprobs hold NaN"),
+        ({"logprobs": np.array([-1, 0.1, -1], np.float32)}, "logprobs hold values above 0"),
+        ({"version_spans": (VersionSpan(0, 2, WeightVersion(0, 0)),)}, "do not cover"),
+        ({"version_spans": ()}, "do not cover"),
+        ({"topk_ids": None}, "no top-k"),
+        ({"topk_ids": np.zeros((3, 1), np.int32)}, "topk_ids have shape"),
+        ({"topk_logprobs": np.array([[-1.0, -0.5]] * 3, np.float32)}, "do not descend"),
+    ],
+)
+def test_a_poisoned_generation_is_rejected(change: dict[str, object], message: str) -> None:
+    check(generation())
+    with pytest.raises(PoisonedReplyError, match=message):
+        check(generation(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": np.array([-1.0], np.float32)}, "logprobs have shape"),
+        ({"entropy": np.array([np.nan, 1.0], np.float32)}, "entropy is not between"),
+        ({"entropy_upper": np.array([4.1, 1.0], np.float32)}, "entropy_upper is not between 0 and log 53"),
+        ({"entropy_lower": np.array([1.0, 1.5], np.float32)}, "outside its own bounds"),
+    ],
+)
+def test_poisoned_scores_are_rejected(change: dict[str, object], message: str) -> None:
+    ones = np.ones(2, np.float32)
+    honest = TokenScores(
+        logprobs=-ones,
+        topk_ids=np.zeros((2, 1), np.int32),
+        topk_logprobs=-ones[:, None],
+        entropy=ones,
+        entropy_lower=ones,
+        entropy_upper=ones,
+        version=WeightVersion(0, 0),
+    )
+    check_scores(honest, RESPONSE[:2], top_k=1, vocab_size=VOCAB)
+    with pytest.raises(PoisonedReplyError, match=message):
+        check_scores(msgspec.structs.replace(honest, **change), RESPONSE[:2], top_k=1, vocab_size=VOCAB)
