@@ -42,12 +42,16 @@ class PluginSettingsError(ValueError):
         self.errors = errors
 
 
-def _resolver(group: registry.Group) -> pydantic.BeforeValidator:
+def _resolver(group: registry.Group, default: str | None = None) -> pydantic.BeforeValidator:
+    """Validates a plug-in's section with the plug-in's own schema; without a `kind` it is `default`'s."""
+
     def resolve(value: Any) -> Any:
         if isinstance(value, PluginSettings):
             return value
         if isinstance(value, str):
             value = {"kind": value}
+        if isinstance(value, dict) and default is not None:
+            value = {"kind": default} | value
         if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
             raise ValueError(f"needs a `kind`, one of: {', '.join(registry.names(group))}")
         schema = registry.load(group, value["kind"]).Settings
@@ -59,9 +63,10 @@ def _resolver(group: registry.Group) -> pydantic.BeforeValidator:
     return pydantic.BeforeValidator(resolve)
 
 
-BackendSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("backends")]
+BackendSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("backends", "local")]
 PolicySettings = Annotated[SerializeAsAny[PluginSettings], _resolver("policies")]
-VerifierSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers")]
+TrainingVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "boxed_match")]
+EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math_verify")]
 
 
 class RunConfig(Section):
@@ -73,7 +78,7 @@ class ModelConfig(Section):
     """A model in one role (student or teacher) and the backend that serves it."""
 
     model: str = Field(description="Hugging Face model directory with tokenizer and chat template")
-    backend: BackendSettings = Field(default_factory=lambda: {"kind": "local"}, validate_default=True)
+    backend: BackendSettings = Field(default_factory=dict, validate_default=True)
 
 
 class DataConfig(Section):
@@ -173,7 +178,7 @@ class EvaluationConfig(Section):
     top_p: Probability = 0.8
     max_response_tokens: PositiveInt = 8192
     seed: int = Field(42, ge=0, description="sample i of problem j gets its own seed derived from it")
-    verifier: VerifierSettings = Field(default_factory=lambda: {"kind": "math_verify"}, validate_default=True)
+    verifier: EvaluationVerifier = Field(default_factory=dict, validate_default=True)
     concurrency: PositiveInt = Field(256, description="responses in flight")
     timeout_s: PositiveFloat = Field(600.0, description="deadline of one response")
 
@@ -188,7 +193,7 @@ class Config(Section):
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     policy: PolicySettings
-    verifier: VerifierSettings = Field(default_factory=lambda: {"kind": "boxed_match"}, validate_default=True)
+    verifier: TrainingVerifier = Field(default_factory=dict, validate_default=True)
     training: TrainingConfig
     max_staleness: int = Field(0, ge=0, description="iterations by which a sample may lag behind the weights")
     queue: QueueConfig = QueueConfig()

@@ -36,7 +36,7 @@ def result(table, tiers):
 
 
 def printed(table):
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=80)
     console.print(table)
     return console.file.getvalue()
 
@@ -63,7 +63,7 @@ def test_the_table_shows_every_tier_before_and_after():
     text = printed(
         evaluation_table(result([[1, 0], [0, 0]], ["easy", "hard"]), result([[1, 1], [0, 1]], ["easy", "hard"]))
     )
-    for expected in ("easy", "hard", "all", "Avg@2 before", "Pass@2 after", "+50.0"):
+    for expected in ("easy", "hard", "all", "Avg@2", "Pass@2", "before", "after", "change", "+50.0 ± 0.0"):
         assert expected in text
     assert "25.0 ± 25.0" in text
 

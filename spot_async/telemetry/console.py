@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -55,7 +56,7 @@ class RunConsole:
         """A new phase of the run begins."""
         self._phase, self._progress, self._orchestrator = name, None, orchestrator
         if not self.console.is_terminal:
-            self.console.print(f"[{self._elapsed()}] {name}", highlight=False, markup=False)
+            self._say(name)
 
     def progress(self, finished: int, total: int) -> None:
         self._progress = (finished, total)
@@ -74,11 +75,13 @@ class RunConsole:
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
         ]
-        line = " · ".join(part for part in parts if part)
-        self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False)
+        self._say(" · ".join(part for part in parts if part))
 
     def prompt_died(self, prompt: Prompt, reason: str) -> None:
         self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {reason}", style="yellow"))
+
+    def _say(self, line: str) -> None:
+        self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
         seconds = int(time.monotonic() - self._started_s)
@@ -145,14 +148,15 @@ def evaluation_table(before: EvaluationResult | None, after: EvaluationResult | 
     assert result is not None
     k = result.samples
     columns = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
-    table = Table(title="Held-out problems, percent ± standard error over problems", title_style="bold")
-    table.add_column("tier")
-    table.add_column("problems", justify="right")
-    for metric in (f"Avg@{k}", f"Pass@{k}"):
-        for name, _ in columns:
-            table.add_column(f"{metric} {name}" if len(columns) > 1 else metric, justify="right")
+    title = "Held-out problems: percent ± standard error over the n problems of a tier"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = [metric if len(columns) == 1 else f"{metric}\n{name}"
+                for metric in (f"Avg@{k}", f"Pass@{k}") for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:
-        table.add_column(f"Avg@{k} change", justify="right")
+        headings.append(f"Avg@{k}\nchange")
+    table.add_column("tier", no_wrap=True)
+    for heading in ("n", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
     *single, whole = result.tier_names()
     for tier in (*single, whole):
         figures = [each.figures(tier) for _, each in columns]
