@@ -356,7 +356,8 @@ def test_every_sample_is_trained_exactly_once(
 def test_mini_batch_order_depends_on_the_seed_and_not_on_arrival() -> None:
     batch = [supervision(i, 2) for i in range(32)]
     order = [[s.prompt_ordinal for s in update] for update in mini_batches(batch, 8, seed=5)]
-    assert [[s.prompt_ordinal for s in update] for update in mini_batches(batch[::-1], 8, seed=5)] == order
+    arrived_backwards = [supervision(i, 2) for i in reversed(range(32))]
+    assert [[s.prompt_ordinal for s in update] for update in mini_batches(arrived_backwards, 8, seed=5)] == order
     assert [[s.prompt_ordinal for s in update] for update in mini_batches(batch, 8, seed=6)] != order
 
 

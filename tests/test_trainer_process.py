@@ -126,7 +126,10 @@ def pid_of_rank(rank: int) -> int:
 def wait_until_gone(pids: Sequence[int], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while remaining := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < deadline, f"still running after {timeout_s} s: {remaining}"
+        if time.monotonic() > deadline:
+            for pid in remaining:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"still running after {timeout_s} s: {remaining}")
         time.sleep(0.02)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
 
-LOGITS_PER_BLOCK = 1 << 27  # 512 MiB in float32: 883 rows of Qwen3's vocabulary
+LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
 
 
 def load_student(directory: str, device: torch.device) -> Any:
