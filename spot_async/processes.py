@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import structlog
 
 from spot_async.errors import ProcessDiedError
 
@@ -75,6 +78,7 @@ class ChildProcess:
         """End the child and everything in its group; returns when it is gone. Idempotent."""
         self._stopping = True
         if self._process.returncode is None:
+            structlog.get_logger().info("stopping", process=self.name, pid=self.pid, cpu_s=tree_cpu_s(self.pid))
             self._signal_group(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
@@ -87,11 +91,32 @@ class ChildProcess:
             os.killpg(self.pid, number)
 
 
+def tree_cpu_s(root: int) -> float:
+    """CPU seconds that a process and its living descendants have used; NaN where there is no /proc."""
+    parent_of: dict[int, int] = {}
+    ticks_of: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            parent_of[int(entry.name)] = int(fields[1])
+            ticks_of[int(entry.name)] = sum(map(int, fields[11:15]))  # user and system, reaped children included
+    if root not in parent_of:
+        return math.nan
+    tree, found = {root}, 0
+    while len(tree) > found:
+        found = len(tree)
+        tree |= {pid for pid, parent in parent_of.items() if parent in tree}
+    return sum(ticks_of[pid] for pid in tree) / os.sysconf("SC_CLK_TCK")
+
+
 def exit_with_parent() -> None:
-    """In a child: be killed when the parent dies, however it dies (Linux; elsewhere a no-op)."""
+    """In a child of `ChildProcess`: be killed when the parent dies, however it dies.
+
+    Linux only; elsewhere, and in a process that a person started, a no-op.
+    """
     expected_parent = os.environ.get("SPOT_ASYNC_PARENT")
-    if sys.platform != "linux":
+    if expected_parent is None or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if expected_parent is not None and os.getppid() != int(expected_parent):
+    if os.getppid() != int(expected_parent):
         os._exit(1)  # it died before we asked

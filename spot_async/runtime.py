@@ -7,6 +7,7 @@ returns, and the run directory is complete up to the last finished iteration.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             return TrainOutcome(orchestrator.state.iteration, before, after, prompts)
 
         outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
+        structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
 

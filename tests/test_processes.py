@@ -1,0 +1,83 @@
+"""Supervised children: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from spot_async.errors import ProcessDiedError
+from spot_async.processes import ChildProcess, tree_cpu_s
+
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+FAMILY = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "print(child.pid, flush=True); time.sleep(60)"
+)
+
+
+async def start(tmp_path, code):
+    return await ChildProcess.start("server", [sys.executable, "-c", code], log_path=tmp_path / "server.log")
+
+
+async def printed(child):
+    while not child.log_tail():  # noqa: ASYNC110 - a log file tells nobody that it grew
+        await asyncio.sleep(0.01)
+    return child.log_tail().strip()
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_child_that_is_killed_is_named_with_its_signal(tmp_path):
+    child = await start(tmp_path, SLEEP)
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(
+        ProcessDiedError, match=rf"server \(pid {child.pid}\) was killed by SIGKILL \(log: .*server.log\)"
+    ):
+        await child.watch()
+
+
+async def test_a_child_that_fails_is_named_with_its_code_and_last_words(tmp_path):
+    child = await start(tmp_path, "import sys; print('first'); sys.exit('error: no such model')")
+    with pytest.raises(ProcessDiedError, match="exited with code 1: error: no such model"):
+        await child.watch()
+
+
+async def test_stopping_ends_the_whole_group_even_one_that_ignores_sigterm(tmp_path):
+    child = await start(tmp_path, STUBBORN)
+    await printed(child)
+    watching = asyncio.create_task(child.watch())
+    started = time.monotonic()
+    await child.stop(grace_s=0.2)
+    assert time.monotonic() - started < 3
+    await watching  # stopped on purpose: no error
+    await child.stop()
+
+    family = await start(tmp_path / "family", FAMILY)
+    grandchild = int(await printed(family))
+    await family.stop()
+    await asyncio.sleep(0.1)
+    assert not alive(family.pid)
+    assert not alive(grandchild) or (open(f"/proc/{grandchild}/stat").read().split()[2] == "Z")  # noqa: PTH123, SIM115, ASYNC230
+
+
+async def test_the_cpu_time_of_a_tree_is_counted(tmp_path):
+    busy = (
+        "import time; t = time.process_time()\nwhile time.process_time() < t + 0.5: pass\nprint('done', flush=True)\n"
+    )
+    child = await start(tmp_path, busy + "time.sleep(60)")
+    await printed(child)
+    assert 0.4 < tree_cpu_s(child.pid) < 5
+    await child.stop()
