@@ -313,8 +313,8 @@ def test_after_an_update_responses_go_on_under_the_new_weights(model_directory: 
             expected = -np.sort(-dense, axis=-1)[span.start : span.end, :2]
             np.testing.assert_allclose(reply.topk_logprobs[span.start : span.end], expected, atol=1e-4)
     assert tasks[0].future.result().version_spans == (
-        VersionSpan(0, 7, WeightVersion(0, 0)),
-        VersionSpan(7, 20, WeightVersion(0, 1)),
+        VersionSpan(0, 6, WeightVersion(0, 0)),
+        VersionSpan(6, 20, WeightVersion(0, 1)),
     )
     assert [span.version for span in tasks[4].future.result().version_spans] == [WeightVersion(0, 1)]  # had no slot yet
 
@@ -418,8 +418,21 @@ def test_long_prompts_wait_for_their_turn_between_decode_steps(model_directory: 
         produced, read = engine.tokens_generated, engine.tokens_prefilled
         engine.step()
         assert engine.tokens_prefilled - read == 64
-        assert engine.tokens_generated - produced == 1 + step + 1  # the new row's first token, then one of each
+        assert engine.tokens_generated - produced == 1 + step
     assert not running.future.done()
+
+
+def test_contexts_that_differ_in_their_last_token_are_read_once(model_directory: Callable[..., Path]) -> None:
+    branch, other = prompts([40, 50])
+    contexts = [np.append(branch, np.int32(token)) for token in (3, 3, 9, 11)] + [other]
+    requests = [generate_request(context, seed=i) for i, context in enumerate(contexts)]
+    together = engine_for(model_directory())
+    replies = run_all(together, requests)
+    assert together.tokens_prefilled == 2 * 64
+    for request, reply in zip(requests, replies, strict=True):
+        alone = run_all(engine_for(model_directory()), [request])[0]
+        np.testing.assert_array_equal(reply.token_ids, alone.token_ids)
+        np.testing.assert_array_equal(reply.logprobs, alone.logprobs)
 
 
 def test_logits_that_are_not_finite_fail_their_request_and_do_not_stay_in_the_slot(
@@ -519,6 +532,8 @@ def config_of(name: str) -> transformers.PreTrainedConfig:
             return transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
         case "linear":
             return transformers.Qwen3NextConfig(**small, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+        case "biased":  # positions are a bias of the attention mask, not of the position ids
+            return transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
         case _:
             raise ValueError(name)
 
@@ -530,6 +545,7 @@ def config_of(name: str) -> transformers.PreTrainedConfig:
         ("rope", None, "dynamic rotary scaling changes with the sequence length"),
         ("recurrent", 64, "linear_attention layers; only full attention"),
         ("linear", None, "linear_attention layers; only full attention"),
+        ("biased", 64, "BloomForCausalLM cannot be served"),
     ],
 )
 def test_models_that_would_be_served_wrong_are_refused(

@@ -1,9 +1,10 @@
 """Keys and values of the responses being decoded: one row of the buffers per slot, every row from position 0.
 
 `SlotCache` is a transformers cache, so any module that takes one can be decoded slot by slot. Before a
-forward the engine says what it is: a prefill writes new rows and attends among its own tokens only; a
-decode writes one token per row, each at its own position, and attends to the row so far (the mask that
-goes with it hides what lies behind each row's position). Which row belongs to whom is the engine's matter.
+forward the engine says what it is. A prefill attends among its own tokens only and writes new rows, each of
+its sequences into one or more of them. A decode writes one token per row, each at its own position, and
+attends to the row so far (the mask that goes with it hides what lies behind each row's position). Which row
+belongs to whom is the engine's matter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class _Write:
     first_row: int
     rows: int
     width: int  # columns that the forward attends to
-    positions: torch.Tensor | None  # (rows,) of a decode; None in a prefill
+    positions: torch.Tensor | None = None  # (rows,) of a decode; None in a prefill
+    sources: torch.Tensor | None = None  # (rows,) which of a prefill's sequences each row gets
     flat_index: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def rows_of(self, heads: int, capacity: int) -> torch.Tensor:
@@ -68,8 +70,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         write = self._cache.write
         if write.positions is None:
             rows = slice(write.first_row, write.first_row + write.rows)
-            self.keys[rows, :, : write.width] = key_states
-            self.values[rows, :, : write.width] = value_states
+            self.keys[rows, :, : write.width] = key_states[write.sources]
+            self.values[rows, :, : write.width] = value_states[write.sources]
             return key_states, value_states
         return self._append(self.keys, key_states, write), self._append(self.values, value_states, write)
 
@@ -105,15 +107,17 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.write: _Write
         self._limit = limit
 
-    def prefill(self, first_row: int, rows: int, width: int) -> None:
-        """The next forward writes `rows` new rows of `width` tokens each."""
+    def prefill(self, first_row: int, sources: torch.Tensor, width: int) -> None:
+        """The next forward reads sequences of `width` tokens; the rows from `first_row` get those that
+        `sources` (rows,) numbers.
+        """
         self._reserve(width)
-        self.write = _Write(first_row, rows, width, None)
+        self.write = _Write(first_row, len(sources), width, sources=sources)
 
     def decode(self, positions: torch.Tensor, width: int) -> None:
         """The next forward writes one token into each of the first rows, at `positions` (rows,)."""
         self._reserve(width)
-        self.write = _Write(0, len(positions), width, positions)
+        self.write = _Write(0, len(positions), width, positions=positions)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row over another."""

@@ -117,28 +117,32 @@ class Engine:
     # -- generation --
 
     def _prefill_batch(self) -> None:
+        """Give slots to waiting tasks, with all of their contexts but the last token read into the cache.
+
+        The last token is decoded like any other. So a prefill needs no logits, and contexts that differ in
+        nothing else (the samples of one prompt, the candidates of one position) are read once.
+        """
         group = take_group(
             self._waiting,
-            self._padded_context,
-            self._padded_context,
+            self._padded_prefix,
+            self._padded_prefix,
             tokens=self._settings.prefill_tokens,
             rows=self._settings.slots - self._table.active,
         )
-        lengths = np.array([task.context_length for task in group])
-        token_ids = np.zeros((len(group), self._padded_context(group[0])), np.int64)
-        for row, task in enumerate(group):
-            token_ids[row, : lengths[row]] = np.concatenate([task.request.prompt_ids, task.token_ids])
-        first = self._table.active
+        places: dict[bytes, int] = {}
+        prefixes = [task.context()[:-1] for task in group]
+        sources = np.array([places.setdefault(prefix.tobytes(), len(places)) for prefix in prefixes])
+        token_ids = np.zeros((len(places), self._padded_prefix(group[0])), np.int64)
+        for place, prefix in zip(sources, prefixes, strict=True):
+            token_ids[place, : len(prefix)] = prefix
         try:
-            hidden = self._model.prefill(self._tensor(token_ids), self._cache, first)
-            logits = self._model.logits(hidden[torch.arange(len(group)), self._tensor(lengths - 1)])
+            self._model.prefill(self._tensor(token_ids), self._cache, self._table.active, self._tensor(sources))
         except RuntimeError as error:
             self._fail(group, error)
             return
         self.tokens_prefilled += token_ids.size
         for task in group:
             self._table.add(task)
-        self._emit(slice(first, self._table.active), logits)
 
     def _decode(self) -> None:
         table = self._table
@@ -157,11 +161,12 @@ class Engine:
             self._fail(failed, error)
             return
         table.length[rows] += 1
-        self._emit(rows, logits)
+        self._emit(logits)
 
-    def _emit(self, rows: slice, logits: torch.Tensor) -> None:
-        """Sample the next token of `rows` from logits (n, V); answer and free those that end."""
+    def _emit(self, logits: torch.Tensor) -> None:
+        """Sample the next token of every active row from logits (n, V); answer and free those that end."""
         table = self._table
+        rows = slice(0, table.active)
         top_p = table.top_p[rows, None]
         sampled = sample(
             logits,
@@ -172,7 +177,6 @@ class Engine:
         )
         logprobs = sampled.logprobs.numpy(force=True)
         finished = table.record(
-            rows,
             sampled.token_ids.numpy(force=True),
             logprobs,
             None if sampled.topk_ids is None else sampled.topk_ids.numpy(force=True),
@@ -208,8 +212,8 @@ class Engine:
         if moved is not None:
             self._cache.move(moved, row, int(self._table.length[row]))
 
-    def _padded_context(self, task: GenerateTask) -> int:
-        return bucketed(task.context_length, self.limits.max_context_tokens)
+    def _padded_prefix(self, task: GenerateTask) -> int:
+        return bucketed(max(1, task.context_length - 1), self.limits.max_context_tokens)
 
     # -- scoring --
 

@@ -63,7 +63,7 @@ class CausalModel:
         self._head = copy.copy(module)
         stand_in = _GivenHidden(type(self._base(**self._any_token())))
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
-        self._eager = module.config._attn_implementation == "eager"
+        self._dtype: torch.dtype = module.dtype
         self._columns = torch.arange(max_context_tokens, device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
 
@@ -75,23 +75,17 @@ class CausalModel:
         ).last_hidden_state
         return output
 
-    def prefill(self, token_ids: torch.Tensor, cache: SlotCache, first_row: int) -> torch.Tensor:
-        """Like `hidden`; also fills rows `first_row` and following of the cache."""
-        rows, width = token_ids.shape
-        cache.prefill(first_row, rows, width)
-        output: torch.Tensor = self._base(
-            input_ids=token_ids, position_ids=self._columns[None, :width], past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        return output
+    def prefill(self, token_ids: torch.Tensor, cache: SlotCache, first_row: int, sources: torch.Tensor) -> None:
+        """Read right-padded sequences (n, L) into the cache: rows from `first_row` get sequences `sources` (rows,)."""
+        width = token_ids.shape[1]
+        cache.prefill(first_row, sources, width)
+        self._base(input_ids=token_ids, position_ids=self._columns[None, :width], past_key_values=cache, use_cache=True)
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: SlotCache) -> torch.Tensor:
         """Hidden states (n, D) of one token (n,) per row, each at its own position (n,) below `width`."""
         cache.decode(positions, width)
-        mask = (self._columns[:width] <= positions[:, None])[:, None, None]  # (n, 1, 1, width)
-        if self._eager:
-            mask = torch.zeros_like(mask, dtype=self.module.dtype).masked_fill_(
-                ~mask, torch.finfo(self.module.dtype).min
-            )
+        seen = self._columns[:width] <= positions[:, None]  # (n, width)
+        mask = torch.where(seen, 0.0, torch.finfo(self._dtype).min).to(self._dtype)[:, None, None]
         output: torch.Tensor = self._base(
             input_ids=token_ids[:, None],
             position_ids=positions[:, None],
@@ -201,7 +195,7 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
     """Two rows of unequal length through prefill, slots and head must give a plain forward's log-probabilities."""
     count = min(PROBE_TOKENS, model.max_context_tokens)
     tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
-    half = max(1, count // 2)
+    half = count // 2
     rows = torch.arange(ROW_MULTIPLE, device=model.device).remainder(2)
     with torch.inference_mode():
         expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
@@ -212,7 +206,7 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
             raise DataError(
                 f"{model.name}: {type(model.module).__name__} cannot be served: {_one_line(error)}"
             ) from error
-    found_gap = (found.float().log_softmax(-1) - expected[rows, half - 1 :]).abs().max().item()
+    found_gap = (found.float().log_softmax(-1) - expected[rows, half:]).abs().max().item()
     whole_gap = (whole.float().log_softmax(-1) - expected).abs().max().item()
     gap = max(found_gap, whole_gap)
     if not gap <= tolerance_nats:
@@ -223,11 +217,11 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
 
 
 def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
-    """Logits (ROW_MULTIPLE, count - half + 1, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
+    """Logits (ROW_MULTIPLE, count - half, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
     cache = model.new_cache(ROW_MULTIPLE)
     width = bucketed(tokens.shape[1], model.max_context_tokens)
-    padded = torch.nn.functional.pad(tokens[rows, :half], (0, width - half))
-    steps = [model.logits(model.prefill(padded, cache, 0)[:, half - 1])]
+    model.prefill(torch.nn.functional.pad(tokens[:, :half], (0, width - half)), cache, 0, rows)
+    steps = []
     for position in range(half, tokens.shape[1]):
         positions = torch.full((ROW_MULTIPLE,), position, device=model.device)
         steps.append(model.logits(model.decode(tokens[rows, position], positions, width, cache)))

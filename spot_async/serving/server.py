@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import os
 import signal
@@ -45,6 +46,7 @@ def serve(settings: ServeSettings) -> None:
     with _listen(settings) as listener:
         tune_malloc()
         worker, app = _load(directory, settings, api_key)
+        gc.freeze()  # or each full collection walks the libraries' half million objects
         _notify_ready()
         sys.stderr.write(f"serving {directory} on {_address(settings)}\n")
         asyncio.run(_run(worker, app, listener))

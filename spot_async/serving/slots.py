@@ -21,7 +21,7 @@ class SlotTable:
         self.tasks: list[GenerateTask] = []  # by row
         self.rows = np.arange(slots)
         self.length = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
-        self.last_token = np.zeros(slots, np.int64)  # sampled, not yet in the cache
+        self.last_token = np.zeros(slots, np.int64)  # of the context, not yet in the cache
         self.produced = np.zeros(slots, np.int64)
         self.budget = np.zeros(slots, np.int64)
         self.temperature = np.ones(slots, np.float32)
@@ -39,13 +39,14 @@ class SlotTable:
         return len(self.tasks)
 
     def add(self, task: GenerateTask) -> None:
-        """Give the task the first free row; its context's keys and values are there already."""
+        """Give the task the first free row, where all of its context but the last token is in the cache."""
         row = self.active
         sampling, produced = task.request.sampling, len(task.token_ids)
         self._widen(len(sampling.stop_token_ids), sampling.max_tokens, task.request.top_k)
         self.tasks.append(task)
         task.row = row
-        self.length[row] = task.context_length
+        self.length[row] = task.context_length - 1
+        self.last_token[row] = task.token_ids[-1] if produced else task.request.prompt_ids[-1]
         self.produced[row] = produced
         self.budget[row] = sampling.max_tokens
         self.temperature[row] = sampling.temperature
@@ -62,13 +63,13 @@ class SlotTable:
 
     def record(
         self,
-        rows: slice,
         token_ids: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
         topk_ids: npt.NDArray[np.int64] | None,
         topk_logprobs: npt.NDArray[np.float32] | None,
     ) -> npt.NDArray[np.int64]:
-        """Append one token to each of `rows`; returns the rows that are finished by it."""
+        """Append one token to each active row; returns the rows that are finished by it."""
+        rows = slice(0, self.active)
         numbers, place = self.rows[rows], self.produced[rows]
         self.token_ids[numbers, place] = token_ids
         self.logprobs[numbers, place] = logprobs

@@ -35,6 +35,10 @@ class GenerateTask:
     def context_length(self) -> int:
         return len(self.request.prompt_ids) + len(self.token_ids)
 
+    def context(self) -> npt.NDArray[np.int32]:
+        """(context_length,) the prompt and what was sampled so far."""
+        return np.concatenate([self.request.prompt_ids, self.token_ids])
+
     def close_span(self, version: WeightVersion) -> None:
         """Everything sampled since the last span came from `version`."""
         start = self.spans[-1].end if self.spans else 0
