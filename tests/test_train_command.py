@@ -126,7 +126,7 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
 
     run, out = finished_run
     assert re.search(r"before +after +before +after +change", out)
-    assert re.search(r"all +6( +[+-]?[\d.]+ ± [\d.]+){5}", out)
+    assert re.search(r"all +6( +[+-]?[\d.]+ ±[\d.]+){5}", out)
     assert "2 iterations; prompts: 16 trained" in out
     trained = AutoModelForCausalLM.from_pretrained(run / "student").state_dict()
     initial = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student").state_dict()

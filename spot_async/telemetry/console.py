@@ -175,7 +175,7 @@ def unverified_note(result: EvaluationResult) -> str | None:
 
 def with_error(value: float, error: float, *, signed: bool = False) -> str:
     text = f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
-    return f"{text} ± {100 * error:.1f}" if math.isfinite(error) else text
+    return f"{text} ±{100 * error:.1f}" if math.isfinite(error) else text
 
 
 def percent(value: float | None) -> str:
