@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -15,6 +16,7 @@ from spot_async.serving.server import serve
 from spot_async.serving.settings import ServeSettings
 
 USAGE_ERROR = 2
+PARENT_VARIABLE = "SPOT_ASYNC_PARENT"
 DEFAULT_PORT = "8000"
 DESCRIPTION = (
     "Serve a causal language model of transformers: generation, scoring and weight updates over HTTP with msgpack "
@@ -24,7 +26,8 @@ DESCRIPTION = (
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m spot_async.serving") -> None:
     """Run the server that the command line describes; `spot-async serve` is this too."""
-    exit_with_parent()
+    if PARENT_VARIABLE in os.environ:  # a server started from a shell may outlive the shell
+        exit_with_parent()
     given = {name: value for name, value in vars(_parser(program).parse_args(arguments)).items() if value is not None}
     if "uds" not in given:
         given.setdefault("port", DEFAULT_PORT)
