@@ -72,6 +72,7 @@ EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifi
 class RunConfig(Section):
     directory: str | None = Field(None, description="run directory, new or empty; default runs/<config name>/<time>")
     seed: int = Field(0, ge=0, description="every seed of the run derives from it")
+    trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
 
 
 class ModelConfig(Section):

@@ -20,6 +20,7 @@ from spot_async.ledger import Ledger, PromptState
 from spot_async.protocols import Policy, Trainer, WeightSink
 from spot_async.stages import Stages
 from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
+from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, TrainReport, WeightVersion
 
 MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
@@ -45,6 +46,7 @@ class PhaseTimes:
     wait_for_batch: float = 0.0  # the trainer waits for supervision
     train: float = 0.0
     update_weights: float = 0.0
+    waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,14 @@ class Orchestrator:
         )
         self._version = WeightVersion(lineage=0, step=0)
         self._gate_changed = asyncio.Event()
+        self._waits = WaitClock(stages.all)
+        self._timelines = Timelines()
+        self._timelines.add(self._waits)
+        stages.report_to(self._timelines)
+
+    def report_to(self, timeline: Timeline) -> None:
+        """Tell one more listener of every request, prompt and phase as it ends."""
+        self._timelines.add(timeline)
 
     async def run(self) -> None:
         """Raises the failure that ended the run (an ExceptionGroup when several tasks failed)."""
@@ -130,11 +140,15 @@ class Orchestrator:
         self.queue.close()
 
     async def _supervise(self, prompt: Prompt) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
             samples = await self._policy.supervise(prompt, self.stages.for_prompt(prompt))
         except (PermanentError, PoisonedReplyError) as error:
+            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
             self._bury(prompt, str(error))
             return
+        self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
         self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
         self.queue.put(prompt.ordinal, samples)
 
@@ -160,19 +174,22 @@ class Orchestrator:
             batch = await self.queue.take_batch(self._settings.batch_size)
             if batch is None:
                 return
-            times.wait_for_batch = loop.time() - started
+            ordinals = [ordinal for ordinal, _ in batch]
+            waits = self._waits.take(started, loop.time())
+            times.waited_for = seconds_by_stage(waits)
+            times.wait_for_batch = self._phase_ended(iteration, "wait for batch", started, ordinals, waits)
             samples = [sample for _, group in batch for sample in group]
 
             started = loop.time()
             self.state.waiting_for = "the trainer"
             report = await self._trainer.train(iteration, [sample.supervision for sample in samples])
-            times.train = loop.time() - started
+            times.train = self._phase_ended(iteration, "train", started, ordinals)
 
             started = loop.time()
             self.state.waiting_for = "the weight update"
             deadline = started + self._settings.weight_update_timeout_s
             await gather(sink.update_weights(report.snapshot, deadline=deadline) for sink in self._weight_sinks)
-            times.update_weights = loop.time() - started
+            times.update_weights = self._phase_ended(iteration, "update weights", started, ordinals)
 
             self._version = report.snapshot.version
             for ordinal, _ in batch:
@@ -181,6 +198,14 @@ class Orchestrator:
             self.state.iteration = iteration + 1
             self._gate_changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times))
+
+    def _phase_ended(
+        self, iteration: int, name: Phase, started: float, ordinals: Sequence[int], waits: Sequence[Wait] = ()
+    ) -> float:
+        """Report a phase that ends now; returns its seconds."""
+        ended = asyncio.get_running_loop().time()
+        self._timelines.phase_ended(PhaseSpan(iteration + 1, name, started, ended, ordinals, waits))
+        return ended - started
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(

@@ -3,6 +3,7 @@
 config.yaml              the resolved configuration; `train` reads it back
 metrics.jsonl            one line per iteration
 samples.jsonl            one line per trained trajectory: what the policy saw
+trace.json               when what ran, for ui.perfetto.dev
 dead_letters.jsonl       prompts given up for good, with the reason
 evaluation-*.jsonl       every judged response, before and after
 summary.json             figures of the table

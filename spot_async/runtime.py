@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -30,6 +30,7 @@ from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import RunLog, log_events_to
+from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Capabilities, Prompt
@@ -94,7 +95,8 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             before = await measure(config, plan.evaluation, plan.student, student, directory, screen, "before")
             orchestrator = make_orchestrator(config, plan, directory, screen, student, teacher, trainer, verifier)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
-            await orchestrator.run()
+            with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
+                await orchestrator.run()
             after = await measure(config, plan.evaluation, plan.student, student, directory, screen, "after")
             ledger = orchestrator.state.ledger
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}

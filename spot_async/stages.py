@@ -18,6 +18,7 @@ from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.protocols import CandidateScorer, Generator, Scorer, Verifier
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
+from spot_async.timeline import Timeline
 from spot_async.types import (
     FloatArray,
     Generation,
@@ -30,6 +31,13 @@ from spot_async.types import (
 )
 from spot_async.vocabulary import Vocabulary
 
+STAGE_SERVERS = {
+    "rollout": "student",
+    "score": "teacher",
+    "candidates": "student",
+    "probe": "student",
+    "verify": "verifier",
+}  # whose time a stage's requests take
 VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
 
 
@@ -86,6 +94,11 @@ class Stages:
         self.probe = stage("probe", config.probe, probes)
         self.verify = stage("verify", config.verify, probes + 1)
         self.all = (self.rollout, self.score, self.candidates, self.probe, self.verify)
+
+    def report_to(self, timeline: Timeline) -> None:
+        """Let every stage tell `timeline` of its requests."""
+        for stage in self.all:
+            stage.timeline = timeline
 
     def for_prompt(self, prompt: Prompt) -> BoundStages:
         return BoundStages(self, prompt)

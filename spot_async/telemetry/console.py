@@ -21,6 +21,7 @@ from rich.text import Text
 from spot_async.evaluation.runner import EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.run_log import mean_metrics
+from spot_async.timeline import busiest
 from spot_async.types import Prompt, Verdict
 
 REFRESH_PER_S = 4
@@ -123,12 +124,12 @@ class TokenRate:
 
 
 def describe_wait(orchestrator: Orchestrator) -> str:
-    """What holds the trainer up, the busiest stage named."""
+    """What holds the trainer up, the stage that most prompts are at named."""
     waiting_for = orchestrator.state.waiting_for
     if waiting_for != "supervision":
         return waiting_for
-    busiest = max(orchestrator.stages.all, key=lambda stage: stage.waiting + stage.in_flight)
-    return f"supervision: {busiest.name}" if busiest.waiting + busiest.in_flight else waiting_for
+    stage = busiest(orchestrator.stages.all)
+    return f"supervision: {stage}" if stage else waiting_for
 
 
 def stage_table(orchestrator: Orchestrator) -> Table:

@@ -25,12 +25,13 @@ class RunLog:
     def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
         self._directory = directory
         self._stages = stages
-        self._last_counters = {stage.name: (0, 0.0) for stage in stages}
+        self._last_counters = {stage.name: (0, 0.0, 0.0) for stage in stages}
         self._iteration_started_s = time.monotonic()
 
     def iteration_finished(self, result: IterationResult) -> None:
         now_s = time.monotonic()
-        metrics = iteration_metrics(result, now_s - self._iteration_started_s) | self._stage_metrics()
+        elapsed_s = now_s - self._iteration_started_s
+        metrics = iteration_metrics(result, elapsed_s) | self._stage_metrics(elapsed_s)
         self._iteration_started_s = now_s
         self._directory.append(
             "samples.jsonl", [{"iteration": result.iteration, **sample.record} for sample in result.samples]
@@ -45,17 +46,24 @@ class RunLog:
         )
         structlog.get_logger().warning("prompt died", problem_id=prompt.problem.id, reason=reason)
 
-    def _stage_metrics(self) -> dict[str, float]:
-        """Requests of the iteration just finished, and how long they took on average."""
+    def _stage_metrics(self, elapsed_s: float) -> dict[str, float]:
+        """Requests of the iteration just finished, how long they took, and how many there were at a time.
+
+        Means over the iteration: time spent by all requests together, over the time that passed.
+        """
         metrics: dict[str, float] = {}
         for stage in self._stages:
-            completed, busy_s = stage.counters.completed, stage.counters.busy_s
-            last_completed, last_busy_s = self._last_counters[stage.name]
-            self._last_counters[stage.name] = (completed, busy_s)
+            counters = stage.counters
+            completed, busy_s, waited_s = counters.completed, counters.busy_s, counters.waited_s
+            last_completed, last_busy_s, last_waited_s = self._last_counters[stage.name]
+            self._last_counters[stage.name] = (completed, busy_s, waited_s)
             requests = completed - last_completed
             metrics[f"stage/{stage.name}/requests"] = float(requests)
             if requests:
                 metrics[f"stage/{stage.name}/mean_latency_s"] = (busy_s - last_busy_s) / requests
+            if elapsed_s > 0:
+                metrics[f"stage/{stage.name}/mean_in_flight"] = (busy_s - last_busy_s) / elapsed_s
+                metrics[f"stage/{stage.name}/mean_queued"] = (waited_s - last_waited_s) / elapsed_s
         return metrics
 
 
@@ -70,6 +78,7 @@ def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, fl
         "time/wait_for_batch_s": result.times_s.wait_for_batch,
         "time/train_s": result.times_s.train,
         "time/update_weights_s": result.times_s.update_weights,
+        **{f"wait/{stage}_s": seconds for stage, seconds in result.times_s.waited_for.items()},
         "throughput/generated_tokens_per_s": generated / elapsed_s if elapsed_s > 0 else 0.0,
     }
 
