@@ -72,6 +72,7 @@ class Selection:
     positions: npt.NDArray[np.int64]  # (N,) response positions, ascending
     eligible: npt.NDArray[np.int64]  # (E,) response positions that were scored
     scores: PositionScores | None  # of the eligible positions; None when there were none
+    student_logprobs: npt.NDArray[np.float32] | None = None  # (E, k_s) at the teacher's candidates
 
 
 NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), scores=None)
@@ -175,7 +176,9 @@ class SpotPolicy:
         )
         valid = np.ones(len(eligible), dtype=np.bool_)
         selected = select_positions(position_scores.score, valid, self.settings.positions)
-        return Selection(positions=eligible[selected], eligible=eligible, scores=position_scores)
+        return Selection(
+            positions=eligible[selected], eligible=eligible, scores=position_scores, student_logprobs=student_logprobs
+        )
 
     async def _explore(self, rollout: Generation, scores: TokenScores, position: int, stages: PromptStages) -> Branch:
         """What each of the teacher's top k_p candidates leads to (equation 8)."""
@@ -246,10 +249,17 @@ class SpotPolicy:
         return {
             "acquisition_score": score,
             "selected_positions": selection.positions.tolist(),
-            "branches": [self._branch_record(rollout, stages, branch) for branch in branches],
+            "branches": [self._branch_record(rollout, stages, selection, branch) for branch in branches],
         }
 
-    def _branch_record(self, rollout: Generation, stages: PromptStages, branch: Branch) -> dict[str, Any]:
+    def _branch_record(
+        self, rollout: Generation, stages: PromptStages, selection: Selection, branch: Branch
+    ) -> dict[str, Any]:
+        """Probabilities are of the full vocabulary but for `prior` and `target`, which sum to 1 over the candidates."""
+        assert selection.scores is not None
+        assert selection.student_logprobs is not None
+        row = int(np.searchsorted(selection.eligible, branch.position))
+        student = np.exp(selection.student_logprobs[row])
         values = branch.values
         target = None if values is None else self._target(branch)
         prior = calibrated_target(branch.teacher_logprobs, np.zeros(len(branch.candidate_ids)), 0.0)
@@ -257,10 +267,13 @@ class SpotPolicy:
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
             "retained": branch.viable,
+            "score_parts": {name: round(float(part[row]), 6) for name, part in selection.scores._asdict().items()},
             "candidates": [
                 {
                     "token_id": int(token_id),
                     "token": stages.decode(np.array([token_id], dtype=np.int32)),
+                    "teacher": round(float(np.exp(branch.teacher_logprobs[c])), 6),
+                    "student": round(float(student[c]), 6),
                     "prior": round(float(prior[c]), 6),
                     "value": None if values is None else float(values[c]),
                     "target": None if target is None else round(float(target[c]), 6),

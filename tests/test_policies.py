@@ -158,4 +158,6 @@ async def test_the_record_holds_what_spot_saw():
     second = record["branches"][0]["candidates"][1]
     assert (second["token_id"], second["value"], second["verdicts"]) == (9, 1.0, ["correct"])
     assert second["target"] > second["prior"] == pytest.approx(0.3)
+    assert (second["teacher"], second["student"]) == (pytest.approx(0.3), pytest.approx(0.05))
+    assert record["branches"][0]["score_parts"]["coverage"] == pytest.approx(0.2)  # four candidates of 0.05
     assert [b["retained"] for b in record["branches"]] == [True, False]

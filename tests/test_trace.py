@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -289,7 +289,7 @@ def test_lanes_are_as_few_as_overlap_demands():
     for start, end in sorted(spans, key=lambda span: span[1]):
         placed.setdefault(lanes.place(start, end), []).append((start, end))
     for row in placed.values():
-        assert all(first[1] <= second[0] for first, second in zip(row, row[1:], strict=False))
+        assert all(first[1] <= second[0] for first, second in pairwise(row))
     deepest = max(sum(start <= at < max(end, start + 1) for start, end in spans) for at in range(200))
     assert len(lanes) <= deepest
 
@@ -311,4 +311,4 @@ def test_each_moment_of_a_wait_belongs_to_the_stage_with_most_prompts(events, ex
     rollout.prompts = score.prompts = 0
     waits = clock.take(0.0, 4.0)
     assert seconds_by_stage(waits) == pytest.approx(expected)
-    assert all(first.ended_s == second.started_s for first, second in zip(waits, waits[1:], strict=False))
+    assert all(first.ended_s == second.started_s for first, second in pairwise(waits))
