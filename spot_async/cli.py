@@ -39,6 +39,8 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="override any key, e.g. training.learning_rate=1e-4"),
 ]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
+PagePath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="where the page goes")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="show configuration, a prompt and what would start; start nothing")
 ]
@@ -120,6 +122,45 @@ def serve(context: typer.Context) -> None:
     from spot_async.serving.__main__ import main as serve_model
 
     serve_model(context.args, program="spot-async serve")
+
+
+@app.command("inspect")
+def inspect_run(
+    run: RunPath,
+    sample: Annotated[
+        str | None, typer.Argument(metavar="[SAMPLE]", help="a sample's number, or a problem's id for its latest one")
+    ] = None,
+    html: PagePath = None,
+    iteration: Annotated[int | None, typer.Option(help="list this one; default: the last")] = None,
+    verdict: Annotated[str | None, typer.Option(help="list only samples with this verdict")] = None,
+) -> None:
+    """List what a run sampled, or show one sample: scores, probed positions, probes, targets.
+
+    A sample is also written as a page, to RUN/inspect-NUMBER.html unless --html says otherwise.
+    """
+    from spot_async.inspection import commands
+
+    try:
+        if sample is None:
+            commands.list_samples(screen, run, iteration, verdict)
+        else:
+            commands.show_sample(screen, run, sample, html)
+    except DataError as error:
+        fail(error, code=2)
+
+
+@app.command()
+def report(run: RunPath, html: PagePath = None) -> None:
+    """Write one page about a run: curves, what was probed, where the time went and what to change about it.
+
+    It goes to RUN/report.html unless --html says otherwise.
+    """
+    from spot_async.inspection import commands
+
+    try:
+        commands.write_report(screen, run, html)
+    except DataError as error:
+        fail(error, code=2)
 
 
 def show_plan(config: Config, path: Path, plan: Any) -> None:
