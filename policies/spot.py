@@ -256,10 +256,9 @@ class SpotPolicy:
         self, rollout: Generation, stages: PromptStages, selection: Selection, branch: Branch
     ) -> dict[str, Any]:
         """Probabilities are of the full vocabulary but for `prior` and `target`, which sum to 1 over the candidates."""
-        assert selection.scores is not None
-        assert selection.student_logprobs is not None
         row = int(np.searchsorted(selection.eligible, branch.position))
-        student = np.exp(selection.student_logprobs[row])
+        parts = {} if selection.scores is None else selection.scores._asdict()
+        student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])
         values = branch.values
         target = None if values is None else self._target(branch)
         prior = calibrated_target(branch.teacher_logprobs, np.zeros(len(branch.candidate_ids)), 0.0)
@@ -267,13 +266,13 @@ class SpotPolicy:
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
             "retained": branch.viable,
-            "score_parts": {name: round(float(part[row]), 6) for name, part in selection.scores._asdict().items()},
+            "score_parts": {name: round(float(part[row]), 6) for name, part in parts.items()},
             "candidates": [
                 {
                     "token_id": int(token_id),
                     "token": stages.decode(np.array([token_id], dtype=np.int32)),
                     "teacher": round(float(np.exp(branch.teacher_logprobs[c])), 6),
-                    "student": round(float(student[c]), 6),
+                    "student": None if student is None else round(float(student[c]), 6),
                     "prior": round(float(prior[c]), 6),
                     "value": None if values is None else float(values[c]),
                     "target": None if target is None else round(float(target[c]), 6),

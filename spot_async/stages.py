@@ -37,6 +37,8 @@ STAGE_SERVERS = {
     "candidates": "student",
     "probe": "student",
     "verify": "verifier",
+    "teacher_response": "teacher",
+    "reference": "reference",
 }  # whose time a stage's requests take
 VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
 

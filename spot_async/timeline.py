@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Phase = Literal["wait for batch", "train", "update weights"]
+Phase = Literal["wait for batch", "train", "update weights", "evaluate"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,11 @@ def _judge_wait(times: RunTimes, share: float) -> Verdict:
         f"{' and '.join(bound).capitalize()} bound: the trainer waited {percent(share)} of the time, "
         f"mostly for {' and '.join(named[:2])}."
     )
-    worst = stages[0]
-    return Verdict(sentence, (*_stage_advice(worst, times), *SERVER_ADVICE[STAGE_SERVERS[worst]]))
+    advice = [*_stage_advice(stages[0], times), *(SERVER_ADVICE[server] for server in bound)]
+    if "student" in bound:
+        most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
+        advice.append(GENERATION_ADVICE[most_generated])
+    return Verdict(sentence, tuple(advice))
 
 
 def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
@@ -116,12 +119,14 @@ def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
 
 
 SERVER_ADVICE = {
-    "student": (
-        "a faster student server: student.backend.slots and student.backend.threads, or a device of its own",
-        "less to generate: fewer probes (policy.positions, policy.probe_top_k, policy.probes), shorter responses",
-    ),
-    "teacher": ("a faster teacher server: teacher.backend.score_tokens, teacher.backend.threads, a smaller teacher",),
-    "verifier": ("more worker processes for the verifier: verifier.workers",),
+    "student": "a faster student server: student.backend.slots and student.backend.threads, or a device of its own",
+    "teacher": "a faster teacher server: teacher.backend.score_tokens, teacher.backend.threads, or a smaller teacher",
+    "verifier": "more worker processes for the verifier: verifier.workers",
+    "reference": "a faster server for the reference",
+}
+GENERATION_ADVICE = {
+    "rollout": "less to generate: a lower sampling.max_response_tokens",
+    "probe": "less to generate: fewer probes (policy.positions, policy.probe_top_k, policy.probes)",
 }
 
 

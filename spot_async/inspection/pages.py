@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from spot_async.inspection.reading import SampleRecord
-from spot_async.inspection.view import Colouring, probability, sampled_shares, verdict_text, visible
+from spot_async.inspection.view import (
+    Colouring,
+    branch_state,
+    probability,
+    remarks,
+    sampled_shares,
+    verdict_text,
+    visible,
+)
 
 if TYPE_CHECKING:
     from spot_async.inspection.report import Report
@@ -26,7 +34,7 @@ def _templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["sampled_shares"] = sampled_shares
+    environment.globals |= {"sampled_shares": sampled_shares, "remarks": remarks, "branch_state": branch_state}
     environment.filters |= {"visible": visible, "probability": probability, "verdict": verdict_text}
     return environment
 

@@ -60,7 +60,9 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     teacher_logprobs: list[float] | None = None
     teacher_entropy_nats: list[float] | None = None
     acquisition_score: list[float | None] | None = None
-    selected_positions: list[int] = []
+    advantage: float | None = None  # of the whole response, where the policy gives one
+    left_out: str | None = None  # why it was not trained
+    gated_positions: list[int] = []
     branches: list[Branch] = []
 
 

@@ -119,8 +119,8 @@ def learning_section(rows: Rows) -> Section:
     return Section(
         "Learning",
         _present(
-            ("Accuracy of rollouts", "Share of the student's own sampled responses that are correct.",
-             _lines(rows, {"accuracy": "rollout/accuracy"}, percent)),
+            ("Accuracy in training", "Share of the sampled responses that are correct.",
+             _lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent)),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
              _lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "branches": "train/loss_branch",
                            "reference": "train/loss_reference"})),
@@ -131,13 +131,16 @@ def learning_section(rows: Rows) -> Section:
 
 
 def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
+    if not any("spot/selected" in row for row in rows):
+        return Section("Probing", ())
     tokens = [token for token, _ in statistics.probed_tokens.most_common(TOP_TOKENS)]
     names = [f"“{visible(token)}”".replace("\n", "⏎") for token in tokens]
     retained = [float(statistics.retained_tokens[token]) for token in tokens]
     dropped = [float(statistics.probed_tokens[token]) - kept for token, kept in zip(tokens, retained, strict=True)]
-    bins = [f"{100 * i // RELATIVE_BINS}–{100 * (i + 1) // RELATIVE_BINS} %" for i in range(RELATIVE_BINS)]
+    edges = [100 * i // RELATIVE_BINS for i in range(RELATIVE_BINS + 1)]
     means = [total / count if count else 0.0
              for total, count in zip(statistics.score_sums, statistics.score_counts, strict=True)]  # fmt: skip
+    place = "percent of the response"
     probed = sum(statistics.selected)
     shares = [count / probed for count in statistics.selected] if probed else []
     return Section(
@@ -150,9 +153,9 @@ def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
             ("Calibration shift", "How far outcomes move the target from the teacher's prior: total variation, 0 to 1.",
              _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True)),
             ("Where the score looks", "Mean acquisition score by place in the response.",
-             svg.bar_plot(bins, [("", means)]) if any(means) else None),
+             svg.histogram(edges, [("", means)], x_name=place) if any(means) else None),
             ("Where positions were probed", "Share of probed positions by place in the response.",
-             svg.bar_plot(bins, [("", shares)], format_y=percent) if shares else None),
+             svg.histogram(edges, [("", shares)], x_name=place, format_y=percent) if shares else None),
             ("Which tokens were probed", "The student's token at the position, most frequent first.",
              svg.row_plot(names, [("kept", retained), ("left out", dropped)]) if names else None),
         ),
@@ -163,8 +166,8 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
     return Section(
         "Responses",
         _present(
-            ("Length of responses", "Mean tokens per rollout.",
-             _lines(rows, {"tokens": "rollout/tokens"}, from_zero=True)),
+            ("Length of responses", "Mean tokens per response.",
+             _lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
             ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run.",
              length_histogram(statistics.lengths)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
@@ -186,7 +189,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
         _present(
             ("Time per phase", "Seconds of each iteration, as the trainer spends them.",
              _stacked(rows, {"wait for batch": "time/wait_for_batch_s", "train": "time/train_s",
-                             "update weights": "time/update_weights_s"})),
+                             "update weights": "time/update_weights_s", "evaluate": "time/evaluate_s"})),
             ("What the trainer waited for", "The wait by the stage that most prompts were at.",
              _stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
             ("Stages: use of their limits", "Mean requests in flight over the stage's limit.",
@@ -209,6 +212,8 @@ def optimiser_section(rows: Rows) -> Section:
              _lines(rows, {"norm": "train/grad_norm"}, from_zero=True)),
             ("Ratio of new to old policy", "Per token; the mean stays near 1, the largest shows outliers.",
              _lines(rows, {"mean": "train/ratio_mean", "largest": "train/ratio_max"})),
+            ("Server against trainer", "Mean difference of the two's log-probabilities of one token, same weights.",
+             _lines(rows, {"mean": "train/mismatch_mean"}, from_zero=True)),
             ("Clipped tokens", "Share of tokens whose gradient the clip removed.",
              _lines(rows, {"clipped": "train/clip_fraction"}, lambda share: f"{100 * share:.2g} %", from_zero=True)),
             ("Learning rate", "Of the iteration's updates.",
@@ -232,8 +237,8 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
             if begin <= iteration <= end:
                 counts[min(LENGTH_BINS - 1, tokens * LENGTH_BINS // longest)] += 1
         series.append((name, [count / max(1, sum(counts)) for count in counts]))
-    labels = [f"{i * longest // LENGTH_BINS}–{(i + 1) * longest // LENGTH_BINS}" for i in range(LENGTH_BINS)]
-    return svg.bar_plot(labels, series, format_y=percent)
+    edges = [i * longest // LENGTH_BINS for i in range(LENGTH_BINS + 1)]
+    return svg.histogram(edges, series, x_name="tokens", format_y=percent)
 
 
 def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tuple[ResultRow, ...]]:

@@ -117,25 +117,27 @@ def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -
     return _figure(marks, drawn)
 
 
-def bar_plot(
-    labels: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], *, format_y: Format = short_number
+def histogram(
+    edges: Sequence[int],
+    series: Sequence[tuple[str, Sequence[float]]],
+    *,
+    x_name: str,
+    format_y: Format = short_number,
 ) -> Markup:
-    """Upright bars side by side, as of a histogram. `labels` name the bins; their beginnings stand below every few."""
-    if not labels:
-        return Markup('<p class="quiet">no data</p>')
+    """Upright bars, those of several series side by side. Bin i lies between edges i and i + 1."""
+    bins = len(edges) - 1
     highest = max((value for _, values in series for value in values), default=0.0)
-    _, y, frame = _axes(None, (0.0, highest), format_y)
-    slot = (WIDTH - LEFT - RIGHT) / len(labels)
+    _, y, frame = _axes(None, (0.0, highest), format_y, x_name)
+    slot = (WIDTH - LEFT - RIGHT) / bins
     width = slot * 0.86 / len(series)
     marks = [frame]
     for number, (name, values) in enumerate(series):
         for i, value in enumerate(values):
             left = LEFT + slot * (i + 0.07) + width * number
-            title = f"{labels[i]}: {name} {format_y(value)}" if name else f"{labels[i]}: {format_y(value)}"
+            title = f"{edges[i]} to {edges[i + 1]} {x_name}: {name} {format_y(value)}"
             marks.append(_box(f"bar c{number}", left, y(value), width, y(0.0) - y(value), title))
-    every = max(1, math.ceil(len(labels) / 6))
-    for i in range(0, len(labels), every):
-        marks.append(_text(LEFT + slot * i, HEIGHT - BOTTOM + 15, labels[i].partition("–")[0], "middle"))
+    for i in range(0, bins + 1, max(1, bins // 5)):
+        marks.append(_text(LEFT + slot * i, HEIGHT - BOTTOM + 15, str(edges[i]), "middle"))
     return _figure(marks, _named(series))
 
 
@@ -199,8 +201,10 @@ def _extent(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _axes(xs: tuple[float, float] | None, ys: tuple[float, float], format_y: Format) -> tuple[Scale, Scale, Markup]:
-    """Scales for x (iterations; None: no ticks) and y, and the drawn grid."""
+def _axes(
+    xs: tuple[float, float] | None, ys: tuple[float, float], format_y: Format, x_name: str = "iteration"
+) -> tuple[Scale, Scale, Markup]:
+    """Scales for x (None: its ticks are drawn elsewhere) and y, and the drawn grid."""
     ticks = nice_ticks(*ys)
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     x = Scale(*(xs or (0.0, 1.0)), LEFT, WIDTH - RIGHT)
@@ -214,7 +218,7 @@ def _axes(xs: tuple[float, float] | None, ys: tuple[float, float], format_y: For
         whole = sorted({round(tick) for tick in nice_ticks(*xs) if xs[0] <= round(tick) <= xs[1]} | {round(xs[0])})
         for number in whole:
             marks.append(_text(x(number), HEIGHT - BOTTOM + 15, str(number), "middle"))
-        marks.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, "iteration", "middle"))
+    marks.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_name, "middle"))
     return x, y, Markup("").join(marks)
 
 

@@ -13,7 +13,9 @@ from spot_async.inspection.reading import Branch, Candidate, SampleRecord, Sampl
 from spot_async.inspection.view import (
     Colouring,
     TokenView,
+    branch_state,
     probability,
+    remarks,
     sampled_shares,
     shortened,
     verdict_text,
@@ -21,6 +23,7 @@ from spot_async.inspection.view import (
 )
 
 BAR_WIDTH = 10
+STATE_STYLES = {"correct": "green", "timeout": "yellow", "quiet": "dim"}
 VERDICT_STYLES = {"correct": "green", "wrong": "red"}
 # Palette ends as RGB: legible with white or black on them, and told apart by the colour-blind.
 HOT, GOOD, BAD = (217, 95, 2), (33, 113, 181), (203, 75, 22)
@@ -52,16 +55,14 @@ def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Tabl
 
 def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> RenderableType:
     """A whole sample: problem, coloured response, branches."""
-    head = Text.assemble(
-        (f"sample {number}", "bold"), f" · iteration {sample.iteration} · {visible(sample.problem_id)}"
-    )
+    head = Text.assemble((f"sample {number}", "bold"), f" · {visible(sample.problem_id)}")
     if sample.tier:
         head.append(f" ({visible(sample.tier)})")
     head.append(" · ").append(_verdict(sample.verdict))
-    head.append(f" · {len(sample.response_ids)} tokens, ended by {visible(sample.finish_reason)}")
+    about = Text(" · ".join(remarks(sample)), style="dim")
     problem = Text.assemble(("problem  ", "dim"), visible(sample.problem))
     answer = Text.assemble(("answer   ", "dim"), visible(sample.answer))
-    parts: list[RenderableType] = [head, problem, answer, Text(), legend(colouring), response_text(colouring)]
+    parts: list[RenderableType] = [head, about, problem, answer, Text(), legend(colouring), response_text(colouring)]
     for mark, branch in enumerate(sample.branches, start=1):
         parts += [Text(), branch_view(mark, branch, sampled_shares(sample, branch.position))]
     return Group(*parts)
@@ -92,13 +93,11 @@ def mark_symbol(mark: int) -> str:
 
 def branch_view(mark: int, branch: Branch, shares: str) -> RenderableType:
     """One probed position: each candidate's probabilities, target before and after, and its probes."""
-    kept = ("kept for training", "green") if branch.retained else ("left out: nothing correct here", "dim")
-    if any(candidate.value is None for candidate in branch.candidates):
-        kept = ("left out: a candidate has no evidence", "yellow")
+    state, tone = branch_state(branch)
     head = Text.assemble(
         (f"{mark_symbol(mark)} position {branch.position}", "bold"),
         f", sampled “{visible(branch.sampled)}”: ",
-        kept,
+        (state, STATE_STYLES[tone]),
     )
     rows: list[RenderableType] = [head, Text(f"  {shares}", style="dim")] if shares else [head]
     if branch.score_parts:

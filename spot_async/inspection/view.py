@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from spot_async.inspection.reading import SampleRecord
+from spot_async.inspection.reading import Branch, SampleRecord
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # differences beyond have full colour
@@ -43,7 +43,7 @@ class Colouring:
 def colourings(sample: SampleRecord, texts: Sequence[str]) -> list[Colouring]:
     """Every way this sample can be coloured, the one its policy is about first."""
     length = len(sample.response_ids)
-    marks = {position: number for number, position in enumerate(sample.selected_positions, start=1)}
+    marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
     labels = [token_label(sample, position, texts[position]) for position in range(length)]
 
     def tokens(levels: Sequence[float]) -> tuple[TokenView, ...]:
@@ -69,6 +69,26 @@ def colourings(sample: SampleRecord, texts: Sequence[str]) -> list[Colouring]:
     return found or [Colouring("surprise", "Nothing recorded per token", "", "", tokens([0.0] * length))]
 
 
+def remarks(sample: SampleRecord) -> list[str]:
+    """What concerns the whole response."""
+    found = [f"iteration {sample.iteration}, weights {visible(sample.version)}"]
+    found.append(f"{len(sample.response_ids)} tokens, ended by {visible(sample.finish_reason)}")
+    if sample.advantage is not None:
+        found.append(f"advantage {sample.advantage:+.3f}")
+    if sample.left_out is not None:
+        found.append(f"not trained: {visible(sample.left_out)}")
+    return found
+
+
+def branch_state(branch: Branch) -> tuple[str, str]:
+    """What became of a probed position, in words, and the verdict whose colour it has."""
+    if branch.retained:
+        return "kept for training", "correct"
+    if any(candidate.value is None for candidate in branch.candidates):
+        return "left out: a candidate has no evidence", "timeout"
+    return "left out: nothing correct here", "quiet"
+
+
 def token_label(sample: SampleRecord, position: int, text: str) -> str:
     """All numbers of one token, in words."""
     parts = [f"position {position}", f"“{visible(text)}”"]
@@ -82,6 +102,8 @@ def token_label(sample: SampleRecord, position: int, text: str) -> str:
         parts.append(f"log teacher {teacher[position]:.3f}")
     if student is not None and teacher is not None:
         parts.append(f"advantage {teacher[position] - student[position]:+.3f}")
+    if position in sample.gated_positions:
+        parts.append("gate open")
     if sample.teacher_entropy_nats is not None:
         parts.append(f"teacher entropy {sample.teacher_entropy_nats[position]:.3f} nats")
     return " · ".join(parts)
@@ -131,6 +153,11 @@ def probability(value: float | None) -> str:
 
 
 VERDICT_SYMBOLS = {"correct": "✓", "wrong": "✗", "no_answer": "∅", "timeout": "⧖", "error": "!"}
+
+
+def verdict_tone(verdict: str) -> str:
+    """The style of a verdict: its own name, if it is one."""
+    return verdict if verdict in VERDICT_SYMBOLS else "quiet"
 
 
 def verdict_text(verdict: str) -> str:

@@ -171,7 +171,7 @@ class TraceRecorder:
             for ordinal in self._arrows.intersection(span.ordinals):
                 self._arrow("f", ordinal, TRAINER, PHASES, microseconds(span.started_s))
             self._arrows.difference_update(span.ordinals)
-        else:
+        elif span.name == "update weights":
             self._finish_iteration(span)
         if self._recorded:
             self._count(span.ended_s)
