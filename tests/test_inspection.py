@@ -52,7 +52,8 @@ def spot_sample(iteration=1, problem_id="p0", **changes):
         "acquisition_score": [0.04, 0.01, None],
         "selected_positions": [0],
         "branches": [
-            {"position": 0, "sampled": "six", "retained": True, "score_parts": {"entropy": 0.3}, "candidates": [candidate, other]}
+            {"position": 0, "sampled": "six", "retained": True, "score_parts": {"entropy": 0.3},
+             "candidates": [candidate, other]}
         ],
     } | changes  # fmt: skip
 
@@ -283,9 +284,8 @@ def test_a_browser_shows_hostile_text_and_runs_none_of_it(tmp_path):
         "--disable-component-update",
         f"--user-data-dir={tmp_path / 'profile'}",
     ]
-    shown = subprocess.run(
-        [*browser, "--dump-dom", f"file://{tmp_path / 'page.html'}"], capture_output=True, text=True, timeout=60, check=True
-    ).stdout  # fmt: skip
+    command = [*browser, "--dump-dom", f"file://{tmp_path / 'page.html'}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "<title>Sample 0: p0</title>" in shown
     assert "&lt;script&gt;document.title='owned'&lt;/script&gt;" in shown
 

@@ -134,6 +134,26 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     assert AutoTokenizer.from_pretrained(run / "student").chat_template
 
 
+def test_a_run_can_be_looked_at(finished_run, tmp_path):
+    run, _ = finished_run
+    events = json.loads((run / "trace.json").read_bytes())
+    names = [event["name"] for event in events]
+    assert names.count("wait for batch") == 2
+    assert sum(name.startswith("rollout ") for name in names) == 16
+
+    code, out, _ = Command("inspect", str(run), "0", "--html", str(tmp_path / "sample.html")).finish()
+    assert code == 0
+    (first, *_) = (json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines())
+    candidate = first["branches"][0]["candidates"][0]
+    assert candidate["continuations"][0][:20] in out
+    assert 0 <= candidate["student"] <= 1
+    assert "&lt;|end|&gt;" in (tmp_path / "sample.html").read_text()  # tokens by the trained student's tokenizer
+
+    code, _, _ = Command("report", str(run), "--html", str(tmp_path / "report.html")).finish()
+    assert code == 0
+    assert "bound: " in (tmp_path / "report.html").read_text()
+
+
 def test_a_run_records_what_spot_saw(finished_run):
     run, _ = finished_run
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]

@@ -16,6 +16,7 @@ from spot_async.inspection.view import (
     remarks,
     sampled_shares,
     verdict_text,
+    verdict_tone,
     visible,
 )
 
@@ -35,7 +36,12 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals |= {"sampled_shares": sampled_shares, "remarks": remarks, "branch_state": branch_state}
-    environment.filters |= {"visible": visible, "probability": probability, "verdict": verdict_text}
+    environment.filters |= {
+        "visible": visible,
+        "probability": probability,
+        "verdict": verdict_text,
+        "tone": verdict_tone,
+    }
     return environment
 
 
