@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -34,6 +34,7 @@ from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Capabilities, Prompt
+from spot_async.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -83,26 +84,25 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
 
-    async with AsyncExitStack() as stack:
-        stack.enter_context(screen.live())
+    with screen.live():
         screen.phase("starting student, teacher and trainer")
-        # Whatever starts last decides when it begins, so all start at once.
-        await gather(_enter(stack, each) for each in (student, teacher, trainer, verifier))
 
         async def run() -> TrainOutcome:
             found_student, found_teacher = await gather([_capabilities(student), _capabilities(teacher)])
             check_capabilities(config, plan.policy.needs, found_student, found_teacher)
-            before = await measure(config, plan.evaluation, plan.student, student, directory, screen, "before")
+            vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
+            before = await measure(config, plan.evaluation, vocabulary, student, directory, screen, "before")
             orchestrator = make_orchestrator(config, plan, directory, screen, student, teacher, trainer, verifier)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
                 await orchestrator.run()
-            after = await measure(config, plan.evaluation, plan.student, student, directory, screen, "after")
+            after = await measure(config, plan.evaluation, vocabulary, student, directory, screen, "after")
             ledger = orchestrator.state.ledger
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
             return TrainOutcome(orchestrator.state.iteration, before, after, prompts)
 
-        outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
+        async with running(student, teacher, trainer, verifier):
+            outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -119,11 +119,11 @@ async def evaluate_student(
     log_events_to(directory.path / "logs" / "run.jsonl")
     screen = RunConsole(console, 0)
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    async with AsyncExitStack() as stack:
-        stack.enter_context(screen.live())
+    with screen.live():
         screen.phase("starting the student")
-        await stack.enter_async_context(student)
-        result = await watched(measure(config, sources, student_files, student, directory, screen, ""), [student.watch])
+        async with running(student):
+            evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+            result = await watched(evaluation, [student.watch])
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -146,7 +146,7 @@ async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaita
 async def measure(
     config: Config,
     sources: Sequence[PromptSource],
-    student_files: ModelFiles,
+    vocabulary: Vocabulary,
     generator: Generator,
     directory: RunDirectory,
     screen: RunConsole,
@@ -163,7 +163,7 @@ async def measure(
             config.evaluation,
             generator=generator,
             verifier=verifier,
-            vocabulary=student_files.vocabulary,
+            vocabulary=vocabulary,
             on_progress=screen.progress,
         )
     name = f"evaluation-{when}.jsonl" if when else "evaluation.jsonl"
@@ -226,6 +226,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
+        end_token_ids=plan.stop_token_ids,
     )
 
 
@@ -235,6 +236,10 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "policy": config.policy.kind,
         "iterations": outcome.iterations,
         "prompts": outcome.prompts | {"filtered": plan.filtered},
+        "problems": {
+            "usable": plan.problems - plan.filtered,
+            "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
+        },
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
     }
@@ -260,8 +265,23 @@ def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None
     }
 
 
-async def _enter(stack: AsyncExitStack, resource: Any) -> None:
-    await stack.enter_async_context(resource)
+@asynccontextmanager
+async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+    """All of them entered at once and left at once; what entered is left whatever happens to the others."""
+    entered: list[AbstractAsyncContextManager[Any]] = []
+
+    async def enter(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aenter__()
+        entered.append(resource)
+
+    async def leave(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aexit__(None, None, None)
+
+    try:
+        await gather(enter(resource) for resource in resources)
+        yield
+    finally:
+        await gather(leave(resource) for resource in entered)
 
 
 async def _capabilities(backend: Backend) -> Capabilities:

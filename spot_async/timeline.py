@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 Phase = Literal["wait for batch", "train", "update weights", "evaluate"]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSpan:
+class RequestSpan(NamedTuple):
     """One request of a stage, all its attempts included."""
 
     stage: str
@@ -105,8 +104,12 @@ def busiest(stages: Sequence[StageLoad]) -> str:
 
     Prompts, not requests: a prompt has one rollout but several probes, and the batch waits for prompts.
     """
-    stage = max(stages, key=lambda stage: stage.prompts)
-    return stage.name if stage.prompts else ""
+    name, most = "", 0
+    for stage in stages:  # a plain loop: this runs once a request
+        prompts = stage.prompts
+        if prompts > most:
+            name, most = stage.name, prompts
+    return name
 
 
 class WaitClock:
@@ -118,7 +121,7 @@ class WaitClock:
 
     def __init__(self, stages: Sequence[StageLoad]) -> None:
         self._stages = stages
-        self._waits: list[Wait] = []
+        self._changes: list[tuple[str, float]] = []  # a stage, and since when most prompts were there
         self._until_s = float("-inf")
 
     def request_ended(self, span: RequestSpan) -> None:
@@ -133,21 +136,21 @@ class WaitClock:
     def take(self, started_s: float, ended_s: float) -> list[Wait]:
         """What was waited for between two times; forgets everything before the second."""
         self._extend(ended_s)
+        ends = [since_s for _, since_s in self._changes[1:]] + [self._until_s]
         waits = [
-            Wait(wait.stage, max(wait.started_s, started_s), min(wait.ended_s, ended_s))
-            for wait in self._waits
-            if wait.ended_s > started_s and wait.started_s < ended_s
+            Wait(stage, max(since_s, started_s), min(end_s, ended_s))
+            for (stage, since_s), end_s in zip(self._changes, ends, strict=True)
+            if end_s > started_s and since_s < ended_s
         ]
-        self._waits.clear()
+        self._changes.clear()
         return waits
 
     def _extend(self, until_s: float) -> None:
         if until_s <= self._until_s:
             return
-        stage, started_s = busiest(self._stages), self._until_s
-        if self._waits and self._waits[-1].stage == stage:
-            started_s = self._waits.pop().started_s
-        self._waits.append(Wait(stage, started_s, until_s))
+        stage = busiest(self._stages)
+        if not self._changes or self._changes[-1][0] != stage:
+            self._changes.append((stage, self._until_s))
         self._until_s = until_s
 
 

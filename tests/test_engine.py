@@ -360,22 +360,23 @@ def test_contexts_that_differ_in_their_last_token_are_read_once(model_directory:
         np.testing.assert_array_equal(reply.logprobs, alone.logprobs)
 
 
-def test_logits_that_are_not_finite_fail_their_request_and_do_not_stay_in_the_slot(
+def test_logits_that_are_not_finite_fail_their_requests_and_leave_nothing_in_the_slots(
     model_directory: Callable[..., Path],
 ) -> None:
-    engine = engine_for(model_directory(), slots=2)
-    request = generate_request(prompts([9])[0], seed=1)
-    expected = run_all(engine, [request])[0]
+    engine = engine_for(model_directory())
+    requests = [generate_request(prompt, seed=i) for i, prompt in enumerate(prompts([9, 60, 5]))]
+    expected = run_all(engine, requests)
     healthy = engine.parameters.read(model_directory())
     engine.parameters.copy_in({name: torch.full_like(tensor, torch.nan) for name, tensor in healthy.items()})
-    broken = [submit(engine, request), submit(engine, score_request(prompts([9])[0], prompts([4])[0]))]
+    broken = [submit(engine, requests[1]), submit(engine, score_request(prompts([9])[0], prompts([4])[0]))]
     while engine.busy:
         engine.step()
     for task in broken:
         with pytest.raises(PoisonedReplyError, match=r"weights 0\.0 gave logits that are not finite"):
             task.future.result(timeout=0)
     engine.parameters.copy_in(healthy)
-    np.testing.assert_array_equal(run_all(engine, [request])[0].logprobs, expected.logprobs)
+    for before, after in zip(expected, run_all(engine, requests), strict=True):
+        np.testing.assert_array_equal(after.logprobs, before.logprobs)
 
 
 def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(

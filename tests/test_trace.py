@@ -52,7 +52,7 @@ VERSION = WeightVersion(0, 0)
 class Timed:
     """Every service at once, with latencies one can add up by hand: the rollout of prompt i takes i + 1 s."""
 
-    async def generate(self, prompt_ids, sampling, *, session=None, deadline):
+    async def generate(self, prompt_ids, sampling, *, session, **settings):
         await asyncio.sleep(1.0 + int(session.removeprefix("prompt-")))
         return Generation(
             token_ids=np.array([5, 1], np.int32),
@@ -61,7 +61,7 @@ class Timed:
             version_spans=(VersionSpan(0, 2, VERSION),),
         )
 
-    async def score(self, prompt_ids, response_ids, *, top_k, deadline):
+    async def score(self, prompt_ids, response_ids, **settings):
         await asyncio.sleep(0.5)
         zeros = np.zeros(2, np.float32)
         return TokenScores(
@@ -74,7 +74,7 @@ class Timed:
             version=VERSION,
         )
 
-    async def verify(self, problem, text, *, deadline):
+    async def verify(self, problem, text, **settings):
         await asyncio.sleep(0.25)
         return Verdict.CORRECT
 
