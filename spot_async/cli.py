@@ -71,13 +71,15 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     outcome = run_until_stopped(run_training(settings, plan, directory, screen), directory)
     if outcome.after is not None:
-        screen.print(evaluation_table(outcome.before, outcome.after))
+        screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
         if note := unverified_note(outcome.after):
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{outcome.iterations} iterations; prompts: {states}", highlight=False)
     screen.print(Text(f"run directory: {path}"))
     screen.print(Text(f"trained student: {path / 'student'}"))
+    if outcome.best is not None:
+        screen.print(Text(f"best student: {path / 'best'}"))
 
 
 @app.command("eval")

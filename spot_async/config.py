@@ -140,7 +140,9 @@ class TrainingConfig(Section):
     ranks: PositiveInt = Field(1, description="trainer processes")
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of forward passes and published weights")
-    keep_weights: PositiveInt = Field(2, description="published weight directories kept on disk")
+    keep_weights: int = Field(
+        2, ge=2, description="newest weight directories kept on disk; the last but one serves until its successor does"
+    )
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
     @pydantic.model_validator(mode="after")

@@ -49,8 +49,8 @@ A run is one YAML file. `spot-async train FILE section.key=value ...` overrides 
 with every default filled in, and so does `config.yaml` in each run directory. A key that does not exist, a value of
 the wrong type and a combination that cannot work are refused in one line before anything starts.
 
-Sections with a `kind` (policy, backends, verifiers) hold the settings of the plug-in of that name. `kind` is the name of
-an installed plug-in or `module:Class`. Where nothing else is to be set, `policy: opd` is short for `policy: {kind: opd}`.
+Sections with a `kind` (policy, backends, verifiers) hold the settings of the plug-in of that name, which is an
+installed one's or `module:Class`. Where nothing else is to be set, `policy: opd` is short for `policy: {kind: opd}`.
 """
 
 

@@ -19,6 +19,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
 from spot_async.protocols import Policy
 from spot_async.supervision_queue import worst_case_bytes
+from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyContext, PolicyNeeds
 from spot_async.vocabulary import Vocabulary
 
@@ -51,6 +52,7 @@ class TrainPlan:
 
 def plan_training(config: Config) -> TrainPlan:
     """Raises ConfigError or DataError, one line each, for everything that would fail later."""
+    check_packages(config.telemetry)
     student = read_model("student", config.student.model)
     teacher = read_model("teacher", config.teacher.model)
     _check_same_vocabulary(student, teacher)

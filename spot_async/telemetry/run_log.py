@@ -1,29 +1,34 @@
 """Writes what happened in a run to its directory: metrics, samples, dead letters, events.
 
-Metric names are `area/name`; `docs/metrics` explains how to read them. Values that samples carry are
+Metric names are `area/name`; docs/metrics.md explains how to read them. Values that samples carry are
 averaged over those samples that have them.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
 
 from spot_async.actor import Stage
+from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
+from spot_async.telemetry.sinks import MetricSink
 from spot_async.types import Prompt, Sample
 
 
 class RunLog:
     """`RunObserver` that keeps the files of a run directory up to date."""
 
-    def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
+    def __init__(self, directory: RunDirectory, stages: Sequence[Stage], sinks: Sequence[MetricSink] = ()) -> None:
         self._directory = directory
+        self._sinks = sinks
         self._stages = stages
         self._last_counters = {stage.name: (0, 0.0) for stage in stages}
         self._iteration_started_s = time.monotonic()
@@ -36,6 +41,8 @@ class RunLog:
             "samples.jsonl", [{"iteration": result.iteration, **sample.record} for sample in result.samples]
         )
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
+        for sink in self._sinks:
+            sink.write(result.iteration, metrics)
         self._directory.point_student_to(Path(result.report.snapshot.directory))
 
     def prompt_died(self, prompt: Prompt, reason: str) -> None:
@@ -60,8 +67,9 @@ class RunLog:
 
 
 def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, float]:
-    """One iteration as `area/name` figures."""
+    """One iteration as `area/name` figures: what `metrics.jsonl` and every other sink get."""
     means = mean_metrics(result.samples)
+    training_s = elapsed_s - result.times_s.evaluate
     generated = sum(s.metrics.get("rollout/tokens", 0.0) + s.metrics.get("probe/tokens", 0.0) for s in result.samples)
     return {
         **means,
@@ -70,8 +78,28 @@ def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, fl
         "time/wait_for_batch_s": result.times_s.wait_for_batch,
         "time/train_s": result.times_s.train,
         "time/update_weights_s": result.times_s.update_weights,
-        "throughput/generated_tokens_per_s": generated / elapsed_s if elapsed_s > 0 else 0.0,
+        "throughput/generated_tokens_per_s": generated / training_s if training_s > 0 else 0.0,
+        **({} if result.evaluation is None else {"time/evaluate_s": result.times_s.evaluate}),
+        **evaluation_metrics(result.evaluation),
     }
+
+
+def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
+    """Figures of all problems, then of each tier. A standard error over one problem does not exist."""
+    if evaluation is None:
+        return {}
+    k = evaluation.samples
+    metrics: dict[str, float] = {}
+    for tier in evaluation.tier_names():
+        figures = evaluation.figures(tier)
+        area = "evaluation" if tier == ALL_TIERS else f"evaluation/{tier}"
+        metrics |= {
+            f"{area}/avg@{k}": figures.avg,
+            f"{area}/pass@{k}": figures.pass_,
+            f"{area}/avg@{k}_standard_error": figures.avg_error,
+            f"{area}/pass@{k}_standard_error": figures.pass_error,
+        }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
@@ -83,14 +111,21 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in values.items()}
 
 
-def log_events_to(path: Path) -> None:
-    """Send structlog events of this process to a JSONL file."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.WriteLoggerFactory(file=path.open("a", encoding="utf-8", buffering=1)),
-    )
+@contextmanager
+def log_events_to(path: Path) -> Iterator[None]:
+    """Send structlog events of this process to a JSONL file while inside, and where they went before afterwards."""
+    before = structlog.get_config()
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ],
+            logger_factory=structlog.WriteLoggerFactory(file=file),
+        )
+        try:
+            yield
+        finally:
+            structlog.configure(**before)
