@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.concurrency import leaves
+from spot_async.concurrency import root_cause
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, ProcessDiedError, SpotError, TrainerError
+from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -158,19 +158,6 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:
         fail(root_cause(error), code=1, note=saved(directory))
-
-
-def root_cause(error: BaseException) -> SpotError:
-    """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
-    failures = leaves(error)
-    for failure in failures:
-        if not isinstance(failure, SpotError):
-            raise error
-    for kind in (ProcessDiedError, TrainerError, SpotError):
-        for failure in failures:
-            if isinstance(failure, kind):
-                return failure
-    raise error
 
 
 def saved(directory: RunDirectory) -> str:

@@ -35,6 +35,11 @@ class ModelFiles:
     max_context_tokens: int
     vocabulary: Vocabulary
 
+    @property
+    def policy_context(self) -> PolicyContext:
+        """What a policy may know, when these are the teacher's files."""
+        return PolicyContext(vocab_size=self.vocab_size, tokenizer=self.vocabulary.tokenizer)
+
 
 @dataclass(frozen=True)
 class TrainPlan:
@@ -101,8 +106,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
 
 
 def make_policy(config: Config, teacher: ModelFiles) -> Policy:
-    context = PolicyContext(vocab_size=teacher.vocab_size, tokenizer=teacher.vocabulary.tokenizer)
-    policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
+    policy: Policy = registry.load("policies", config.policy.kind)(config.policy, teacher.policy_context)
     return policy
 
 
