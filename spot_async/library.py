@@ -22,6 +22,7 @@ from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Ver
 from spot_async.run_directory import RunDirectory
 from spot_async.runtime import TrainOutcome
 from spot_async.stages import Services, Stages
+from spot_async.telemetry.run_log import log_events_to_python_logging
 from spot_async.vocabulary import Vocabulary
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
@@ -71,8 +72,10 @@ def stages_for(
     """Stages over services that are running already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
 
     `vocabulary` is the student's; give the teacher's too where it ends its responses with another token.
-    `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be supervised at once.
+    `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be supervised at once. Events
+    (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
     """
+    log_events_to_python_logging()
     return Stages(
         Services(generator=student, scorer=teacher, candidate_scorer=student, verifier=verifier),
         config or StagesConfig(),

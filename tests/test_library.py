@@ -67,7 +67,7 @@ def test_a_whole_run_from_a_program_says_only_what_the_program_says(folder):
 
 def test_one_prompt_through_a_policy_against_given_backends(folder):
     response, *branches = python(folder, "one_prompt.py").splitlines()
-    assert "boxed" in response or response
+    assert response
     assert len(branches) == 8  # two positions, four candidates each
     targets = np.array([float(line.split()[-1]) for line in branches]).reshape(2, 4)
     assert targets.sum(axis=1) == pytest.approx(1, abs=1e-4)
@@ -115,21 +115,16 @@ def test_the_pages_verifier_judges_numbers(folder, monkeypatch):
     assert judged == ["correct", "wrong", "wrong", "no_answer"]
 
 
-async def test_a_run_inside_an_event_loop_from_a_mapping_that_stays_as_it_is(tmp_path, monkeypatch, capfd):
+async def test_a_failure_is_the_error_itself_nothing_is_printed_and_the_mapping_stays_as_it_is(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(ROOT)
     tree = json.loads(json.dumps(QUICK))
-    outcome = await spot_async.run_async(tree, [f"run.directory={tmp_path / 'run'}"])
-    assert tree == QUICK
-    assert (outcome.iterations, outcome.best, outcome.directory) == (1, None, tmp_path / "run")
-    assert outcome.prompts == {"trained": 8}
-    assert "".join(capfd.readouterr()) == ""
-
-
-def test_a_failure_in_mid_run_is_the_error_itself_and_not_a_group(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
     overrides = [f"run.directory={tmp_path / 'run'}", "training.step_timeout_s=0.001"]
     with pytest.raises(spot_async.TrainerError, match=r"training\.step_timeout_s"):
-        spot_async.run(QUICK, overrides)
+        await spot_async.run_async(tree, overrides)
+    assert tree == QUICK
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_importing_the_package_loads_neither_torch_nor_transformers():

@@ -114,7 +114,7 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 @contextmanager
 def log_events_to(path: Path) -> Iterator[None]:
     """Send structlog events of this process to a JSONL file while inside, and where they went before afterwards."""
-    before = structlog.get_config()
+    before = structlog.get_config() if structlog.is_configured() else None
     with path.open("a", encoding="utf-8", buffering=1) as file:
         structlog.configure(
             processors=[
@@ -128,4 +128,23 @@ def log_events_to(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            structlog.configure(**before)
+            structlog.reset_defaults()
+            if before is not None:
+                structlog.configure(**before)
+
+
+def log_events_to_python_logging() -> None:
+    """Unless the program configured structlog itself, events go to the logger of the module they come from.
+
+    structlog's own default prints them, which is no library's business.
+    """
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+            ],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
