@@ -139,10 +139,18 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
         f"run       {plan.schedule.iterations} iterations of {training.batch_size} prompts in mini-batches of "
         f"{training.mini_batch_size}, from {plan.problems - plan.filtered} problems ({plan.filtered} too long)",
-        f"evaluate  {len(plan.evaluation)} problems before and after" if plan.evaluation else "evaluate  nothing",
+        f"evaluate  {evaluations(config, len(plan.evaluation))}",
         f"write     {path}",
     ]
     screen.print(Text("\n".join(lines)))
+
+
+def evaluations(config: Config, problems: int) -> str:
+    """When `problems` held-out problems are evaluated."""
+    if config.evaluation is None:
+        return "nothing"
+    every = f", and every {config.evaluation.eval_every} iterations" if config.evaluation.eval_every else ""
+    return f"{problems} problems before and after{every}"
 
 
 def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
