@@ -70,10 +70,18 @@ def _core_sections() -> Iterator[str]:
             shared.setdefault(section, []).append(name)
     for section, names in shared.items():
         yield f"## {', '.join(f'`{name}`' for name in names)}\n"
-        if section.__doc__:
-            yield section.__doc__.strip() + "\n"
+        yield "\n".join(_about(name, Config.model_fields[name]) for name in names) + "\n"
         default = defaults.get(names[0])
         yield _table(_rows(section, default if isinstance(default, BaseModel) else None))
+
+
+def _about(name: str, field: FieldInfo) -> str:
+    """What a top-level section is for, and whether it may be left out."""
+    if field.is_required():
+        presence = "required"
+    else:
+        presence = "none unless given" if field.default is None else "may be left out"
+    return f"* `{name}` ({presence}): {field.description}"
 
 
 def _plugin_sections() -> Iterator[str]:

@@ -48,7 +48,7 @@ def python(folder, *arguments):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
