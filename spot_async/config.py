@@ -140,9 +140,7 @@ class TrainingConfig(Section):
     ranks: PositiveInt = Field(1, description="trainer processes")
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of forward passes and published weights")
-    keep_weights: int = Field(
-        2, ge=2, description="newest weight directories kept on disk; the last but one serves until its successor does"
-    )
+    keep_weights: int = Field(2, ge=2, description="published weight directories kept; the one served must stay")
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
     @pydantic.model_validator(mode="after")
@@ -156,7 +154,7 @@ class TrainingConfig(Section):
             raise ValueError("give exactly one of epochs and iterations")
         if self.iterations is not None and self.warmup_iterations >= self.iterations:
             raise ValueError(
-                f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}"
+                f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"
             )
         return self
 

@@ -21,7 +21,7 @@ from spot_async.protocols import Policy
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyContext, PolicyNeeds
-from spot_async.vocabulary import Vocabulary
+from spot_async.vocabulary import Vocabulary, first_line, stop_token_ids
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
@@ -53,6 +53,10 @@ class TrainPlan:
     filtered: int  # problems whose prompts are too long
     policy: Policy
     evaluation: Sequence[PromptSource]  # empty without an evaluation section
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_token_ids(self.student.vocabulary, self.teacher.vocabulary)
 
 
 def plan_training(config: Config) -> TrainPlan:
@@ -116,11 +120,11 @@ def read_model(role: str, name: str) -> ModelFiles:
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: no directory {name!r}; give the path of a Hugging Face model directory")
     try:
-        raw: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes())
+        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         raise DataError(f"{role}.model: {name} has no config.json, so it is no Hugging Face model directory") from None
-    except msgspec.DecodeError as error:
-        raise DataError(f"{role}.model: {name}/config.json is not valid JSON: {error}") from None
+    except (msgspec.DecodeError, OSError) as error:
+        raise DataError(f"{role}.model: cannot read {name}/config.json: {first_line(error)}") from None
     text_config = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
     context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
     if context is None or "vocab_size" not in text_config:
@@ -148,13 +152,29 @@ def check_capabilities(config: Config, needs: PolicyNeeds, student: Capabilities
         (not student.weight_update, "student.backend takes no new weights"),
         ("truncated" in (student.logprob_convention, teacher.logprob_convention),
          "log-probabilities must be those of the untruncated distribution"),
-        (student.max_context_tokens < config.sampling.max_prompt_tokens + config.sampling.max_response_tokens,
-         f"student.backend holds {student.max_context_tokens} tokens of context, fewer than "
-         "sampling.max_prompt_tokens + sampling.max_response_tokens"),
+        *_context_too_small(config, student, teacher),
     ]  # fmt: skip
     for is_missing, message in missing:
         if is_missing:
             raise ConfigError(message)
+
+
+def _context_too_small(config: Config, student: Capabilities, teacher: Capabilities) -> list[tuple[bool, str]]:
+    sampling, evaluation = config.sampling, config.evaluation
+    rollout = (
+        sampling.max_prompt_tokens + sampling.max_response_tokens,
+        f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + "
+        f"sampling.max_response_tokens={sampling.max_response_tokens}",
+    )
+    needs = [("student", student, *rollout), ("teacher", teacher, *rollout)]
+    if evaluation is not None:
+        tokens = evaluation.max_response_tokens
+        needs.append(("student", student, tokens + 1, f"evaluation.max_response_tokens={tokens} and a prompt"))
+    return [
+        (served.max_context_tokens < tokens, f"{role}.backend serves a context of {served.max_context_tokens} tokens, "
+         f"fewer than {what}: raise {role}.backend.max_context_tokens or lower those")
+        for role, served, tokens, what in needs
+    ]  # fmt: skip
 
 
 def _check_same_vocabulary(student: ModelFiles, teacher: ModelFiles) -> None:

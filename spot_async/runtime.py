@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -41,6 +41,7 @@ from spot_async.telemetry.sinks import open_sinks
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Capabilities, Prompt
+from spot_async.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -98,20 +99,19 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
     stages = make_stages(config, plan, student, teacher, verifier)
     history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
 
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
         stack.enter_context(screen.live())
         screen.phase("starting student, teacher and trainer")
-        # Whatever starts last decides when it begins, so all start at once.
-        await gather(_enter(stack, each) for each in (student, teacher, trainer, verifier))
 
         async def run() -> TrainOutcome:
             found_student, found_teacher = await gather([_capabilities(student), _capabilities(teacher)])
             check_capabilities(config, plan.policy.needs, found_student, found_teacher)
+            vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
-                return await measure(config, plan.evaluation, plan.student, student, directory, screen, when)
+                return await measure(config, plan.evaluation, vocabulary, student, directory, screen, when)
 
             async def evaluate_live(iteration: int) -> EvaluationResult | None:
                 if not evaluation_is_due(config, iteration):
@@ -136,7 +136,8 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
             return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
 
-        outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
+        async with running(student, teacher, trainer, verifier):
+            outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -152,12 +153,11 @@ async def evaluate_student(
     """Only the student's server and one evaluation."""
     screen = RunConsole(console, 0)
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    async with AsyncExitStack() as stack:
-        stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
-        stack.enter_context(screen.live())
+    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
         screen.phase("starting the student")
-        await stack.enter_async_context(student)
-        result = await watched(measure(config, sources, student_files, student, directory, screen, ""), [student.watch])
+        async with running(student):
+            evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+            result = await watched(evaluation, [student.watch])
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -180,7 +180,7 @@ async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaita
 async def measure(
     config: Config,
     sources: Sequence[PromptSource],
-    student_files: ModelFiles,
+    vocabulary: Vocabulary,
     generator: Generator,
     directory: RunDirectory,
     screen: RunConsole,
@@ -197,7 +197,7 @@ async def measure(
             config.evaluation,
             generator=generator,
             verifier=verifier,
-            vocabulary=student_files.vocabulary,
+            vocabulary=vocabulary,
             on_progress=screen.progress,
         )
     write_responses(directory, when, result)
@@ -275,6 +275,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
+        end_token_ids=plan.stop_token_ids,
     )
 
 
@@ -284,6 +285,10 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "policy": config.policy.kind,
         "iterations": outcome.iterations,
         "prompts": outcome.prompts | {"filtered": plan.filtered},
+        "problems": {
+            "usable": plan.problems - plan.filtered,
+            "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
+        },
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
         "best": best_summary(outcome.best),
@@ -316,8 +321,23 @@ def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None
     }
 
 
-async def _enter(stack: AsyncExitStack, resource: Any) -> None:
-    await stack.enter_async_context(resource)
+@asynccontextmanager
+async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+    """All of them entered at once and left at once; what entered is left whatever happens to the others."""
+    entered: list[AbstractAsyncContextManager[Any]] = []
+
+    async def enter(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aenter__()
+        entered.append(resource)
+
+    async def leave(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aexit__(None, None, None)
+
+    try:
+        await gather(enter(resource) for resource in resources)
+        yield
+    finally:
+        await gather(leave(resource) for resource in entered)
 
 
 async def _capabilities(backend: Backend) -> Capabilities:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spot_async.actor import Stage
+from spot_async.actor import Priority, Stage
+from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.errors import DeadlineExceededError
 from spot_async.protocols import CandidateScorer, Generator, Scorer, Verifier
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
@@ -22,13 +24,14 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Problem,
     Prompt,
     SamplingSettings,
     TokenScores,
     Verdict,
     WeightVersion,
 )
-from spot_async.vocabulary import Vocabulary
+from spot_async.vocabulary import Vocabulary, stop_token_ids
 
 VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
 
@@ -63,10 +66,11 @@ class Stages:
         self.run_seed = run_seed
         self.student = student
         self.tokens_generated = 0  # by rollouts and probes so far
-        # The student may end with its own token or, once distilled, with the teacher's.
-        self.stop_token_ids = tuple(dict.fromkeys((*student.end_token_ids, *teacher.end_token_ids)))
-        self.foreign_end_ids = frozenset(student.end_token_ids) - frozenset(teacher.end_token_ids)
+        self.stop_token_ids = stop_token_ids(student, teacher)
+        # What ends a response is one decision, whichever token each model spells it with. A teacher that only
+        # tolerates the student's token among its stop ids would score it as nearly impossible all the same.
         self.teacher_end_id = teacher.end_token_ids[0]
+        self.foreign_end_ids = ({*student.end_token_ids} - {*teacher.end_token_ids}) | {student.end_token_ids[0]}
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
         def stage(name: str, stage_config: StageConfig, requests_per_prompt: int) -> Stage:
@@ -111,7 +115,11 @@ class BoundStages:
         return await self._stages.score.ask(
             (self._prompt.ordinal,),
             lambda deadline: self._stages.services.scorer.score(
-                self._prompt.token_ids, scored_ids, top_k=top_k, deadline=deadline
+                self._prompt.token_ids,
+                scored_ids,
+                top_k=top_k,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
             ),
         )
 
@@ -125,6 +133,7 @@ class BoundStages:
                 response_ids,
                 positions,
                 candidate_ids,
+                temperature=self._stages.sampling.temperature,
                 expected_version=version,
                 deadline=deadline,
             ),
@@ -134,9 +143,9 @@ class BoundStages:
         budget = self._stages.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
             return _empty_generation()  # verified as it stands (method.md section 2)
-        prefix_ids = np.concatenate(
-            [self._prompt.token_ids, response_ids[:position], np.array([candidate_id])], dtype=np.int32
-        )
+        context_length = branch_prefix_length(len(self._prompt.token_ids), position)
+        context_ids = np.concatenate([self._prompt.token_ids, response_ids])[:context_length]
+        prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
             self._stages.probe,
             (self._prompt.ordinal, position),
@@ -145,16 +154,13 @@ class BoundStages:
         )
 
     async def verify(self, response_ids: IntArray) -> Verdict:
-        text = self.decode(response_ids)
-        verdict = Verdict.ERROR
-        for _ in range(VERIFY_ATTEMPTS):
-            verdict = await self._stages.verify.ask(
-                (self._prompt.ordinal,),
-                lambda deadline: self._stages.services.verifier.verify(self._prompt.problem, text, deadline=deadline),
-            )
-            if verdict.reward is not None:
-                break
-        return verdict
+        return await ask_verdict(
+            self._stages.verify,
+            (self._prompt.ordinal,),
+            self._stages.services.verifier,
+            self._prompt.problem,
+            self.decode(response_ids),
+        )
 
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.student.decode(token_ids)
@@ -186,6 +192,23 @@ class BoundStages:
         if len(response_ids) == 0 or int(response_ids[-1]) not in self._stages.foreign_end_ids:
             return response_ids
         return np.concatenate([response_ids[:-1], np.array([self._stages.teacher_end_id])], dtype=np.int32)
+
+
+async def ask_verdict(
+    stage: Stage, priority: Priority, verifier: Verifier, problem: Problem, response_text: str
+) -> Verdict:
+    """A verdict; missing evidence is asked for once more. A deadline that passes is missing evidence too."""
+    verdict = Verdict.TIMEOUT
+    for _ in range(VERIFY_ATTEMPTS):
+        try:
+            verdict = await stage.ask(
+                priority, lambda deadline: verifier.verify(problem, response_text, deadline=deadline)
+            )
+        except DeadlineExceededError:
+            verdict = Verdict.TIMEOUT
+        if verdict.reward is not None:
+            break
+    return verdict
 
 
 @functools.cache

@@ -95,7 +95,8 @@ async def test_the_pages_teacher_scores_as_the_local_server_does(folder, monkeyp
     prompt_ids, response_ids = np.arange(5, 12, dtype=np.int32), np.arange(6, 20, dtype=np.int32)
     async with ours, theirs:
         deadline = asyncio.get_running_loop().time() + 60
-        scores = [await each.score(prompt_ids, response_ids, top_k=3, deadline=deadline) for each in (ours, theirs)]
+        asked = {"top_k": 3, "temperature": 0.7, "deadline": deadline}
+        scores = [await each.score(prompt_ids, response_ids, **asked) for each in (ours, theirs)]
         found = [await each.capabilities(deadline=deadline) for each in (ours, theirs)]
     for name in ("logprobs", "topk_logprobs", "entropy"):
         np.testing.assert_allclose(getattr(scores[0], name), getattr(scores[1], name), atol=1e-4)

@@ -6,12 +6,13 @@ averaged over those samples that have them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 
@@ -111,11 +112,30 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in values.items()}
 
 
-@contextmanager
+class _EventFile:
+    """A line-buffered file that drops what a full disk does not take: a log must not end what it reports on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+@contextlib.contextmanager
 def log_events_to(path: Path) -> Iterator[None]:
     """Send structlog events of this process to a JSONL file while inside, and where they went before afterwards."""
     before = structlog.get_config() if structlog.is_configured() else None
-    with path.open("a", encoding="utf-8", buffering=1) as file:
+    with contextlib.closing(_EventFile(path)) as file:
         structlog.configure(
             processors=[
                 structlog.processors.add_log_level,
@@ -123,7 +143,7 @@ def log_events_to(path: Path) -> Iterator[None]:
                 structlog.processors.format_exc_info,
                 structlog.processors.JSONRenderer(),
             ],
-            logger_factory=structlog.WriteLoggerFactory(file=file),
+            logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, file)),
         )
         try:
             yield
