@@ -6,10 +6,11 @@ included, as a `ConfigError`.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
+    return config_from(tree, overrides)
+
+
+def config_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Override and validate plain values as a YAML file would hold them. `tree` stays as it is."""
+    values = copy.deepcopy(dict(tree))
     for override in overrides:
-        apply_override(tree, override)
-    return validate(tree)
+        apply_override(values, override)
+    return validate(values)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -275,7 +275,7 @@ def run_times(rows: Rows, config: Mapping[str, Any]) -> RunTimes:
         over_s = waited_for.get(stage, 0.0)
         if over_s > 0:
             busy_s, queued_s = (
-                sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * row.get("time/iteration_s", 0.0) for row in rows)
+                sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * training_s(row) for row in rows)
                 for what in ("in_flight", "queued")
             )
             limit = stage_limit(config, stage)
@@ -289,6 +289,11 @@ def run_times(rows: Rows, config: Mapping[str, Any]) -> RunTimes:
         stages=stages,
         batch_size=int(config.get("training", {}).get("batch_size", 1)),
     )
+
+
+def training_s(row: Mapping[str, float]) -> float:
+    """An iteration's time without evaluation."""
+    return row.get("time/iteration_s", 0.0) - row.get("time/evaluate_s", 0.0)
 
 
 def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:

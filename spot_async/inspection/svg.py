@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 WIDTH, HEIGHT = 380, 220
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 34
 MAX_POINTS = 240  # of a line: more are averaged in groups
 SMOOTH_FROM = 24  # points from which a single line gets a running mean
 ROW_HEIGHT = 20
