@@ -75,7 +75,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """A model in one role (student or teacher) and the backend that serves it."""
+    """A model in one role (student, teacher or reference) and the backend that serves it."""
 
     model: str = Field(description="Hugging Face model directory with tokenizer and chat template")
     backend: BackendSettings = Field(default_factory=dict, validate_default=True)
@@ -102,7 +102,7 @@ class PromptConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Rollouts and probes."""
+    """Rollouts, probes and responses of the teacher."""
 
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
@@ -169,6 +169,8 @@ class StagesConfig(Section):
     candidates: StageConfig = StageConfig()
     probe: StageConfig = StageConfig(concurrency=256)
     verify: StageConfig = StageConfig(timeout_s=60.0)
+    teacher_response: StageConfig = StageConfig()
+    reference: StageConfig = StageConfig()
 
 
 class EvaluationConfig(Section):
@@ -188,7 +190,10 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     student: ModelConfig
-    teacher: ModelConfig
+    teacher: ModelConfig | None = Field(None, description="required by policies that learn from a teacher")
+    reference: ModelConfig | None = Field(
+        None, description="frozen model of `training.reference_kl`; default: the initial student, served like it"
+    )
     data: DataConfig
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -44,8 +44,24 @@ class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
     """What the student's backend must be."""
 
 
-class TeacherBackend(Backend, Scorer, Protocol):
-    """What the teacher's backend must be."""
+class TeacherBackend(Backend, Scorer, Generator, Protocol):
+    """What the teacher's backend must be, as far as the policy's needs go."""
+
+
+class ReferenceBackend(Backend, Scorer, Protocol):
+    """What the frozen reference's backend must be."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The inference services of a training run, by role; None where the policy asks for none."""
+
+    student: StudentBackend
+    teacher: TeacherBackend | None
+    reference: ReferenceBackend | None
+
+    def by_role(self) -> dict[str, Backend]:
+        return {role: backend for role, backend in vars(self).items() if backend is not None}
 
 
 @dataclass(frozen=True)
@@ -77,22 +93,22 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
     """One training run, evaluated before and after where the configuration says so."""
     log_events_to(directory.path / "logs" / "run.jsonl")
     screen = RunConsole(console, plan.schedule.iterations)
-    student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    teacher = cast(TeacherBackend, make_backend(config.teacher, "teacher", directory))
+    backends = make_backends(config, plan, directory)
+    student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
 
     async with AsyncExitStack() as stack:
         stack.enter_context(screen.live())
-        screen.phase("starting student, teacher and trainer")
+        screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
         # Whatever starts last decides when it begins, so all start at once.
-        await gather(_enter(stack, each) for each in (student, teacher, trainer, verifier))
+        await gather(_enter(stack, each) for each in (*backends.by_role().values(), trainer, verifier))
 
         async def run() -> TrainOutcome:
-            found_student, found_teacher = await gather([_capabilities(student), _capabilities(teacher)])
-            check_capabilities(config, plan.policy.needs, found_student, found_teacher)
+            found = await gather(_capabilities(backend) for backend in backends.by_role().values())
+            check_capabilities(config, plan.policy.needs, dict(zip(backends.by_role(), found, strict=True)))
             before = await measure(config, plan.evaluation, plan.student, student, directory, screen, "before")
-            orchestrator = make_orchestrator(config, plan, directory, screen, student, teacher, trainer, verifier)
+            orchestrator = make_orchestrator(config, plan, directory, screen, backends, trainer, verifier)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             await orchestrator.run()
             after = await measure(config, plan.evaluation, plan.student, student, directory, screen, "after")
@@ -100,7 +116,7 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
             return TrainOutcome(orchestrator.state.iteration, before, after, prompts)
 
-        outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
+        outcome = await watched(run(), [*(each.watch for each in backends.by_role().values()), trainer.watch])
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -177,25 +193,46 @@ def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Bac
     return backend
 
 
+def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> Backends:
+    """What the plan says must be served, not yet started."""
+
+    def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
+        return make_backend(model, role, directory) if needed and model is not None else None
+
+    return Backends(
+        student=make("student", config.student, True),
+        teacher=make("teacher", config.teacher, plan.teacher is not None),
+        reference=make("reference", plan.reference, True),
+    )
+
+
 def make_orchestrator(
     config: Config,
     plan: TrainPlan,
     directory: RunDirectory,
     screen: RunConsole,
-    student: StudentBackend,
-    teacher: TeacherBackend,
+    backends: Backends,
     trainer: TrainerProcess,
     verifier: Verifier,
 ) -> Orchestrator:
+    student, teacher, needs = backends.student, backends.teacher, plan.policy.needs
     stages = Stages(
-        Services(generator=student, scorer=teacher, candidate_scorer=student, verifier=verifier),
+        Services(
+            generator=student,
+            scorer=teacher,
+            candidate_scorer=student,
+            verifier=verifier,
+            teacher_generator=teacher if needs.teacher_responses else None,
+            reference=backends.reference,
+        ),
         config.stages,
         config.sampling,
         student=plan.student.vocabulary,
-        teacher=plan.teacher.vocabulary,
+        teacher=(plan.teacher or plan.student).vocabulary,
         run_seed=config.run.seed,
         max_running_prompts=config.queue_capacity_prompts,
-        max_probes_per_prompt=plan.policy.needs.probes_per_prompt,
+        max_probes_per_prompt=needs.probes_per_prompt,
+        max_samples_per_prompt=needs.samples_per_prompt,
     )
     return Orchestrator(
         OrchestratorSettings(

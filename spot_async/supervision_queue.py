@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from spot_async.types import Sample
+from spot_async.types import PolicyNeeds, Sample
 
 # int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, per response token
 BYTES_PER_RESPONSE_TOKEN = 4 * 4
 BYTES_PER_SAMPLE = 512  # names, versions, array headers
 
 
-def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, soft_target_bytes: int = 0) -> int:
-    """Upper bound of one trajectory's supervision on the wire."""
-    return 4 * prompt_tokens + BYTES_PER_RESPONSE_TOKEN * max_response_tokens + soft_target_bytes + BYTES_PER_SAMPLE
+def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
+    """Upper bound of one prompt's supervision on the wire, all of its trajectories together."""
+    per_token = BYTES_PER_RESPONSE_TOKEN + needs.soft_target_bytes_per_token
+    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.soft_target_bytes + BYTES_PER_SAMPLE
+    return needs.samples_per_prompt * trajectory
 
 
 class AdmissionOrder:

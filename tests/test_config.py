@@ -46,7 +46,7 @@ def complaint(path: Path, *overrides: str) -> str:
         ("training.learning_rate=.inf", "training.learning_rate: input should be a"),
         ("policy=spt", "policy: no policy called 'spt'; did you mean 'spot'?"),
         ("student.backend=locl", "student.backend: no backend called 'locl'; did you mean 'local'?"),
-        ("policy={}", "policy: needs a `kind`, one of: opd, spot"),
+        ("policy={}", "policy: needs a `kind`, one of: eopd, grpo, kd, opd, spot"),
         ("policy=no.such.module:Policy", "policy: cannot load 'no.such.module:Policy'"),
         (
             "training.mini_batch_size=3",
@@ -83,7 +83,7 @@ def test_every_mistake_is_reported_in_its_own_line(config_path):
 def test_a_missing_section_is_named(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("student: {model: s}")
-    assert "teacher: required, but not given" in complaint(path)
+    assert "data: required, but not given" in complaint(path)
 
 
 @pytest.mark.parametrize(

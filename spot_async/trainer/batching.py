@@ -81,6 +81,7 @@ class MicroBatch:
     soft_ids: Tensor  # (N, k) int64; k the widest target, the rest has probability 0
     soft_probabilities: Tensor  # (N, k)
     soft_weights: Tensor  # (N,)
+    soft_offsets: Tensor  # (N,); 0 where the target gives none
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
@@ -129,7 +130,7 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
     width = max((t.token_ids.shape[1] for _, t in present), default=0)
     rows, trajectories = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
     ids, probabilities = np.zeros((positions, width), np.int64), np.zeros((positions, width), np.float32)
-    weights = np.zeros(positions, np.float32)
+    weights, offsets = np.zeros(positions, np.float32), np.zeros(positions, np.float32)
     start = 0
     for i, target in present:
         here, k = slice(start, start + len(target.positions)), target.token_ids.shape[1]
@@ -137,6 +138,8 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
         rows[here], trajectories[here] = first_rows[i] + target.positions[order], i
         ids[here, :k], probabilities[here, :k] = target.token_ids[order], target.probabilities[order]
         weights[here] = target.weights[order]
+        if target.offsets is not None:
+            offsets[here] = target.offsets[order]
         start = here.stop
     return {
         "soft_rows": torch.from_numpy(rows),
@@ -144,6 +147,7 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
         "soft_ids": torch.from_numpy(ids),
         "soft_probabilities": torch.from_numpy(probabilities),
         "soft_weights": torch.from_numpy(weights),
+        "soft_offsets": torch.from_numpy(offsets),
     }
 
 
@@ -173,8 +177,9 @@ def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool)
     ids = [sample.prompt_ids, sample.response_ids]
     if (soft := sample.soft_targets) is not None:
         ids.append(soft.token_ids.ravel())
-        shapes = (soft.positions.shape, soft.token_ids.shape[:1], soft.probabilities.shape[:1], soft.weights.shape)
-        if len(set(shapes)) > 1 or soft.token_ids.shape != soft.probabilities.shape:
+        per_position = (soft.positions, soft.weights, soft.offsets)
+        shapes = {array.shape for array in per_position if array is not None}
+        if len(shapes | {soft.token_ids.shape[:1]}) > 1 or soft.token_ids.shape != soft.probabilities.shape:
             problems.append("the arrays of its soft_targets have different lengths")
         elif len(soft.positions) and not 0 <= soft.positions.min() <= soft.positions.max() < tokens:
             problems.append(f"a soft target lies outside its {tokens} response positions")

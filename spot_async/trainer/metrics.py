@@ -11,7 +11,7 @@ from torch import Tensor
 METRICS: dict[str, str] = {
     "loss": "objective minimised, mean over the iteration's updates; the sum of the three parts below",
     "loss_policy": "clipped policy term; near the negative mean advantage when the data are on-policy",
-    "loss_branch": "weighted soft-target cross-entropy: SPOT's branches, EOPD's and KD's teacher distributions",
+    "loss_branch": "weighted soft-target loss: SPOT's branches (cross-entropy), EOPD's and KD's forward KL",
     "loss_reference": "KL to the reference, its coefficient included",
     "ratio_mean": "mean of pi_theta / pi_old per token; 1 on-policy, drifts over the iteration's updates",
     "ratio_max": "largest ratio of any token; a large one means that server and trainer disagree on pi_old",

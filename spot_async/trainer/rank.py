@@ -164,7 +164,7 @@ class StudentTrainer:
             reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
             reference_coefficient=training.reference_kl,
             branch=BranchTerm(
-                losses=soft_target_loss(candidates, batch.soft_probabilities),
+                losses=soft_target_loss(candidates, batch.soft_probabilities) + batch.soft_offsets,
                 weights=batch.soft_weights,
                 rows=batch.soft_trajectories,
             ),
