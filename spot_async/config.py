@@ -125,6 +125,16 @@ class TrainingConfig(Section):
     dual_clip: float | None = Field(None, gt=1, description="bound of the loss at negative advantages; off by default")
     reference_kl: NonNegativeFloat = Field(0.0, description="coefficient of the KL to the reference")
     loss_aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    behavior: Literal["served", "recomputed"] = Field(
+        "served",
+        description="pi_old of ratios and advantages: as the inference server reported it, or recomputed by the "
+        "trainer before an iteration's first update",
+    )
+    importance_cap: PositiveFloat | None = Field(
+        None,
+        description="weigh each token's policy term by min(recomputed / served probability, cap); off by default, "
+        "needs `behavior: recomputed`",
+    )
     ranks: PositiveInt = Field(1, description="trainer processes")
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -137,6 +147,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"mini_batch_size={self.mini_batch_size} must divide batch_size={self.batch_size}: "
                 f"the nearest that does is {nearest_divisor(self.batch_size, self.mini_batch_size)}"
+            )
+        if self.importance_cap is not None and self.behavior == "served":
+            raise ValueError(
+                f"importance_cap={self.importance_cap:g} needs behavior=recomputed: with the served pi_old there is "
+                "nothing to weigh it against"
             )
         if (self.epochs is None) == (self.iterations is None):
             raise ValueError("give exactly one of epochs and iterations")
@@ -169,8 +184,8 @@ class StagesConfig(Section):
     candidates: StageConfig = StageConfig()
     probe: StageConfig = StageConfig(concurrency=256)
     verify: StageConfig = StageConfig(timeout_s=60.0)
-    teacher_response: StageConfig = StageConfig()
-    reference: StageConfig = StageConfig()
+    teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
+    reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
 
 
 class EvaluationConfig(Section):

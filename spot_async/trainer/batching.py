@@ -7,7 +7,7 @@ trains what. Nothing here runs the model or knows about losses.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,10 @@ class MicroBatch:
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
     has_policy_term: Tensor  # (B,) bool
-    behavior_logprobs: Tensor  # (B, T); 0 for trajectories without a policy term
+    served_logprobs: Tensor  # (B, T) of the inference server; 0 for trajectories without a policy term
+    behavior_logprobs: Tensor  # (B, T) log pi_old of ratios and advantages: the served ones, or recomputed
+    teacher_logprobs: Tensor  # (B, T); 0 for trajectories whose advantages do not follow from them
+    follows_teacher: Tensor  # (B,) bool: advantages are teacher minus behaviour
     advantages: Tensor  # (B, T); 0 for trajectories without a policy term
     reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
     soft_rows: Tensor  # (N,) int64, of R, ascending
@@ -85,6 +88,18 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
+
+    @property
+    def policy_mask(self) -> Tensor:
+        """(B, T) bool: response tokens that have a policy term."""
+        return self.mask & self.has_policy_term[:, None]
+
+    def with_behavior(self, logprobs: Tensor) -> MicroBatch:
+        """The same trajectories with other log pi_old (B, T); advantages that follow from it follow."""
+        behavior = torch.where(self.policy_mask, logprobs, 0.0)
+        follows = self.mask & self.follows_teacher[:, None]
+        advantages = torch.where(follows, self.teacher_logprobs - behavior, self.advantages)
+        return replace(self, behavior_logprobs=behavior, advantages=advantages)
 
 
 def advantages_of(sample: Supervision) -> np.ndarray[Any, Any] | None:
@@ -99,7 +114,7 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
     inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples]
     longest = max(map(len, inputs))
     advantages = [advantages_of(s) for s in samples]
-    behavior = [s.behavior_logprobs if a is not None else None for s, a in zip(samples, advantages, strict=True)]
+    served = [s.behavior_logprobs if a is not None else None for s, a in zip(samples, advantages, strict=True)]
     lengths = [len(s.response_ids) for s in samples]
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
     return MicroBatch(
@@ -108,7 +123,10 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
         sampled_ids=torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64)),
         mask=_padded([np.ones(n) for n in lengths], max(lengths), np.bool_),
         has_policy_term=torch.tensor([a is not None for a in advantages]),
-        behavior_logprobs=_padded(behavior, max(lengths), np.float32),
+        served_logprobs=_padded(served, max(lengths), np.float32),
+        behavior_logprobs=_padded(served, max(lengths), np.float32),
+        teacher_logprobs=_padded([s.teacher_logprobs for s in samples], max(lengths), np.float32),
+        follows_teacher=torch.tensor([s.teacher_logprobs is not None for s in samples]),
         advantages=_padded(advantages, max(lengths), np.float32),
         reference_logprobs=_padded([s.reference_logprobs for s in samples], max(lengths), np.float32),
         **_collate_soft_targets([s.soft_targets for s in samples], lengths),
