@@ -17,7 +17,7 @@ import msgspec
 from spot_async import wire
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.types import Generation, IntArray, TokenScores, Verdict
-from spot_async.vocabulary import vocabulary_fingerprint
+from spot_async.vocabulary import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ class ResponseFile:
         self._path = path
         self._header = Header(
             format_version=FORMAT_VERSION,
-            vocab_fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()),
+            vocab_fingerprint=tokenizer_fingerprint(tokenizer),
             top_k=top_k,
         )
 
