@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.seeds import derive_seed
 from spot_async.stages import Services, Stages
 from spot_async.types import Generation, Problem, Prompt, Verdict
 
@@ -32,16 +33,17 @@ class Recorder:
 
     async def score(self, prompt_ids, response_ids, *, top_k, deadline):
         self.scored.append(response_ids.tolist())
+        return SimpleNamespace(logprobs=np.zeros(len(response_ids), np.float32))
 
     async def verify(self, problem, text, *, deadline):
         self.verified += 1
         return self.verdicts.pop(0)
 
 
-def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT):
+def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, reference=None):
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
-        Services(recorder, recorder, recorder, recorder),
+        Services(recorder, recorder, recorder, recorder, reference=reference),
         StagesConfig(),
         SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
         student=vocabulary(student_ends),
@@ -101,3 +103,25 @@ async def test_missing_evidence_is_asked_for_once_more():
     recorder = Recorder([Verdict.ERROR, Verdict.TIMEOUT, Verdict.CORRECT])
     assert await bound(recorder).verify(RESPONSE) is Verdict.TIMEOUT
     assert recorder.verified == 2
+
+
+async def test_samples_of_a_group_have_seeds_of_their_own_and_the_first_has_a_single_rollouts():
+    recorder = Recorder()
+    stages = bound(recorder, run_seed=3)
+    for n in range(3):
+        await stages.rollout(n=n)
+    first, *others = [sampling.seed for _, sampling in recorder.generated]
+    assert first == derive_seed(3, PROMPT.ordinal, "rollout")  # a run's tokens stay the same from version to version
+    assert len({first, *others}) == 3
+
+
+async def test_the_reference_scores_what_was_sampled_end_token_included():
+    reference = Recorder()
+    stages = bound(Recorder(), student_ends=(1,), teacher_ends=(2,), reference=reference)
+    await stages.reference_logprobs(RESPONSE)
+    assert reference.scored == [RESPONSE.tolist()]  # not as the teacher ends
+
+
+async def test_asking_for_what_the_needs_did_not_state_is_an_error():
+    with pytest.raises(LookupError, match="teacher_responses"):
+        await bound(Recorder()).teacher_response()
