@@ -7,6 +7,7 @@ Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -94,7 +95,11 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
         student = read_model("student", settings.student.model)
         sources = plan_evaluation(settings, student)
         if dry_run:
-            screen.print(Text(dump_yaml(settings)), Text(f"would evaluate {len(sources)} problems into {path}"))
+            screen.print(Text(dump_yaml(settings)))
+            screen.rule(f"first prompt ({len(sources[0].token_ids)} tokens)", align="left")
+            screen.print(Text(student.vocabulary.tokenizer.decode(sources[0].token_ids.tolist())))
+            screen.rule("would start", align="left")
+            screen.print(Text(f"the student's server, and evaluate {len(sources)} problems into {path}"))
             return
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
@@ -135,7 +140,10 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
         f"student   {config.student.backend.kind} backend serving {config.student.model}",
         *(
             f"{role:<9} {model.backend.kind} backend serving {model.model}"
-            for role, model in (("teacher", config.teacher if plan.teacher else None), ("reference", plan.reference))
+            for role, model in (
+                ("teacher", config.teacher if plan.policy.needs.teacher else None),
+                ("reference", plan.reference),
+            )
             if model is not None
         ),
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
@@ -156,9 +164,10 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         assert task is not None
 
         def stop(number: signal.Signals) -> None:
+            if received:
+                os.kill(os.getpid(), signal.SIGKILL)  # the kernel ends the children with us
             received.append(number)
-            loop.remove_signal_handler(number)  # a second one ends the process at once, and the children with it
-            screen.print(f"{number.name}: stopping", highlight=False)
+            screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
             task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -190,7 +199,7 @@ def root_cause(error: BaseException) -> SpotError:
 def saved(directory: RunDirectory) -> str:
     """What a run that ended early leaves behind."""
     student = directory.path / "student"
-    if not student.exists():
+    if not student.is_symlink():
         return f"nothing was trained yet; logs are in {directory.path}"
     return f"saved: {student.resolve().name} as {student}, metrics and samples beside it"
 

@@ -138,7 +138,7 @@ class TrainingConfig(Section):
     ranks: PositiveInt = Field(1, description="trainer processes")
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = "float32"
-    keep_weights: PositiveInt = Field(2, description="published weight directories kept on disk")
+    keep_weights: int = Field(2, ge=2, description="published weight directories kept; the one served must stay")
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
     @pydantic.model_validator(mode="after")
@@ -157,7 +157,7 @@ class TrainingConfig(Section):
             raise ValueError("give exactly one of epochs and iterations")
         if self.iterations is not None and self.warmup_iterations >= self.iterations:
             raise ValueError(
-                f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}"
+                f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"
             )
         return self
 

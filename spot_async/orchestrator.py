@@ -141,7 +141,7 @@ class Orchestrator:
     def _bury(self, prompt: Prompt, reason: str) -> None:
         """Give up a prompt whose request fails for good; another takes its place in the batch."""
         ledger = self.state.ledger
-        ledger.move(prompt.ordinal, PromptState.DEAD, reason)
+        ledger.move(prompt.ordinal, PromptState.DEAD)
         self._credits.release(prompt.ordinal)
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()

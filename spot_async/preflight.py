@@ -20,7 +20,7 @@ from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, loa
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.types import Capabilities, PolicyContext, PolicyNeeds
-from spot_async.vocabulary import Vocabulary
+from spot_async.vocabulary import Vocabulary, first_line, stop_token_ids
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
@@ -40,7 +40,7 @@ class TrainPlan:
     """A training run that can start."""
 
     student: ModelFiles
-    teacher: ModelFiles | None  # None when the policy asks for none
+    teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
     reference: ModelConfig | None  # what to serve as the frozen reference; None when the policy asks for none
     renderer: PromptRenderer
     schedule: PromptSchedule
@@ -48,6 +48,10 @@ class TrainPlan:
     filtered: int  # problems whose prompts are too long
     policy: Policy
     evaluation: Sequence[PromptSource]  # empty without an evaluation section
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_token_ids(self.student.vocabulary, (self.teacher or self.student).vocabulary)
 
 
 def plan_training(config: Config) -> TrainPlan:
@@ -76,7 +80,7 @@ def plan_training(config: Config) -> TrainPlan:
     _check_queue_bytes(config, policy.needs)
     return TrainPlan(
         student=student,
-        teacher=teacher if policy.needs.teacher else None,
+        teacher=teacher,
         reference=(config.reference or config.student) if policy.needs.reference else None,
         renderer=renderer,
         schedule=schedule,
@@ -122,11 +126,11 @@ def read_model(role: str, name: str) -> ModelFiles:
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: no directory {name!r}; give the path of a Hugging Face model directory")
     try:
-        raw: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes())
+        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         raise DataError(f"{role}.model: {name} has no config.json, so it is no Hugging Face model directory") from None
-    except msgspec.DecodeError as error:
-        raise DataError(f"{role}.model: {name}/config.json is not valid JSON: {error}") from None
+    except (msgspec.DecodeError, OSError) as error:
+        raise DataError(f"{role}.model: cannot read {name}/config.json: {first_line(error)}") from None
     text_config = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
     context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
     if context is None or "vocab_size" not in text_config:
@@ -153,9 +157,7 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
         (not student.weight_update, "student.backend takes no new weights"),
         ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),
-        (student.max_context_tokens < config.sampling.max_prompt_tokens + config.sampling.max_response_tokens,
-         f"student.backend holds {student.max_context_tokens} tokens of context, fewer than "
-         "sampling.max_prompt_tokens + sampling.max_response_tokens"),
+        *_context_too_small(config, found),
     ]  # fmt: skip
     if teacher is not None:
         missing += [
@@ -168,6 +170,24 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
             raise ConfigError(message)
 
 
+def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
+    sampling, evaluation = config.sampling, config.evaluation
+    rollout = (
+        sampling.max_prompt_tokens + sampling.max_response_tokens,
+        f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + "
+        f"sampling.max_response_tokens={sampling.max_response_tokens}",
+    )
+    needs = [(role, served, *rollout) for role, served in found.items()]
+    if evaluation is not None:
+        tokens = evaluation.max_response_tokens
+        needs.append(("student", found["student"], tokens + 1, f"evaluation.max_response_tokens={tokens} and a prompt"))
+    return [
+        (served.max_context_tokens < tokens, f"{role}.backend serves a context of {served.max_context_tokens} tokens, "
+         f"fewer than {what}: raise {role}.backend.max_context_tokens or lower those")
+        for role, served, tokens, what in needs
+    ]  # fmt: skip
+
+
 def _check_roles(config: Config, needs: PolicyNeeds) -> None:
     """Whether every model that the policy asks for is given, with a backend that can do what it asks."""
     kind = config.policy.kind
@@ -176,11 +196,6 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
     if config.training.reference_kl > 0 and not needs.reference:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
-        )
-    if needs.reference and config.sampling.temperature != 1:
-        raise ConfigError(
-            f"sampling.temperature={config.sampling.temperature:g}: the reference is scored at temperature 1, so "
-            "training.reference_kl compares the two only when it is 1"
         )
     reference = (config.reference or config.student) if needs.reference else None
     asked = [

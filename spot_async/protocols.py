@@ -51,8 +51,10 @@ class Scorer(Protocol):
     """Log-probabilities of given tokens: the teacher, a frozen reference."""
 
     async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, deadline: float
-    ) -> TokenScores: ...
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        """Scores at `temperature`: that of the rollouts, so that equal models give equal log-probabilities."""
+        ...
 
 
 @runtime_checkable
@@ -66,10 +68,11 @@ class CandidateScorer(Protocol):
         positions: IntArray,
         candidate_ids: IntArray,
         *,
+        temperature: float,
         expected_version: WeightVersion,
         deadline: float,
     ) -> FloatArray:
-        """(N, k) for positions (N,) and candidate_ids (N, k).
+        """(N, k) for positions (N,) and candidate_ids (N, k), at `temperature`.
 
         Raises `VersionMismatchError` when the server holds other weights than `expected_version`.
         """

@@ -69,7 +69,12 @@ class RunDirectory:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        (self.path / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        path, new = self.path / "summary.json", self.path / ".summary.json.new"
+        try:
+            new.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+            new.replace(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
     def point_student_to(self, directory: Path) -> None:
         """Let `student` name the newest published weights; the switch is atomic."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -33,6 +33,7 @@ from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Capabilities, Prompt
+from spot_async.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -98,25 +99,25 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
 
-    async with AsyncExitStack() as stack:
-        stack.enter_context(screen.live())
+    with screen.live():
         screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
-        # Whatever starts last decides when it begins, so all start at once.
-        await gather(_enter(stack, each) for each in (*backends.by_role().values(), trainer, verifier))
 
         async def run() -> TrainOutcome:
             found = await gather(_capabilities(backend) for backend in backends.by_role().values())
             check_capabilities(config, plan.policy.needs, dict(zip(backends.by_role(), found, strict=True)))
-            before = await measure(config, plan.evaluation, plan.student, student, directory, screen, "before")
+            vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
+            before = await measure(config, plan.evaluation, vocabulary, student, directory, screen, "before")
             orchestrator = make_orchestrator(config, plan, directory, screen, backends, trainer, verifier)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             await orchestrator.run()
-            after = await measure(config, plan.evaluation, plan.student, student, directory, screen, "after")
+            after = await measure(config, plan.evaluation, vocabulary, student, directory, screen, "after")
             ledger = orchestrator.state.ledger
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
             return TrainOutcome(orchestrator.state.iteration, before, after, prompts)
 
-        outcome = await watched(run(), [*(each.watch for each in backends.by_role().values()), trainer.watch])
+        servers = list(backends.by_role().values())
+        async with running(*servers, trainer, verifier):
+            outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -133,11 +134,11 @@ async def evaluate_student(
     log_events_to(directory.path / "logs" / "run.jsonl")
     screen = RunConsole(console, 0)
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    async with AsyncExitStack() as stack:
-        stack.enter_context(screen.live())
+    with screen.live():
         screen.phase("starting the student")
-        await stack.enter_async_context(student)
-        result = await watched(measure(config, sources, student_files, student, directory, screen, ""), [student.watch])
+        async with running(student):
+            evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+            result = await watched(evaluation, [student.watch])
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -160,7 +161,7 @@ async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaita
 async def measure(
     config: Config,
     sources: Sequence[PromptSource],
-    student_files: ModelFiles,
+    vocabulary: Vocabulary,
     generator: Generator,
     directory: RunDirectory,
     screen: RunConsole,
@@ -177,7 +178,7 @@ async def measure(
             config.evaluation,
             generator=generator,
             verifier=verifier,
-            vocabulary=student_files.vocabulary,
+            vocabulary=vocabulary,
             on_progress=screen.progress,
         )
     name = f"evaluation-{when}.jsonl" if when else "evaluation.jsonl"
@@ -201,7 +202,7 @@ def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> B
 
     return Backends(
         student=make("student", config.student, True),
-        teacher=make("teacher", config.teacher, plan.teacher is not None),
+        teacher=make("teacher", config.teacher, plan.policy.needs.teacher),
         reference=make("reference", plan.reference, True),
     )
 
@@ -261,6 +262,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
+        end_token_ids=plan.stop_token_ids,
     )
 
 
@@ -270,6 +272,10 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "policy": config.policy.kind,
         "iterations": outcome.iterations,
         "prompts": outcome.prompts | {"filtered": plan.filtered},
+        "problems": {
+            "usable": plan.problems - plan.filtered,
+            "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
+        },
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
     }
@@ -295,8 +301,23 @@ def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None
     }
 
 
-async def _enter(stack: AsyncExitStack, resource: Any) -> None:
-    await stack.enter_async_context(resource)
+@asynccontextmanager
+async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+    """All of them entered at once and left at once; what entered is left whatever happens to the others."""
+    entered: list[AbstractAsyncContextManager[Any]] = []
+
+    async def enter(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aenter__()
+        entered.append(resource)
+
+    async def leave(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aexit__(None, None, None)
+
+    try:
+        await gather(enter(resource) for resource in resources)
+        yield
+    finally:
+        await gather(leave(resource) for resource in entered)
 
 
 async def _capabilities(backend: Backend) -> Capabilities:

@@ -14,8 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from spot_async.actor import Stage
+from spot_async.actor import Priority, Stage
+from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.errors import DeadlineExceededError
 from spot_async.protocols import CandidateScorer, Generator, Scorer, Verifier
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
@@ -23,13 +25,14 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Problem,
     Prompt,
     SamplingSettings,
     TokenScores,
     Verdict,
     WeightVersion,
 )
-from spot_async.vocabulary import Vocabulary
+from spot_async.vocabulary import Vocabulary, stop_token_ids
 
 T = TypeVar("T")
 
@@ -69,10 +72,11 @@ class Stages:
         self.run_seed = run_seed
         self.student = student
         self.tokens_generated = 0  # by rollouts and probes so far
-        # The student may end with its own token or, once distilled, with the teacher's.
-        self.stop_token_ids = tuple(dict.fromkeys((*student.end_token_ids, *teacher.end_token_ids)))
-        self.foreign_end_ids = frozenset(student.end_token_ids) - frozenset(teacher.end_token_ids)
+        self.stop_token_ids = stop_token_ids(student, teacher)
+        # What ends a response is one decision, whichever token each model spells it with. A teacher that only
+        # tolerates the student's token among its stop ids would score it as nearly impossible all the same.
         self.teacher_end_id = teacher.end_token_ids[0]
+        self.foreign_end_ids = ({*student.end_token_ids} - {*teacher.end_token_ids}) | {student.end_token_ids[0]}
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
         def stage(name: str, stage_config: StageConfig, requests_per_prompt: int) -> Stage:
@@ -133,14 +137,26 @@ class BoundStages:
         scored_ids = self._as_teacher_ends(response_ids)
         return await self._stages.score.ask(
             (self._prompt.ordinal,),
-            lambda deadline: scorer.score(self._prompt.token_ids, scored_ids, top_k=top_k, deadline=deadline),
+            lambda deadline: scorer.score(
+                self._prompt.token_ids,
+                scored_ids,
+                top_k=top_k,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
+            ),
         )
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         reference = _given(self._stages.services.reference, "reference")
         scores = await self._stages.reference.ask(
             (self._prompt.ordinal,),
-            lambda deadline: reference.score(self._prompt.token_ids, response_ids, top_k=1, deadline=deadline),
+            lambda deadline: reference.score(
+                self._prompt.token_ids,
+                response_ids,
+                top_k=1,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
+            ),
         )
         return scores.logprobs
 
@@ -154,6 +170,7 @@ class BoundStages:
                 response_ids,
                 positions,
                 candidate_ids,
+                temperature=self._stages.sampling.temperature,
                 expected_version=version,
                 deadline=deadline,
             ),
@@ -163,9 +180,9 @@ class BoundStages:
         budget = self._stages.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
             return _empty_generation()  # verified as it stands (method.md section 2)
-        prefix_ids = np.concatenate(
-            [self._prompt.token_ids, response_ids[:position], np.array([candidate_id])], dtype=np.int32
-        )
+        context_length = branch_prefix_length(len(self._prompt.token_ids), position)
+        context_ids = np.concatenate([self._prompt.token_ids, response_ids])[:context_length]
+        prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
             self._stages.probe,
             self._stages.services.generator,
@@ -175,16 +192,13 @@ class BoundStages:
         )
 
     async def verify(self, response_ids: IntArray) -> Verdict:
-        text = self.decode(response_ids)
-        verdict = Verdict.ERROR
-        for _ in range(VERIFY_ATTEMPTS):
-            verdict = await self._stages.verify.ask(
-                (self._prompt.ordinal,),
-                lambda deadline: self._stages.services.verifier.verify(self._prompt.problem, text, deadline=deadline),
-            )
-            if verdict.reward is not None:
-                break
-        return verdict
+        return await ask_verdict(
+            self._stages.verify,
+            (self._prompt.ordinal,),
+            self._stages.services.verifier,
+            self._prompt.problem,
+            self.decode(response_ids),
+        )
 
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.student.decode(token_ids)
@@ -221,6 +235,23 @@ class BoundStages:
         if len(response_ids) == 0 or int(response_ids[-1]) not in self._stages.foreign_end_ids:
             return response_ids
         return np.concatenate([response_ids[:-1], np.array([self._stages.teacher_end_id])], dtype=np.int32)
+
+
+async def ask_verdict(
+    stage: Stage, priority: Priority, verifier: Verifier, problem: Problem, response_text: str
+) -> Verdict:
+    """A verdict; missing evidence is asked for once more. A deadline that passes is missing evidence too."""
+    verdict = Verdict.TIMEOUT
+    for _ in range(VERIFY_ATTEMPTS):
+        try:
+            verdict = await stage.ask(
+                priority, lambda deadline: verifier.verify(problem, response_text, deadline=deadline)
+            )
+        except DeadlineExceededError:
+            verdict = Verdict.TIMEOUT
+        if verdict.reward is not None:
+            break
+    return verdict
 
 
 def _given(service: T | None, need: str) -> T:

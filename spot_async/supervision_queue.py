@@ -30,15 +30,17 @@ class AdmissionOrder:
     def __init__(self) -> None:
         self._next = 0
         self._finished: dict[int, Sequence[Sample] | None] = {}  # None: the prompt died
+        self._living = 0  # of the finished; counted, since a console thread asks at any moment
 
     def __len__(self) -> int:
-        return sum(samples is not None for samples in self._finished.values())
+        return self._living
 
     def put(self, ordinal: int, samples: Sequence[Sample] | None) -> None:
         """A prompt finished with its samples, or died (None). Raises ValueError the second time."""
         if ordinal < self._next or ordinal in self._finished:
             raise ValueError(f"prompt {ordinal} finished twice")
         self._finished[ordinal] = samples
+        self._living += samples is not None
 
     def ready(self) -> list[int]:
         """Living prompts that no unfinished prompt stands before, in order."""
@@ -61,12 +63,14 @@ class AdmissionOrder:
             if samples is not None:
                 batch.append((self._next, samples))
             self._next += 1
+        self._living -= count
         return batch
 
     def drain(self) -> list[int]:
         """Drop all living prompts that wait, for the end of a run; returns their ordinals."""
         left = sorted(ordinal for ordinal, samples in self._finished.items() if samples is not None)
         self._finished.clear()
+        self._living = 0
         return left
 
 

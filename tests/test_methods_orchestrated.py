@@ -241,7 +241,9 @@ async def test_kd_asks_once_even_when_two_epochs_want_the_same_problem_at_once()
             return await SimulatedStudent().generate(prompt.token_ids, sampling, deadline=0)
 
         async def score(self, response_ids, *, top_k):
-            return await SimulatedTeacher().score(prompt.token_ids, response_ids, top_k=top_k, deadline=0)
+            return await SimulatedTeacher().score(
+                prompt.token_ids, response_ids, top_k=top_k, temperature=1.0, deadline=0
+            )
 
         async def verify(self, response_ids):
             return Verdict.CORRECT
@@ -321,7 +323,9 @@ async def test_eopds_gate_falls_to_the_midpoints_side_where_only_bounds_are_know
             return await SimulatedStudent().generate(prompt.token_ids, sampling, deadline=0)
 
         async def score(self, response_ids, *, top_k):
-            given = await SimulatedTeacher().score(prompt.token_ids, response_ids, top_k=top_k, deadline=0)
+            given = await SimulatedTeacher().score(
+                prompt.token_ids, response_ids, top_k=top_k, temperature=1.0, deadline=0
+            )
             middle = np.linspace(0.5, 1.1, len(response_ids), dtype=np.float32)
             return TokenScores(
                 **{name: getattr(given, name) for name in ("logprobs", "topk_ids", "topk_logprobs")},

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -37,17 +38,20 @@ class Command:
     def __init__(self, *arguments: str) -> None:
         self.marker = f"SPOT_ASYNC_TEST={uuid.uuid4().hex}"
         name, _, value = self.marker.partition("=")
+        scratch = tempfile.mkdtemp(prefix="spot-test-")  # what a killed owner leaves is swept up by `finish`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "spot_async", *arguments],
             cwd=ROOT,
-            env={**os.environ, name: value, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, name: value, "OMP_NUM_THREADS": "1", "TMPDIR": scratch},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.scratch = scratch
 
     def finish(self, timeout_s: float = START_TIMEOUT_S) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout_s)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         return self.process.returncode, out, err
 
     def processes(self) -> dict[int, str]:

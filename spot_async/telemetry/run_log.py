@@ -1,15 +1,17 @@
 """Writes what happened in a run to its directory: metrics, samples, dead letters, events.
 
-Metric names are `area/name`; `docs/metrics` explains how to read them. Values that samples carry are
+Metric names are `area/name`. Values that samples carry are
 averaged over those samples that have them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 
@@ -83,6 +85,21 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in values.items()}
 
 
+class _EventFile:
+    """A line-buffered file that drops what a full disk does not take: a log must not end what it reports on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+
 def log_events_to(path: Path) -> None:
     """Send structlog events of this process to a JSONL file."""
     structlog.configure(
@@ -92,5 +109,5 @@ def log_events_to(path: Path) -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        logger_factory=structlog.WriteLoggerFactory(file=path.open("a", encoding="utf-8", buffering=1)),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _EventFile(path))),
     )

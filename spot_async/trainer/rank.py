@@ -91,6 +91,7 @@ class StudentTrainer:
         self._publisher = WeightPublisher(
             settings.weights_directory,
             student_directory=Path(settings.model_directory),
+            end_token_ids=settings.end_token_ids,
             dtype=torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32,
             keep=self._training.keep_weights,
         )
