@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from spot_async.concurrency import both
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
-from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
+from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
 
 from .distillation import distillation_sample
 from .targets import target_entropy, teacher_prior
@@ -64,11 +65,11 @@ class EopdPolicy:
             )
         ]
 
-    def _uncertain(self, scores: TokenScores) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def _uncertain(self, scores: TokenScores) -> BoolArray:
         """(T,) where the entropy is known only within bounds that hold tau; its midpoint decides there."""
         return (scores.entropy_lower <= self.settings.tau_nats) & (self.settings.tau_nats < scores.entropy_upper)
 
-    def _forward_kl(self, scores: TokenScores, gated: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> SoftTargets:
+    def _forward_kl(self, scores: TokenScores, gated: npt.NDArray[np.int64]) -> SoftTargets:
         """alpha times the mean over all T positions: the trajectory's loss is a sum over soft targets."""
         target = teacher_prior(scores.topk_logprobs[gated])  # (N, k)
         return SoftTargets(

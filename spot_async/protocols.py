@@ -31,7 +31,7 @@ from spot_async.types import (
 
 @runtime_checkable
 class Generator(Protocol):
-    """Student rollouts and probes, evaluation."""
+    """Student rollouts and probes, the teacher's responses, evaluation."""
 
     async def generate(
         self,

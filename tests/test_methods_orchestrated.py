@@ -362,6 +362,10 @@ def test_controls_choose_positions_without_asking_the_student(selection):
         best = sorted(sorted(allowed, key=lambda i: -entropy[i])[:2])
         by_entropy += record["selected_positions"] == best
     assert (by_entropy == len(records)) == (selection == "entropy")
+    if selection == "entropy":  # the same choice as the score's variant H, without its requests
+        _, variant, _ = run(SpotPolicy(SpotPolicy.Settings(score_variant="H"), context()))
+        chosen = [s.record["selected_positions"] for r in variant.results for s in r.samples]
+        assert chosen == [record["selected_positions"] for record in records]
     again, other = (
         [s.record["selected_positions"] for r in run(policy)[1].results for s in r.samples]
         for policy in (SpotPolicy(SpotPolicy.Settings(selection=selection), context(run_seed=seed)) for seed in (5, 6))
