@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.concurrency import leaves
+from spot_async.concurrency import root_cause
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, ProcessDiedError, SpotError, TrainerError
+from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -72,13 +72,15 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     outcome = run_until_stopped(run_training(settings, plan, directory, screen), directory)
     if outcome.after is not None:
-        screen.print(evaluation_table(outcome.before, outcome.after))
+        screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
         if note := unverified_note(outcome.after):
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{outcome.iterations} iterations; prompts: {states}", highlight=False)
     screen.print(Text(f"run directory: {path}"))
     screen.print(Text(f"trained student: {path / 'student'}"))
+    if outcome.best is not None:
+        screen.print(Text(f"best student: {path / 'best'}"))
 
 
 @app.command("eval")
@@ -149,10 +151,18 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
         f"run       {plan.schedule.iterations} iterations of {training.batch_size} prompts in mini-batches of "
         f"{training.mini_batch_size}, from {plan.problems - plan.filtered} problems ({plan.filtered} too long)",
-        f"evaluate  {len(plan.evaluation)} problems before and after" if plan.evaluation else "evaluate  nothing",
+        f"evaluate  {evaluations(config, len(plan.evaluation))}",
         f"write     {path}",
     ]
     screen.print(Text("\n".join(lines)))
+
+
+def evaluations(config: Config, problems: int) -> str:
+    """When `problems` held-out problems are evaluated."""
+    if config.evaluation is None:
+        return "nothing"
+    every = f", and every {config.evaluation.eval_every} iterations" if config.evaluation.eval_every else ""
+    return f"{problems} problems before and after{every}"
 
 
 def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
@@ -181,19 +191,6 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:
         fail(root_cause(error), code=1, note=saved(directory))
-
-
-def root_cause(error: BaseException) -> SpotError:
-    """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
-    failures = leaves(error)
-    for failure in failures:
-        if not isinstance(failure, SpotError):
-            raise error
-    for kind in (ProcessDiedError, TrainerError, SpotError):
-        for failure in failures:
-            if isinstance(failure, kind):
-                return failure
-    raise error
 
 
 def saved(directory: RunDirectory) -> str:

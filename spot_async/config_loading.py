@@ -6,10 +6,11 @@ included, as a `ConfigError`.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
         is_part = isinstance(value, dict) and "kind" not in value and isinstance(below, dict)
         merged[key] = laid_over(value, below) if is_part and isinstance(below, dict) else value
     return merged
+
+
+def config_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Override and validate plain values as a YAML file would hold them. `tree` stays as it is."""
+    values = copy.deepcopy(dict(tree))
+    for override in overrides:
+        apply_override(values, override)
+    return validate(values)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -9,13 +9,14 @@ runs unchanged on the simulator's virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
 from spot_async.errors import PermanentError, PoisonedReplyError, SpotError
+from spot_async.evaluation.runner import EvaluationResult
 from spot_async.ledger import Ledger, PromptState
 from spot_async.protocols import Policy, Trainer, WeightSink
 from spot_async.stages import Stages
@@ -45,6 +46,7 @@ class PhaseTimes:
     wait_for_batch: float = 0.0  # the trainer waits for supervision
     train: float = 0.0
     update_weights: float = 0.0
+    evaluate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class IterationResult:
     samples: Sequence[Sample]
     report: TrainReport
     times_s: PhaseTimes
+    evaluation: EvaluationResult | None = None  # of the new weights, where one was due
+
+
+# Measures the live weights after an iteration (the first one is 1), or returns None when no evaluation is due.
+LiveEvaluation = Callable[[int], Awaitable[EvaluationResult | None]]
 
 
 class RunObserver(Protocol):
@@ -87,6 +94,7 @@ class Orchestrator:
         trainer: Trainer,
         weight_sinks: Sequence[WeightSink],
         observer: RunObserver,
+        evaluate: LiveEvaluation | None = None,
     ) -> None:
         self.state = OrchestratorState()
         self.stages = stages
@@ -97,6 +105,7 @@ class Orchestrator:
         self._trainer = trainer
         self._weight_sinks = weight_sinks
         self._observer = observer
+        self._evaluate = evaluate
         self._credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
         self._gate = AdmissionGate(
             self.state.ledger,
@@ -175,13 +184,20 @@ class Orchestrator:
             await gather(sink.update_weights(report.snapshot, deadline=deadline) for sink in self._weight_sinks)
             times.update_weights = loop.time() - started
 
+            started = loop.time()
+            evaluation = None
+            if self._evaluate is not None:  # before the gate opens: nothing else is asked of the student meanwhile
+                self.state.waiting_for = "the evaluation"
+                evaluation = await self._evaluate(iteration + 1)
+            times.evaluate = loop.time() - started
+
             self._version = report.snapshot.version
             for ordinal, _ in batch:
                 self.state.ledger.move(ordinal, PromptState.TRAINED)
                 self._credits.release(ordinal)
             self.state.iteration = iteration + 1
             self._gate_changed.set()
-            self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times))
+            self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)

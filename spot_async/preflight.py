@@ -19,6 +19,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
+from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyContext, PolicyNeeds
 from spot_async.vocabulary import Vocabulary, first_line, stop_token_ids
 
@@ -33,6 +34,11 @@ class ModelFiles:
     vocab_size: int
     max_context_tokens: int
     vocabulary: Vocabulary
+
+    @property
+    def policy_context(self) -> PolicyContext:
+        """What a policy may know, when these are the teacher's files (the student's in a run without a teacher)."""
+        return PolicyContext(vocab_size=self.vocab_size, tokenizer=self.vocabulary.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class TrainPlan:
 
 def plan_training(config: Config) -> TrainPlan:
     """Raises ConfigError or DataError, one line each, for everything that would fail later."""
+    check_packages(config.telemetry)
     student = read_model("student", config.student.model)
     teacher = read_model("teacher", config.teacher.model) if config.teacher is not None else None
     others = {"teacher": teacher} if teacher is not None else {}
@@ -110,11 +117,8 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
 
 def make_policy(config: Config, model: ModelFiles) -> Policy:
     """The configured policy; `model` is the teacher, or the student in a run without one."""
-    context = PolicyContext(
-        vocab_size=model.vocab_size,
-        tokenizer=model.vocabulary.tokenizer,
-        run_seed=config.run.seed,
-        reference_kl=config.training.reference_kl > 0,
+    context = msgspec.structs.replace(
+        model.policy_context, run_seed=config.run.seed, reference_kl=config.training.reference_kl > 0
     )
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
     return policy

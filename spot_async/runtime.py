@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -20,16 +20,24 @@ from rich.console import Console
 from spot_async import registry
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
+from spot_async.evaluation.history import BestCheckpoint, EvaluationHistory
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.ledger import PromptState
-from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.orchestrator import (
+    IterationResult,
+    LiveEvaluation,
+    Orchestrator,
+    OrchestratorSettings,
+    RunObserver,
+)
 from spot_async.preflight import ModelFiles, TrainPlan, check_capabilities
 from spot_async.prompts import PromptSource
-from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Verifier, WeightSink
+from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import RunLog, log_events_to
+from spot_async.telemetry.sinks import open_sinks
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Capabilities, Prompt
@@ -69,17 +77,24 @@ class Backends:
 class TrainOutcome:
     """What a finished run amounts to."""
 
+    directory: Path  # of the run
     iterations: int
     before: EvaluationResult | None
     after: EvaluationResult | None
+    best: BestCheckpoint | None  # None without evaluations during the run
     prompts: dict[str, int]  # how many ended in which state
+
+    @property
+    def student(self) -> Path:
+        """The trained student, a Hugging Face directory. Missing when not one iteration was finished."""
+        return self.directory / "student"
 
 
 class Observers:
-    """Passes each event to the files first, then to the screen."""
+    """Passes each event on, in the order given: the files first, then the screen."""
 
-    def __init__(self, log: RunLog, console: RunConsole) -> None:
-        self._observers = (log, console)
+    def __init__(self, *observers: RunObserver) -> None:
+        self._observers = observers
 
     def iteration_finished(self, result: IterationResult) -> None:
         for observer in self._observers:
@@ -92,28 +107,50 @@ class Observers:
 
 async def train(config: Config, plan: TrainPlan, directory: RunDirectory, console: Console) -> TrainOutcome:
     """One training run, evaluated before and after where the configuration says so."""
-    log_events_to(directory.path / "logs" / "run.jsonl")
     screen = RunConsole(console, plan.schedule.iterations)
     backends = make_backends(config, plan, directory)
     student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
+    stages = make_stages(config, plan, backends, verifier)
+    history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
 
-    with screen.live():
+    with ExitStack() as stack:
+        stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
+        stack.enter_context(screen.live())
         screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
 
         async def run() -> TrainOutcome:
             found = await gather(_capabilities(backend) for backend in backends.by_role().values())
             check_capabilities(config, plan.policy.needs, dict(zip(backends.by_role(), found, strict=True)))
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
-            before = await measure(config, plan.evaluation, vocabulary, student, directory, screen, "before")
-            orchestrator = make_orchestrator(config, plan, directory, screen, backends, trainer, verifier)
+
+            async def evaluated(when: str) -> EvaluationResult | None:
+                return await measure(config, plan.evaluation, vocabulary, student, directory, screen, when)
+
+            async def evaluate_live(iteration: int) -> EvaluationResult | None:
+                if not evaluation_is_due(config, iteration):
+                    return None
+                result = await evaluated(f"{iteration:06d}")
+                screen.phase(f"training with {config.policy.kind}", orchestrator)
+                return result
+
+            before = await evaluated("before")
+            observer = Observers(RunLog(directory, stages.all, sinks), history, screen)
+            orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             await orchestrator.run()
-            after = await measure(config, plan.evaluation, vocabulary, student, directory, screen, "after")
-            ledger = orchestrator.state.ledger
+            iterations, ledger = orchestrator.state.iteration, orchestrator.state.ledger
+            after = history.result_after(iterations)
+            if after is not None:  # the same weights, problems and seeds: asking again would give it again
+                write_responses(directory, "after", after)
+            else:
+                after = await evaluated("after")
+                if after is not None and history.best is not None:
+                    history.add(iterations, after, (directory.path / "student").resolve())
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
-            return TrainOutcome(orchestrator.state.iteration, before, after, prompts)
+            return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
 
         servers = list(backends.by_role().values())
         async with running(*servers, trainer, verifier):
@@ -131,10 +168,9 @@ async def evaluate_student(
     console: Console,
 ) -> EvaluationResult:
     """Only the student's server and one evaluation."""
-    log_events_to(directory.path / "logs" / "run.jsonl")
     screen = RunConsole(console, 0)
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    with screen.live():
+    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
         screen.phase("starting the student")
         async with running(student):
             evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
@@ -170,7 +206,7 @@ async def measure(
     """One evaluation, its responses written; None when the configuration has no evaluation."""
     if config.evaluation is None:
         return None
-    screen.phase(f"evaluating {when}".strip())
+    screen.phase(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
     settings = config.evaluation.verifier
     async with registry.load("verifiers", settings.kind)(settings) as verifier:
         result = await evaluate(
@@ -181,10 +217,20 @@ async def measure(
             vocabulary=vocabulary,
             on_progress=screen.progress,
         )
-    name = f"evaluation-{when}.jsonl" if when else "evaluation.jsonl"
-    directory.append(name, [response for row in result.responses for response in row])
+    write_responses(directory, when, result)
     structlog.get_logger().info("evaluated", when=when, avg=result.figures("all").avg, tokens=result.tokens)
     return result
+
+
+def write_responses(directory: RunDirectory, when: str, result: EvaluationResult) -> None:
+    name = f"evaluation-{when}.jsonl" if when else "evaluation.jsonl"
+    directory.append(name, [response for row in result.responses for response in row])
+
+
+def evaluation_is_due(config: Config, iteration: int) -> bool:
+    """Whether the weights of this iteration (the first one is 1) are evaluated during training."""
+    every = config.evaluation.eval_every if config.evaluation is not None else 0
+    return every > 0 and iteration % every == 0
 
 
 def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Backend:
@@ -207,17 +253,9 @@ def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> B
     )
 
 
-def make_orchestrator(
-    config: Config,
-    plan: TrainPlan,
-    directory: RunDirectory,
-    screen: RunConsole,
-    backends: Backends,
-    trainer: TrainerProcess,
-    verifier: Verifier,
-) -> Orchestrator:
+def make_stages(config: Config, plan: TrainPlan, backends: Backends, verifier: Verifier) -> Stages:
     student, teacher, needs = backends.student, backends.teacher, plan.policy.needs
-    stages = Stages(
+    return Stages(
         Services(
             generator=student,
             scorer=teacher,
@@ -235,6 +273,17 @@ def make_orchestrator(
         max_probes_per_prompt=needs.probes_per_prompt,
         max_samples_per_prompt=needs.samples_per_prompt,
     )
+
+
+def make_orchestrator(
+    config: Config,
+    plan: TrainPlan,
+    stages: Stages,
+    trainer: Trainer,
+    weight_sinks: Sequence[WeightSink],
+    observer: RunObserver,
+    evaluate: LiveEvaluation,
+) -> Orchestrator:
     return Orchestrator(
         OrchestratorSettings(
             iterations=plan.schedule.iterations,
@@ -249,8 +298,9 @@ def make_orchestrator(
         policy=plan.policy,
         stages=stages,
         trainer=trainer,
-        weight_sinks=[student],
-        observer=Observers(RunLog(directory, stages.all), screen),
+        weight_sinks=weight_sinks,
+        observer=observer,
+        evaluate=evaluate,
     )
 
 
@@ -278,7 +328,14 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         },
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
+        "best": best_summary(outcome.best),
     }
+
+
+def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
+    if best is None:
+        return None
+    return asdict(best) | {"optimistic": "picked by the problems it is measured on"}
 
 
 def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None:

@@ -66,6 +66,7 @@ def complaint(path: Path, *overrides: str) -> str:
             "override 'training.batch_size.x=1': training.batch_size is a value, not a section",
         ),
         ("data.train=", "data.train: input should be a valid string, but got None"),
+        ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
         ("policy.beta=[1", "override 'policy.beta=[1': line 1 not valid YAML"),
     ],
 )
@@ -73,6 +74,10 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, 
     line = complaint(config_path, override)
     assert expected in line
     assert "\n" not in line
+
+
+def test_of_a_newer_file_nothing_but_its_version_is_complained_about(config_path):
+    assert complaint(config_path, "version=2", "training.fancy_new_key=1").count("\n") == 0
 
 
 def test_every_mistake_is_reported_in_its_own_line(config_path):
@@ -124,6 +129,7 @@ def test_the_written_configuration_reads_back_to_the_same_one(config_path, tmp_p
     written.write_text(dump_yaml(config))
     again = load_config(written)
     assert again == config
+    assert written.read_text().startswith("version: 1\n")
     assert again.student.backend.slots == 7
 
 

@@ -90,6 +90,7 @@ def build(
     capacity_prompts=None,
     concurrency=64,
     run_seed=0,
+    evaluate=None,
 ):
     policy = policy or SpotPolicy(SpotPolicy.Settings(), context())
     student = student or SimulatedStudent()
@@ -128,6 +129,7 @@ def build(
         trainer=trainer,
         weight_sinks=[student],
         observer=journal,
+        evaluate=evaluate,
     )
     return orchestrator, trainer, journal
 
@@ -140,6 +142,24 @@ def test_a_thousand_prompts_are_trained_once_in_admission_order_from_the_live_we
         assert {s.version.step for s in batch} == {step}  # strict: iteration i from v_i
     assert orchestrator.state.ledger.count(PromptState.TRAINED) == 1000
     assert len(journal.results) == 10
+
+
+def test_an_evaluation_has_the_student_to_itself_and_measures_the_weights_just_trained():
+    student = SimulatedStudent()
+    seen = []
+
+    async def evaluate(iteration):
+        requests = student.requests
+        await asyncio.sleep(1000)
+        assert student.requests == requests
+        seen.append((iteration, student.version.step))
+        return f"result {iteration}" if iteration == 2 else None
+
+    orchestrator, _, journal = build(student=student, iterations=3, evaluate=evaluate)
+    run_on_virtual_time(orchestrator.run())
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+    assert [result.evaluation for result in journal.results] == [None, "result 2", None]
+    assert [result.times_s.evaluate for result in journal.results] == pytest.approx([1000] * 3)
 
 
 def test_the_same_seed_gives_the_same_supervision_at_any_concurrency_and_latency():

@@ -109,6 +109,7 @@ def finished_run(tmp_path_factory):
         f"run.directory={run}",
         *QUICK[:-1],
         "evaluation.samples=2",
+        "evaluation.eval_every=1",
         f"evaluation.problems={few_problems(run.parent)}",
         "training.ranks=2",
     )
@@ -158,6 +159,22 @@ def test_a_run_records_what_spot_saw(finished_run):
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m["iteration"] for m in metrics] == [1, 2]
     assert all(m["train/trajectories"] == 8 for m in metrics)
+
+
+def test_evaluations_during_the_run_are_recorded_and_keep_the_best_student(finished_run):
+    from transformers import AutoModelForCausalLM
+
+    run, out = finished_run
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = json.loads((run / "summary.json").read_text())["best"]
+    assert best["value"] == max(row["evaluation/avg@2"] for row in rows)
+    assert best["value"] == rows[best["iteration"] - 1]["evaluation/avg@2"]
+    assert (run / "best").resolve() == run / "weights" / f"best-{best['iteration']:06d}"
+    AutoModelForCausalLM.from_pretrained(run / "best")
+    assert (run / "evaluation-000002.jsonl").read_bytes() == (run / "evaluation-after.jsonl").read_bytes()
+    assert len((run / "evaluation-000001.jsonl").read_text().splitlines()) == 12
+    assert f"Best by Avg@2: iteration {best['iteration']}" in out
+    assert "optimistic" in out
 
 
 def test_the_written_configuration_runs_again(finished_run, tmp_path):

@@ -18,7 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.evaluation.runner import EvaluationResult, paired_change
+from spot_async.evaluation.history import BestCheckpoint
+from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.types import Prompt, Verdict
@@ -74,6 +75,7 @@ class RunConsole:
             f"loss {train.get('loss', math.nan):.4f}",
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
+            evaluation_words(result.evaluation),
         ]
         self._say(" · ".join(part for part in parts if part))
 
@@ -142,14 +144,42 @@ def stage_table(orchestrator: Orchestrator) -> Table:
     return table
 
 
-def evaluation_table(before: EvaluationResult | None, after: EvaluationResult | None) -> Table:
-    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems."""
+def evaluation_words(result: EvaluationResult | None) -> str:
+    """The two figures of all problems, for a line of progress."""
+    if result is None:
+        return ""
+    figures = result.figures(ALL_TIERS)
+    return f"held out: Avg@{result.samples} {percent(figures.avg)}, Pass@{result.samples} {percent(figures.pass_)}"
+
+
+def best_words(best: BestCheckpoint) -> str:
+    """The best student and its figure, with what the figure is worth."""
+    metric = f"{best.criterion.capitalize()}@{best.samples}"
+    return (
+        f"Best by {metric}: iteration {best.iteration}, {with_error(best.value, best.standard_error)} on all problems. "
+        "It was picked by these same problems, so this figure is optimistic: measure it on others before comparing."
+    )
+
+
+def evaluation_table(
+    before: EvaluationResult | None, after: EvaluationResult | None, best: BestCheckpoint | None = None
+) -> Table:
+    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems. The best student below."""
     result = after or before
     assert result is not None
     k = result.samples
     columns = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
     title = "Held-out problems: percent ± standard error over the n problems of a tier"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=None if best is None else best_words(best),
+        caption_justify="left",
+        caption_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     headings = [metric if len(columns) == 1 else f"{metric}\n{name}"
                 for metric in (f"Avg@{k}", f"Pass@{k}") for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:

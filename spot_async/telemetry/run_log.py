@@ -1,31 +1,35 @@
 """Writes what happened in a run to its directory: metrics, samples, dead letters, events.
 
-Metric names are `area/name`. Values that samples carry are
+Metric names are `area/name`; docs/metrics.md explains how to read them. Values that samples carry are
 averaged over those samples that have them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO, cast
 
 import structlog
 
 from spot_async.actor import Stage
+from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
+from spot_async.telemetry.sinks import MetricSink
 from spot_async.types import Prompt, Sample
 
 
 class RunLog:
     """`RunObserver` that keeps the files of a run directory up to date."""
 
-    def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
+    def __init__(self, directory: RunDirectory, stages: Sequence[Stage], sinks: Sequence[MetricSink] = ()) -> None:
         self._directory = directory
+        self._sinks = sinks
         self._stages = stages
         self._last_counters = {stage.name: (0, 0.0) for stage in stages}
         self._iteration_started_s = time.monotonic()
@@ -38,6 +42,8 @@ class RunLog:
             "samples.jsonl", [{"iteration": result.iteration, **sample.record} for sample in result.samples]
         )
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
+        for sink in self._sinks:
+            sink.write(result.iteration, metrics)
         self._directory.point_student_to(Path(result.report.snapshot.directory))
 
     def prompt_died(self, prompt: Prompt, reason: str) -> None:
@@ -62,8 +68,9 @@ class RunLog:
 
 
 def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, float]:
-    """One iteration as `area/name` figures."""
+    """One iteration as `area/name` figures: what `metrics.jsonl` and every other sink get."""
     means = mean_metrics(result.samples)
+    training_s = elapsed_s - result.times_s.evaluate
     generated = sum(s.metrics.get("rollout/tokens", 0.0) + s.metrics.get("probe/tokens", 0.0) for s in result.samples)
     return {
         **means,
@@ -72,8 +79,28 @@ def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, fl
         "time/wait_for_batch_s": result.times_s.wait_for_batch,
         "time/train_s": result.times_s.train,
         "time/update_weights_s": result.times_s.update_weights,
-        "throughput/generated_tokens_per_s": generated / elapsed_s if elapsed_s > 0 else 0.0,
+        "throughput/generated_tokens_per_s": generated / training_s if training_s > 0 else 0.0,
+        **({} if result.evaluation is None else {"time/evaluate_s": result.times_s.evaluate}),
+        **evaluation_metrics(result.evaluation),
     }
+
+
+def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
+    """Figures of all problems, then of each tier. A standard error over one problem does not exist."""
+    if evaluation is None:
+        return {}
+    k = evaluation.samples
+    metrics: dict[str, float] = {}
+    for tier in evaluation.tier_names():
+        figures = evaluation.figures(tier)
+        area = "evaluation" if tier == ALL_TIERS else f"evaluation/{tier}"
+        metrics |= {
+            f"{area}/avg@{k}": figures.avg,
+            f"{area}/pass@{k}": figures.pass_,
+            f"{area}/avg@{k}_standard_error": figures.avg_error,
+            f"{area}/pass@{k}_standard_error": figures.pass_error,
+        }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
@@ -99,15 +126,45 @@ class _EventFile:
         with contextlib.suppress(OSError):
             self._file.flush()
 
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
 
-def log_events_to(path: Path) -> None:
-    """Send structlog events of this process to a JSONL file."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _EventFile(path))),
-    )
+
+@contextlib.contextmanager
+def log_events_to(path: Path) -> Iterator[None]:
+    """Send structlog events of this process to a JSONL file while inside, and where they went before afterwards."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    with contextlib.closing(_EventFile(path)) as file:
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ],
+            logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, file)),
+        )
+        try:
+            yield
+        finally:
+            structlog.reset_defaults()
+            if before is not None:
+                structlog.configure(**before)
+
+
+def log_events_to_python_logging() -> None:
+    """Unless the program configured structlog itself, events go to the logger of the module they come from.
+
+    structlog's own default prints them, which is no library's business.
+    """
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+            ],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
