@@ -181,7 +181,14 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
     training = config.training
     lines = [
         f"student   {config.student.backend.kind} backend serving {config.student.model}",
-        f"teacher   {config.teacher.backend.kind} backend serving {config.teacher.model}",
+        *(
+            f"{role:<9} {model.backend.kind} backend serving {model.model}"
+            for role, model in (
+                ("teacher", config.teacher if plan.policy.needs.teacher else None),
+                ("reference", plan.reference),
+            )
+            if model is not None
+        ),
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
         f"run       {plan.schedule.iterations} iterations of {training.batch_size} prompts in mini-batches of "
         f"{training.mini_batch_size}, from {plan.problems - plan.filtered} problems ({plan.filtered} too long)",

@@ -80,7 +80,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """A model in one role (student or teacher) and the backend that serves it."""
+    """A model in one role (student, teacher or reference) and the backend that serves it."""
 
     model: str = Field(description="Hugging Face model directory with tokenizer and chat template")
     backend: BackendSettings = Field(
@@ -111,7 +111,7 @@ class PromptConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Rollouts and probes."""
+    """Rollouts, probes and responses of the teacher."""
 
     temperature: PositiveFloat = Field(1.0, description="divides the logits; the trainer uses the same")
     top_p: Probability = Field(1.0, description="share of probability that is sampled from; 1 is all of it")
@@ -138,6 +138,16 @@ class TrainingConfig(Section):
     loss_aggregation: Literal["sequence_mean", "token_mean"] = Field(
         "sequence_mean", description="mean of each response first, or of all tokens of a mini-batch alike"
     )
+    behavior: Literal["served", "recomputed"] = Field(
+        "served",
+        description="pi_old of ratios and advantages: as the inference server reported it, or recomputed by the "
+        "trainer before an iteration's first update",
+    )
+    importance_cap: PositiveFloat | None = Field(
+        None,
+        description="weigh each token's policy term by min(recomputed / served probability, cap); off by default, "
+        "needs `behavior: recomputed`",
+    )
     ranks: PositiveInt = Field(1, description="trainer processes")
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of forward passes and published weights")
@@ -150,6 +160,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"mini_batch_size={self.mini_batch_size} must divide batch_size={self.batch_size}: "
                 f"the nearest that does is {nearest_divisor(self.batch_size, self.mini_batch_size)}"
+            )
+        if self.importance_cap is not None and self.behavior == "served":
+            raise ValueError(
+                f"importance_cap={self.importance_cap:g} needs behavior=recomputed: with the served pi_old there is "
+                "nothing to weigh it against"
             )
         if (self.epochs is None) == (self.iterations is None):
             raise ValueError("give exactly one of epochs and iterations")
@@ -186,6 +201,8 @@ class StagesConfig(Section):
     candidates: StageConfig = Field(StageConfig(), description="the student's log-probabilities of chosen tokens")
     probe: StageConfig = Field(StageConfig(concurrency=256), description="continuations after a teacher candidate")
     verify: StageConfig = Field(StageConfig(timeout_s=60.0), description="verdicts on responses and branches")
+    teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
+    reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
 
 
 class EvaluationConfig(Section):
@@ -233,10 +250,13 @@ class Config(Section):
     version: int = Field(CONFIG_VERSION, ge=1, description="of this file's format")
     run: RunConfig = Field(RunConfig(), description="where the run writes, and its seed")
     student: ModelConfig = Field(description="the model that is trained")
-    teacher: ModelConfig = Field(description="the model that is learned from")
+    teacher: ModelConfig | None = Field(None, description="the model that is learned from; not every policy needs one")
+    reference: ModelConfig | None = Field(
+        None, description="frozen model of `training.reference_kl`; default: the initial student, served like it"
+    )
     data: DataConfig = Field(description="the problems to train on")
     prompt: PromptConfig = Field(PromptConfig(), description="how a problem becomes a prompt")
-    sampling: SamplingConfig = Field(SamplingConfig(), description="rollouts and probes")
+    sampling: SamplingConfig = Field(SamplingConfig(), description="rollouts, probes and responses of the teacher")
     policy: PolicySettings = Field(description="the method; a policy's own settings")
     verifier: TrainingVerifier = Field(
         default_factory=dict, validate_default=True, description="judges rollouts; a verifier's own settings"

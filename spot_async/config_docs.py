@@ -22,7 +22,7 @@ from spot_async.config import Config, PluginSettings, Section
 GROUP_OF_KEY: dict[str, registry.Group] = {"backend": "backends", "policy": "policies", "verifier": "verifiers"}
 KEYS_OF_GROUP: dict[registry.Group, str] = {
     "policies": "`policy`",
-    "backends": "`student.backend` and `teacher.backend`",
+    "backends": "`student.backend`, `teacher.backend` and `reference.backend`",
     "verifiers": "`verifier` and `evaluation.verifier`",
 }
 UNIT_OF_ENDING = {
@@ -51,6 +51,9 @@ the wrong type and a combination that cannot work are refused in one line before
 
 Sections with a `kind` (policy, backends, verifiers) hold the settings of the plug-in of that name, which is an
 installed one's or `module:Class`. Where nothing else is to be set, `policy: opd` is short for `policy: {kind: opd}`.
+
+`base: FILE` at the top, relative to the file's own folder, lays a file over another one: sections merge key by key, and
+one that names its `kind` replaces the other's as a whole.
 """
 
 

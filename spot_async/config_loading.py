@@ -35,6 +35,16 @@ _Loader.add_implicit_resolver(
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, override and validate. Relative paths in the file stay relative to the working directory."""
+    tree = read_tree(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return validate(tree)
+
+
+def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's plain values, laid over those of the file that its `base` names (relative to its own folder)."""
+    if path.resolve() in readers:
+        raise ConfigError(f"{path}: is its own `base`, through {', '.join(reader.name for reader in readers)}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -44,7 +54,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
-    return config_from(tree, overrides)
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: `base` must name a configuration file, but is {base!r}")
+    return laid_over(tree, read_tree(path.parent / base, (*readers, path.resolve())))
+
+
+def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `tree` in their place: sections key by key, one that names its `kind` as a whole."""
+    merged = dict(base)
+    for key, value in tree.items():
+        below = base.get(key)
+        is_part = isinstance(value, dict) and "kind" not in value and isinstance(below, dict)
+        merged[key] = laid_over(value, below) if is_part and isinstance(below, dict) else value
+    return merged
 
 
 def config_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

@@ -61,8 +61,9 @@ def stages_for(
     vocabulary: Vocabulary,
     *,
     student: StudentServices,
-    teacher: Scorer,
     verifier: Verifier,
+    teacher: Scorer | None = None,
+    reference: Scorer | None = None,
     teacher_vocabulary: Vocabulary | None = None,
     sampling: SamplingConfig | None = None,
     config: StagesConfig | None = None,
@@ -71,20 +72,31 @@ def stages_for(
 ) -> Stages:
     """Stages over services that are running already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
 
-    `vocabulary` is the student's; give the teacher's too where it ends its responses with another token.
-    `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be supervised at once. Events
-    (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
+    `teacher` and `reference` are given as the policy's needs say; a policy that wants the teacher's responses needs
+    one that generates. `vocabulary` is the student's; give the teacher's too where it ends its responses with another
+    token. `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be supervised at once.
+    Events (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
     """
     log_events_to_python_logging()
+    needs = policy.needs
+    teacher_generator = teacher if needs.teacher_responses and isinstance(teacher, Generator) else None
     return Stages(
-        Services(generator=student, scorer=teacher, candidate_scorer=student, verifier=verifier),
+        Services(
+            generator=student,
+            scorer=teacher,
+            candidate_scorer=student,
+            verifier=verifier,
+            teacher_generator=teacher_generator,
+            reference=reference,
+        ),
         config or StagesConfig(),
         sampling or SamplingConfig(),
         student=vocabulary,
         teacher=teacher_vocabulary or vocabulary,
         run_seed=seed,
         max_running_prompts=max_prompts,
-        max_probes_per_prompt=policy.needs.probes_per_prompt,
+        max_probes_per_prompt=needs.probes_per_prompt,
+        max_samples_per_prompt=needs.samples_per_prompt,
     )
 
 

@@ -191,7 +191,8 @@ class Orchestrator:
 
             started = loop.time()
             self.state.waiting_for = "the trainer"
-            report = await self._trainer.train(iteration, [sample.supervision for sample in samples])
+            trained = [sample.supervision for sample in samples if sample.supervision is not None]
+            report = await self._trainer.train(iteration, trained)
             times.train = self._phase_ended(iteration, "train", started, ordinals)
 
             started = loop.time()
@@ -226,6 +227,4 @@ class Orchestrator:
         return ended - started
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
-        return worst_case_bytes(
-            len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs.soft_target_bytes
-        )
+        return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)

@@ -31,7 +31,7 @@ from spot_async.types import (
 
 @runtime_checkable
 class Generator(Protocol):
-    """Student rollouts and probes, evaluation."""
+    """Student rollouts and probes, the teacher's responses, evaluation."""
 
     async def generate(
         self,
@@ -113,12 +113,20 @@ class Verifier(Protocol):
 class PromptStages(Protocol):
     """The stages as one prompt's coroutine sees them: priority, seed and deadline are already its own."""
 
-    async def rollout(self) -> Generation:
-        """Sample the prompt's response from the behaviour policy."""
+    async def rollout(self, *, n: int = 0) -> Generation:
+        """Sample the prompt's n-th response from the behaviour policy."""
+        ...
+
+    async def teacher_response(self) -> Generation:
+        """Sample a response from the teacher, with the rollouts' settings."""
         ...
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         """Score the response under the teacher."""
+        ...
+
+    async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
+        """Log-probabilities (T,) of the response under the frozen reference."""
         ...
 
     async def candidate_logprobs(

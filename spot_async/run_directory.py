@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
 
+DECIMALS = 6  # of numbers in arrays: what people read
 RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
 
 
@@ -81,7 +83,7 @@ class RunDirectory:
 
     def append(self, name: str, rows: list[Any]) -> None:
         """Append rows to a JSONL file: all of them, or on a full disk none (StorageError)."""
-        encoder = msgspec.json.Encoder()
+        encoder = msgspec.json.Encoder(enc_hook=_plain)
         data = b"".join(encoder.encode(row) + b"\n" for row in rows)
         path = self.path / name
         try:
@@ -144,3 +146,10 @@ def _link_or_copy(source: str, destination: str) -> None:
 
 def _json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def _plain(value: object) -> object:
+    """Arrays as lists of numbers."""
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float64).round(DECIMALS).tolist() if value.dtype.kind == "f" else value.tolist()
+    raise NotImplementedError(f"no JSON form for {type(value).__name__}")

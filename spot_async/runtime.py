@@ -54,8 +54,24 @@ class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
     """What the student's backend must be."""
 
 
-class TeacherBackend(Backend, Scorer, Protocol):
-    """What the teacher's backend must be."""
+class TeacherBackend(Backend, Scorer, Generator, Protocol):
+    """What the teacher's backend must be, as far as the policy's needs go."""
+
+
+class ReferenceBackend(Backend, Scorer, Protocol):
+    """What the frozen reference's backend must be."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The inference services of a training run, by role; None where the policy asks for none."""
+
+    student: StudentBackend
+    teacher: TeacherBackend | None
+    reference: ReferenceBackend | None
+
+    def by_role(self) -> dict[str, Backend]:
+        return {role: backend for role, backend in vars(self).items() if backend is not None}
 
 
 @dataclass(frozen=True)
@@ -93,22 +109,22 @@ class Observers:
 async def train(config: Config, plan: TrainPlan, directory: RunDirectory, console: Console) -> TrainOutcome:
     """One training run, evaluated before and after where the configuration says so."""
     screen = RunConsole(console, plan.schedule.iterations)
-    student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    teacher = cast(TeacherBackend, make_backend(config.teacher, "teacher", directory))
+    backends = make_backends(config, plan, directory)
+    student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
-    stages = make_stages(config, plan, student, teacher, verifier)
+    stages = make_stages(config, plan, backends, verifier)
     history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
 
     with ExitStack() as stack:
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
         stack.enter_context(screen.live())
-        screen.phase("starting student, teacher and trainer")
+        screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
 
         async def run() -> TrainOutcome:
-            found_student, found_teacher = await gather([_capabilities(student), _capabilities(teacher)])
-            check_capabilities(config, plan.policy.needs, found_student, found_teacher)
+            found = await gather(_capabilities(backend) for backend in backends.by_role().values())
+            check_capabilities(config, plan.policy.needs, dict(zip(backends.by_role(), found, strict=True)))
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
@@ -138,8 +154,9 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
             return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
 
-        async with running(student, teacher, trainer, verifier):
-            outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
+        servers = list(backends.by_role().values())
+        async with running(*servers, trainer, verifier):
+            outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -225,18 +242,38 @@ def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Bac
     return backend
 
 
-def make_stages(
-    config: Config, plan: TrainPlan, student: StudentBackend, teacher: TeacherBackend, verifier: Verifier
-) -> Stages:
+def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> Backends:
+    """What the plan says must be served, not yet started."""
+
+    def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
+        return make_backend(model, role, directory) if needed and model is not None else None
+
+    return Backends(
+        student=make("student", config.student, True),
+        teacher=make("teacher", config.teacher, plan.policy.needs.teacher),
+        reference=make("reference", plan.reference, True),
+    )
+
+
+def make_stages(config: Config, plan: TrainPlan, backends: Backends, verifier: Verifier) -> Stages:
+    student, teacher, needs = backends.student, backends.teacher, plan.policy.needs
     return Stages(
-        Services(generator=student, scorer=teacher, candidate_scorer=student, verifier=verifier),
+        Services(
+            generator=student,
+            scorer=teacher,
+            candidate_scorer=student,
+            verifier=verifier,
+            teacher_generator=teacher if needs.teacher_responses else None,
+            reference=backends.reference,
+        ),
         config.stages,
         config.sampling,
         student=plan.student.vocabulary,
-        teacher=plan.teacher.vocabulary,
+        teacher=(plan.teacher or plan.student).vocabulary,
         run_seed=config.run.seed,
         max_running_prompts=config.queue_capacity_prompts,
-        max_probes_per_prompt=plan.policy.needs.probes_per_prompt,
+        max_probes_per_prompt=needs.probes_per_prompt,
+        max_samples_per_prompt=needs.samples_per_prompt,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from spot_async.types import (
 )
 from spot_async.vocabulary import Vocabulary, stop_token_ids
 
+T = TypeVar("T")
+
 STAGE_SERVERS = {
     "rollout": "student",
     "score": "teacher",
@@ -51,9 +54,11 @@ class Services:
     """The backends and the verifier that stages send their requests to."""
 
     generator: Generator
-    scorer: Scorer
+    scorer: Scorer | None  # the teacher; None when the policy needs no scores of it
     candidate_scorer: CandidateScorer
     verifier: Verifier
+    teacher_generator: Generator | None = None  # None when the policy needs no responses of the teacher
+    reference: Scorer | None = None  # None when the policy needs no reference
 
 
 class Stages:
@@ -70,6 +75,7 @@ class Stages:
         run_seed: int,
         max_running_prompts: int,
         max_probes_per_prompt: int,
+        max_samples_per_prompt: int = 1,
     ) -> None:
         self.services = services
         self.sampling = sampling
@@ -93,13 +99,18 @@ class Stages:
                 jitter=jitter,
             )
 
-        probes = max(1, max_probes_per_prompt)
-        self.rollout = stage("rollout", config.rollout, 1)
-        self.score = stage("score", config.score, 1)
-        self.candidates = stage("candidates", config.candidates, 1)
+        samples, probes = max_samples_per_prompt, max(1, max_probes_per_prompt)
+        self.rollout = stage("rollout", config.rollout, samples)
+        self.score = stage("score", config.score, samples)
+        self.candidates = stage("candidates", config.candidates, samples)
         self.probe = stage("probe", config.probe, probes)
-        self.verify = stage("verify", config.verify, probes + 1)
-        self.all = (self.rollout, self.score, self.candidates, self.probe, self.verify)
+        self.verify = stage("verify", config.verify, probes + samples)
+        self.teacher_response = stage("teacher_response", config.teacher_response, 1)
+        self.reference = stage("reference", config.reference, samples)
+        used = [self.rollout, self.score, self.candidates, self.probe, self.verify]
+        used += [self.teacher_response] if services.teacher_generator is not None else []
+        used += [self.reference] if services.reference is not None else []
+        self.all = tuple(used)
 
     def report_to(self, timeline: Timeline) -> None:
         """Let every stage tell `timeline` of its requests."""
@@ -117,19 +128,31 @@ class BoundStages:
         self._stages = stages
         self._prompt = prompt
 
-    async def rollout(self) -> Generation:
+    async def rollout(self, *, n: int = 0) -> Generation:
+        nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
         return await self._generate(
             self._stages.rollout,
+            self._stages.services.generator,
             (self._prompt.ordinal,),
             self._prompt.token_ids,
-            self._settings(self._stages.sampling.max_response_tokens, "rollout"),
+            self._settings(self._stages.sampling.max_response_tokens, "rollout", *nth),
+        )
+
+    async def teacher_response(self) -> Generation:
+        return await self._generate(
+            self._stages.teacher_response,
+            _given(self._stages.services.teacher_generator, "teacher_responses"),
+            (self._prompt.ordinal,),
+            self._prompt.token_ids,
+            self._settings(self._stages.sampling.max_response_tokens, "teacher response"),
         )
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        scorer = _given(self._stages.services.scorer, "teacher_top_k")
         scored_ids = self._as_teacher_ends(response_ids)
         return await self._stages.score.ask(
             (self._prompt.ordinal,),
-            lambda deadline: self._stages.services.scorer.score(
+            lambda deadline: scorer.score(
                 self._prompt.token_ids,
                 scored_ids,
                 top_k=top_k,
@@ -137,6 +160,20 @@ class BoundStages:
                 deadline=deadline,
             ),
         )
+
+    async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
+        reference = _given(self._stages.services.reference, "reference")
+        scores = await self._stages.reference.ask(
+            (self._prompt.ordinal,),
+            lambda deadline: reference.score(
+                self._prompt.token_ids,
+                response_ids,
+                top_k=1,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
+            ),
+        )
+        return scores.logprobs
 
     async def candidate_logprobs(
         self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
@@ -163,6 +200,7 @@ class BoundStages:
         prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
             self._stages.probe,
+            self._stages.services.generator,
             (self._prompt.ordinal, position),
             prefix_ids,
             self._settings(budget, "probe", position, candidate_id, n),
@@ -181,11 +219,16 @@ class BoundStages:
         return self._stages.student.decode(token_ids)
 
     async def _generate(
-        self, stage: Stage, priority: tuple[int, ...], prefix_ids: IntArray, settings: SamplingSettings
+        self,
+        stage: Stage,
+        generator: Generator,
+        priority: tuple[int, ...],
+        prefix_ids: IntArray,
+        settings: SamplingSettings,
     ) -> Generation:
         generation = await stage.ask(
             priority,
-            lambda deadline: self._stages.services.generator.generate(
+            lambda deadline: generator.generate(
                 prefix_ids, settings, session=f"prompt-{self._prompt.ordinal}", deadline=deadline
             ),
         )
@@ -224,6 +267,13 @@ async def ask_verdict(
         if verdict.reward is not None:
             break
     return verdict
+
+
+def _given(service: T | None, need: str) -> T:
+    """A service that only some policies have; asking for one that was not stated as a need is a bug."""
+    if service is None:
+        raise LookupError(f"the policy asks for what its needs do not state: {need}")
+    return service
 
 
 @functools.cache

@@ -10,16 +10,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from spot_async.types import Sample
+from spot_async.types import PolicyNeeds, Sample
 
 # int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, per response token
 BYTES_PER_RESPONSE_TOKEN = 4 * 4
-BYTES_PER_SAMPLE = 512  # names, versions, array headers
+BYTES_PER_RECORD_TOKEN = 2 * 4  # float32 entropy and score; the record's other arrays are the supervision's
+BYTES_PER_TEXT_TOKEN = 8  # most tokens are shorter
+BYTES_PER_SAMPLE = 4096  # names, versions, array headers, the record's plain values
 
 
-def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, soft_target_bytes: int = 0) -> int:
-    """Upper bound of one trajectory's supervision on the wire."""
-    return 4 * prompt_tokens + BYTES_PER_RESPONSE_TOKEN * max_response_tokens + soft_target_bytes + BYTES_PER_SAMPLE
+def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
+    """Upper bound of what one prompt holds in the queue: its trajectories' supervision and their records."""
+    per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.soft_target_bytes_per_token
+    texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens
+    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.soft_target_bytes + BYTES_PER_SAMPLE
+    return needs.samples_per_prompt * (trajectory + texts)
 
 
 class AdmissionOrder:

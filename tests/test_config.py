@@ -46,7 +46,7 @@ def complaint(path: Path, *overrides: str) -> str:
         ("training.learning_rate=.inf", "training.learning_rate: input should be a"),
         ("policy=spt", "policy: no policy called 'spt'; did you mean 'spot'?"),
         ("student.backend=locl", "student.backend: no backend called 'locl'; did you mean 'local'?"),
-        ("policy={}", "policy: needs a `kind`, one of: opd, spot"),
+        ("policy={}", "policy: needs a `kind`, one of: eopd, grpo, kd, opd, spot"),
         ("policy=no.such.module:Policy", "policy: cannot load 'no.such.module:Policy'"),
         (
             "training.mini_batch_size=3",
@@ -88,7 +88,7 @@ def test_every_mistake_is_reported_in_its_own_line(config_path):
 def test_a_missing_section_is_named(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("student: {model: s}")
-    assert "teacher: required, but not given" in complaint(path)
+    assert "data: required, but not given" in complaint(path)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +144,27 @@ def test_sections_left_out_of_the_file_can_be_overridden_in_part(config_path):
     )
     assert (config.teacher.backend.kind, config.teacher.backend.slots) == ("local", 3)
     assert (config.evaluation.verifier.kind, config.evaluation.verifier.workers) == ("math_verify", 5)
+
+
+def test_a_file_lies_over_the_one_that_its_base_names(config_path, tmp_path):
+    (tmp_path / "below").mkdir()
+    over = tmp_path / "below" / "over.yaml"
+    over.write_text("base: ../run.yaml\npolicy: {kind: opd}\ntraining: {batch_size: 16}\nteacher: null\n")
+    config_path.write_text(MINIMAL.replace("policy: spot", "policy: {kind: spot, gamma: 2.0}"))
+    config = load_config(over, ["training.mini_batch_size=2"])
+    assert config.policy.kind == "opd"  # as a whole: gamma is no key of it
+    assert (config.training.iterations, config.training.batch_size, config.training.mini_batch_size) == (3, 16, 2)
+    assert config.student.model == "s"
+    assert config.teacher is None
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [("nowhere.yaml", "nowhere.yaml: cannot read"), ("over.yaml", "is its own `base`"), ("[1]", "`base` must name")],
+)
+def test_a_base_that_cannot_be_read_is_one_line(tmp_path, base, expected):
+    over = tmp_path / "over.yaml"
+    over.write_text(f"base: {base}")
+    line = complaint(over)
+    assert expected in line
+    assert "\n" not in line

@@ -16,6 +16,10 @@ import pytest
 from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
 from spot_async.library import stages_for
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.policies.eopd import EopdPolicy
+from spot_async.policies.grpo import GrpoPolicy
+from spot_async.policies.kd import KdPolicy
+from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.run_directory import RunDirectory
 from spot_async.simulation.services import (
@@ -76,14 +80,28 @@ async def evaluate(iteration):
     return EvaluationResult(tiers=("easy", "easy", "hard", "hard"), responses=((response, response),) * 4)
 
 
+class WritingTeacher(SimulatedTeacher):
+    """One that also answers, for KD."""
+
+    async def generate(self, prompt_ids, sampling, **rest):
+        return await SimulatedStudent().generate(prompt_ids, sampling, **rest)
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """A simulated SPOT run: the rows of its metrics.jsonl, and what a sink was given."""
-    directory = RunDirectory(tmp_path_factory.mktemp("run"))
-    policy = SpotPolicy(SpotPolicy.Settings(), PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer()))
+    return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
+
+
+def simulate(policy_class, folder):
+    directory = RunDirectory(folder)
+    context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer(), reference_kl=True)
+    policy = policy_class(policy_class.Settings(), context)
     student = SimulatedStudent()
     vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    stages = stages_for(policy, vocabulary, student=student, teacher=SimulatedTeacher(), verifier=SimulatedVerifier())
+    teacher, verifier = WritingTeacher(), SimulatedVerifier()
+    reference = SimulatedTeacher() if policy.needs.reference else None
+    stages = stages_for(policy, vocabulary, student=student, teacher=teacher, reference=reference, verifier=verifier)
     given = []
     sink = SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))
     orchestrator = Orchestrator(
@@ -113,8 +131,10 @@ def simulated(tmp_path_factory):
     return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()], given
 
 
-def test_every_metric_has_its_row_and_every_row_its_metric(simulated):
+def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simulated, tmp_path_factory):
     rows, _ = simulated
+    others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy)
+    rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
     written = {name for row in rows for name in row} - {"iteration", "time"}
     patterns = documented()
     assert {name for name in written if not any(p.fullmatch(name) for p in patterns.values())} == set()

@@ -53,16 +53,16 @@ NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=Tru
 )
 def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(config, role, change, expected):
     served = {"student": SERVED, "teacher": SERVED} | {role: msgspec.structs.replace(SERVED, **change)}
-    check_capabilities(config, NEEDS, SERVED, SERVED)
+    check_capabilities(config, NEEDS, {"student": SERVED, "teacher": SERVED})
     with pytest.raises(ConfigError, match=expected):
-        check_capabilities(config, NEEDS, served["student"], served["teacher"])
+        check_capabilities(config, NEEDS, served)
 
 
 def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config):
     small = msgspec.structs.replace(SERVED, max_context_tokens=230)
     config = load_config(Path("configs/quickstart.yaml"), ["evaluation.max_response_tokens=400"])
     with pytest.raises(ConfigError, match=r"evaluation\.max_response_tokens=400"):
-        check_capabilities(config, NEEDS, small, SERVED)
+        check_capabilities(config, NEEDS, {"student": small, "teacher": SERVED})
 
 
 def test_a_queue_that_cannot_hold_one_batch_in_bytes_is_refused(config):

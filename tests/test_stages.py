@@ -9,6 +9,7 @@ import pytest
 
 from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError
+from spot_async.seeds import derive_seed
 from spot_async.stages import Services, Stages
 from spot_async.types import Generation, Problem, Prompt, Verdict, WeightVersion
 
@@ -35,6 +36,7 @@ class Recorder:
     async def score(self, prompt_ids, response_ids, *, top_k, temperature, deadline):
         self.scored.append(response_ids.tolist())
         self.temperatures.append(temperature)
+        return SimpleNamespace(logprobs=np.zeros(len(response_ids), np.float32))
 
     async def candidate_logprobs(self, prompt_ids, response_ids, positions, candidate_ids, *, temperature, **rest):
         self.temperatures.append(temperature)
@@ -44,10 +46,10 @@ class Recorder:
         return self.verdicts.pop(0)
 
 
-def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT):
+def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, reference=None):
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
-        Services(recorder, recorder, recorder, recorder),
+        Services(recorder, recorder, recorder, recorder, reference=reference),
         StagesConfig(),
         SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
         student=vocabulary(student_ends),
@@ -137,3 +139,26 @@ async def test_all_log_probabilities_are_asked_for_at_the_rollouts_temperature()
     await stages.candidate_logprobs(RESPONSE, positions, candidates, version=WeightVersion(0, 0))
     assert recorder.generated[0][1].temperature == 0.7
     assert recorder.temperatures == [0.7, 0.7]
+
+
+async def test_samples_of_a_group_have_seeds_of_their_own_and_the_first_has_a_single_rollouts():
+    recorder = Recorder()
+    stages = bound(recorder, run_seed=3)
+    for n in range(3):
+        await stages.rollout(n=n)
+    first, *others = [sampling.seed for _, sampling in recorder.generated]
+    assert first == derive_seed(3, PROMPT.ordinal, "rollout")  # a run's tokens stay the same from version to version
+    assert len({first, *others}) == 3
+
+
+async def test_the_reference_scores_what_was_sampled_end_token_included():
+    reference = Recorder()
+    stages = bound(Recorder(), student_ends=(1,), teacher_ends=(2,), reference=reference)
+    await stages.reference_logprobs(RESPONSE)
+    assert reference.temperatures == [0.7]
+    assert reference.scored == [RESPONSE.tolist()]  # not as the teacher ends
+
+
+async def test_asking_for_what_the_needs_did_not_state_is_an_error():
+    with pytest.raises(LookupError, match="teacher_responses"):
+        await bound(Recorder()).teacher_response()
