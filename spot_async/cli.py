@@ -110,6 +110,18 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
     screen.print(Text(f"run directory: {path}"))
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="MODEL_DIR [--uds PATH | --port N] [OPTIONS]",
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model directory: generation, scoring, weight updates. See serve --help."""
+    from spot_async.serving.__main__ import main as serve_model
+
+    serve_model(context.args, program="spot-async serve")
+
+
 def show_plan(config: Config, path: Path, plan: Any) -> None:
     """What `train --dry-run` prints."""
     first = next(iter(plan.schedule))

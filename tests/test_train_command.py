@@ -202,6 +202,10 @@ def test_responses_beyond_the_context_are_one_line(tmp_path):
     )
 
 
+def test_serve_refuses_a_missing_model_directory_in_one_line():
+    assert_refused(Command("serve", "no/such/model"), "no/such/model: no such model directory")
+
+
 def test_a_port_that_is_taken_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from pydantic import ValidationError
@@ -14,27 +16,38 @@ from spot_async.serving.server import serve
 from spot_async.serving.settings import ServeSettings
 
 USAGE_ERROR = 2
+PARENT_VARIABLE = "SPOT_ASYNC_PARENT"
+DEFAULT_PORT = "8000"
+DESCRIPTION = (
+    "Serve a causal language model of transformers: generation, scoring and weight updates over HTTP with msgpack "
+    "bodies, on a Unix socket or a port. `spot-async train` starts such servers itself."
+)
 
 
-def main() -> None:
-    exit_with_parent()
-    given = {name: value for name, value in vars(_parser().parse_args()).items() if value is not None}
+def main(arguments: Sequence[str] | None = None, *, program: str = "python -m spot_async.serving") -> None:
+    """Run the server that the command line describes; `spot-async serve` is this too."""
+    if PARENT_VARIABLE in os.environ:  # a server started from a shell may outlive the shell
+        exit_with_parent()
+    given = {name: value for name, value in vars(_parser(program).parse_args(arguments)).items() if value is not None}
+    if "uds" not in given:
+        given.setdefault("port", DEFAULT_PORT)
     try:
         serve(ServeSettings.model_validate_strings(given))
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
-        _refuse(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip())
+        _refuse(f"{'.'.join(map(str, first['loc']))} {first['msg'].removeprefix('Value error, ')}".strip())
     except SpotError as error:
         _refuse(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m spot_async.serving", description="Serve a causal LM.")
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     for name, field in ServeSettings.model_fields.items():
         flag = name if field.is_required() else f"--{name.replace('_', '-')}"
         default = f" (default: {field.default})" if field.default is not None and not field.is_required() else ""
+        default = f" (default: {DEFAULT_PORT})" if name == "port" else default
         parser.add_argument(flag, help=f"{field.description}{default}")
     return parser
 

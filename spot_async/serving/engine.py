@@ -46,6 +46,7 @@ class Engine:
         self.tokens_prefilled = 0
         self._model = model
         self._settings = settings
+        self._chunk_rows = max(1, settings.score_logits // model.vocab_size)
         self._numbers = itertools.count()
         self._waiting: deque[GenerateTask] = deque()
         self._scoring: deque[ScoreTask | CandidateTask] = deque()
@@ -267,7 +268,7 @@ class Engine:
             self._tensor(targets),
             top_k=request.top_k,
             temperature=request.temperature,
-            chunk_rows=self._settings.logit_rows,
+            chunk_rows=self._chunk_rows,
         )
         logprobs, topk_ids, topk_logprobs, entropy = (part.numpy(force=True) for part in scores)
         topk_ids = topk_ids.astype(np.int32)
@@ -292,7 +293,7 @@ class Engine:
             hidden,
             self._tensor(candidates),
             temperature=group[0].request.temperature,
-            chunk_rows=self._settings.logit_rows,
+            chunk_rows=self._chunk_rows,
         ).numpy(force=True)
         end = 0
         for task in group:

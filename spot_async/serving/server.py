@@ -75,7 +75,7 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
         max_top_k=engine.limits.max_top_k,
         exact_entropy=True,
         candidate_logprobs=True,
-        weight_update=True,
+        weight_update=engine.parameters.match(directory),
     )
     return worker, build_app(worker, capabilities, api_key=api_key)
 

@@ -21,7 +21,9 @@ class EngineSettings(Section):
     )
     prefill_tokens: PositiveInt = Field(4096, description="padded prompt tokens read between two decode steps")
     score_tokens: PositiveInt = Field(8192, description="padded tokens of one scoring forward")
-    logit_rows: PositiveInt = Field(512, description="rows projected onto the vocabulary at a time when scoring")
+    score_logits: PositiveInt = Field(
+        1 << 24, description="logits held at a time when scoring: rows of a chunk times the vocabulary"
+    )
     threads: PositiveInt = Field(1, description="CPU threads of the engine")
     device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1, ...")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights and activations")

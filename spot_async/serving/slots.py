@@ -103,7 +103,7 @@ class SlotTable:
                 column[row] = column[last]
             self.tasks[row] = moved
             moved.row = row
-        self.length[last] = 0  # a free row may be computed as padding: keep its position valid
+        self.length[last] = 0  # computed as padding, a free row writes there: the next prefill covers it
         return last if row != last else None
 
     def _columns(self) -> dict[str, npt.NDArray[Any]]:

@@ -6,9 +6,11 @@ Tensors that the model ties (one storage, several names) may come under any of t
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,6 +48,11 @@ class Parameters:
         if missing:
             raise DataError(f"{directory}: tensor {min(missing)!r} is missing ({len(missing)} in all)")
         return found
+
+    def match(self, directory: Path) -> bool:
+        """Whether the files in `directory` name this model's tensors; some architectures fuse tensors on loading."""
+        names = [name for path in weight_files(directory) for name in _names_in(path)]
+        return {self._names.get(name) for name in names} == self._tensors.keys()
 
     def _add(self, found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, path: Path) -> None:
         kept = self._names.get(name)
@@ -87,8 +94,19 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> list[tuple[str, torch.Tensor]]:
+    with _open(path) as file:
+        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a mapping
+
+
+def _names_in(path: Path) -> list[str]:
+    with _open(path) as file:
+        return list(file.keys())
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a mapping
+            yield file
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: cannot be read, it may be cut off: {error}") from error

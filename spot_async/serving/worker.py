@@ -40,7 +40,10 @@ class EngineWorker:
 
     def stop(self) -> None:
         """Let `run` return after the step in progress; requests still here are never answered."""
-        self._calls.put(functools.partial(setattr, self, "_stopping", True))
+        self._calls.put(self._stop)
+
+    def _stop(self) -> None:
+        self._stopping = True
 
     def submit(self, request: Request) -> Future[Any]:
         """A future of the request's reply; raises `PermanentError` when it cannot be served."""

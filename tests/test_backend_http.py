@@ -1,0 +1,144 @@
+"""What every HTTP backend shares: failures become the errors that callers act on, replies are checked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+
+from spot_async.backends.http import HttpEndpoint
+from spot_async.backends.replies import check_generation, check_scores
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    PoisonedReplyError,
+    ThrottledError,
+    TransientError,
+)
+from spot_async.types import Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
+
+VOCAB = 53
+RESPONSE = np.array([7, 30], np.int32)
+
+
+def soon(seconds: float = 60.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def reply_once(status: int, headers: str, body: bytes) -> asyncio.Server:
+    """A server that gives every request the same answer."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind"),
+    [
+        (400, "", PermanentError),
+        (401, "", PermanentError),
+        (404, "", PermanentError),
+        (422, "", PermanentError),
+        (408, "", TransientError),
+        (429, "Retry-After: 7\r\n", ThrottledError),
+        (503, "Retry-After: Fri, 31 Dec 1999 23:59:59 GMT\r\n", ThrottledError),
+        (500, "", TransientError),
+        (502, "", TransientError),
+    ],
+)
+async def test_a_status_decides_what_may_be_done_about_it(status: int, headers: str, kind: type[Exception]) -> None:
+    server = await reply_once(status, headers, b"some\nreason")
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        with pytest.raises(kind, match=rf"^teacher/x: HTTP {status}: some reason$") as caught:
+            await endpoint.get("/x", deadline=soon())
+    if isinstance(caught.value, ThrottledError):
+        assert caught.value.retry_after_s == (7.0 if status == 429 else None)
+
+
+async def test_an_endpoint_that_is_not_there_is_transient_and_a_silent_one_ends_at_the_deadline() -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        async with server:
+            with pytest.raises(DeadlineExceededError, match="teacher/x: no reply before the deadline"):
+                await endpoint.get("/x", deadline=soon(0.05))
+        with pytest.raises(TransientError, match="teacher/x"):
+            await endpoint.get("/x", deadline=soon())
+
+
+def generation(**changes: object) -> Generation:
+    honest = {
+        "token_ids": np.array([3, 4, 5], np.int32),
+        "logprobs": np.array([-1.0, -0.5, -2.0], np.float32),
+        "finish_reason": "stop",
+        "version_spans": (VersionSpan(0, 1, WeightVersion(0, 0)), VersionSpan(1, 3, WeightVersion(0, 1))),
+        "topk_ids": np.array([[1, 2]] * 3, np.int32),
+        "topk_logprobs": np.array([[-0.5, -1.0]] * 3, np.float32),
+    }
+    return Generation(**{**honest, **changes})  # type: ignore[arg-type]
+
+
+def check(reply: Generation) -> None:
+    check_generation(reply, SamplingSettings(max_tokens=8, stop_token_ids=(5,), seed=1), top_k=2, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": np.array([3, 5], np.int32)}, "logprobs have shape"),
+        ({"token_ids": np.zeros(0, np.int32)}, "0 tokens"),
+        ({"token_ids": np.array([3, VOCAB, 5], np.int32)}, "token_ids hold a token out of the 53"),
+        ({"token_ids": np.array([3, -1, 5], np.int32)}, "token_ids hold a token out of the 53"),
+        ({"token_ids": np.array([3, 4, 6], np.int32)}, "finish reason 'stop' does not fit the last token 6"),
+        ({"finish_reason": "length"}, "finish reason 'length'"),
+        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "logprobs hold NaN"),
+        ({"logprobs": np.array([-1, 0.1, -1], np.float32)}, "logprobs hold values above 0"),
+        ({"version_spans": (VersionSpan(0, 2, WeightVersion(0, 0)),)}, "do not cover"),
+        ({"version_spans": ()}, "do not cover"),
+        ({"topk_ids": None}, "no top-k"),
+        ({"topk_ids": np.zeros((3, 1), np.int32)}, "topk_ids have shape"),
+        ({"topk_logprobs": np.array([[-1.0, -0.5]] * 3, np.float32)}, "do not descend"),
+    ],
+)
+def test_a_poisoned_generation_is_rejected(change: dict[str, object], message: str) -> None:
+    check(generation())
+    with pytest.raises(PoisonedReplyError, match=message):
+        check(generation(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": np.array([-1.0], np.float32)}, "logprobs have shape"),
+        ({"entropy": np.array([np.nan, 1.0], np.float32)}, "entropy is not between"),
+        ({"entropy_upper": np.array([4.1, 1.0], np.float32)}, "entropy_upper is not between 0 and log 53"),
+        ({"entropy_lower": np.array([1.0, 1.5], np.float32)}, "outside its own bounds"),
+    ],
+)
+def test_poisoned_scores_are_rejected(change: dict[str, object], message: str) -> None:
+    ones = np.ones(2, np.float32)
+    honest = TokenScores(
+        logprobs=-ones,
+        topk_ids=np.zeros((2, 1), np.int32),
+        topk_logprobs=-ones[:, None],
+        entropy=ones,
+        entropy_lower=ones,
+        entropy_upper=ones,
+        version=WeightVersion(0, 0),
+    )
+    check_scores(honest, RESPONSE, top_k=1, vocab_size=VOCAB)
+    with pytest.raises(PoisonedReplyError, match=message):
+        check_scores(msgspec.structs.replace(honest, **change), RESPONSE, top_k=1, vocab_size=VOCAB)
