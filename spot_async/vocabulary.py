@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,9 @@ class Vocabulary:
     @classmethod
     def load(cls, directory: Path) -> Vocabulary:
         """Read the tokenizer and the end tokens that tokenizer and generation config name."""
-        from transformers import AutoTokenizer, GenerationConfig  # slow to import
+        from transformers import GenerationConfig  # slow to import
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{directory}: cannot load the tokenizer: {first_line(error)}") from None
+        tokenizer = load_tokenizer(directory)
         ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         if (directory / "generation_config.json").exists():
             configured = GenerationConfig.from_pretrained(directory).eos_token_id
@@ -43,16 +39,25 @@ class Vocabulary:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that map the same ids to the same tokens."""
-        return vocabulary_fingerprint(self.tokenizer.get_vocab())
+        return tokenizer_fingerprint(self.tokenizer)
 
 
-def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> str:
-    """Hash of a token-to-id map."""
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory; raises DataError when there is none that loads."""
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory}: has no tokenizer that can be loaded: {first_line(error)}") from None
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A hash that is equal for tokenizers which map the same ids to the same tokens."""
     digest = hashlib.sha256()
-    for token, token_id in sorted(token_to_id.items(), key=lambda item: item[1]):
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{token_id}\t{token}\n".encode("utf-8", errors="surrogatepass"))
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def first_line(error: BaseException) -> str:

@@ -10,8 +10,6 @@ from the configuration.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +137,6 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
     model = CausalModel(module, max_context_tokens=context, name=str(directory))
     _check_by_trying(model, PROBE_TOLERANCE_NATS[settings.dtype])
     return model
-
-
-def vocab_fingerprint(directory: Path) -> str:
-    """A hash of the tokenizer's id-to-token map; raises `DataError` when there is no tokenizer."""
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{directory}: has no tokenizer that can be loaded: {_one_line(error)}") from error
-    tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def _check_config(module: Any, settings: EngineSettings, directory: Path) -> int:

@@ -57,13 +57,14 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
 
     from spot_async.serving.app import build_app
     from spot_async.serving.engine import Engine
-    from spot_async.serving.model import load_model, quiet_transformers, vocab_fingerprint
+    from spot_async.serving.model import load_model, quiet_transformers
     from spot_async.serving.worker import EngineWorker
     from spot_async.types import Capabilities
+    from spot_async.vocabulary import load_tokenizer, tokenizer_fingerprint
 
     quiet_transformers()
     torch.set_num_threads(settings.threads)
-    fingerprint = vocab_fingerprint(directory)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(directory))
     model = load_model(directory, settings)
     engine = Engine(model, settings)
     worker = EngineWorker(engine)
