@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from spot_async.serving.cache import bucketed
-from spot_async.serving.model import CausalModel, logprob_gap, padded_rows
+from spot_async.serving.model import CausalModel, logprob_gap
 
 TOLERANCE_NATS = 1e-4
 
@@ -118,11 +118,10 @@ class FusedModel(CausalModel):
     @staticmethod
     def fits(module: Any) -> bool:
         """Whether the module has the parts, and only the parts, that this forward knows."""
-        base, head = module.base_model, module.get_output_embeddings()
+        base = module.base_model
         return (
             module.dtype == torch.float32  # attention scores in less would need a product that sums in more
             and _children(base) == _BASE
-            and type(head) is nn.Linear
             and type(base.embed_tokens) is nn.Embedding
             and all(_layer_fits(layer) for layer in base.layers)
         )
@@ -145,9 +144,7 @@ class FusedModel(CausalModel):
             x = self._mlp(layer, self._attend_causally(layer, x, query, key, value))
         return self._norm(x).view(n, width, -1)
 
-    def prefill(
-        self, token_ids: torch.Tensor, cache: FusedCache, first_row: int, sources: torch.Tensor
-    ) -> None:
+    def prefill(self, token_ids: torch.Tensor, cache: FusedCache, first_row: int, sources: torch.Tensor) -> None:
         n, width = token_ids.shape
         cache.reserve(width)
         rows = slice(first_row, first_row + len(sources))
@@ -159,9 +156,7 @@ class FusedModel(CausalModel):
             if number < len(self._layers) - 1:
                 x = self._mlp(layer, self._attend_causally(layer, x, query, key, value))
 
-    def decode(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: FusedCache
-    ) -> torch.Tensor:
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: FusedCache) -> torch.Tensor:
         cache.reserve(width)
         n, heads, dim = len(token_ids), self._kv_heads, self._dim
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)  # (n, 1, d)
@@ -184,14 +179,6 @@ class FusedModel(CausalModel):
             attended = torch.bmm(scores.softmax(-1), values[:, :, :width].flatten(0, 1))  # (n G, H / G, d)
             x = self._mlp(layer, self._project(layer, x, attended.view(n, -1)))
         return self._norm(x)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = len(hidden)
-        padded = padded_rows(rows)
-        if padded != rows:
-            hidden = F.pad(hidden, (0, 0, 0, padded - rows))
-        head = self.module.get_output_embeddings()
-        return F.linear(hidden, head.weight, head.bias)[:rows]
 
     # -- the parts of a layer; x is (rows, D) --
 

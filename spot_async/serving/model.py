@@ -64,6 +64,7 @@ class CausalModel:
         self._dtype: torch.dtype = module.dtype
         self._columns = torch.arange(bucketed(max_context_tokens), device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
+        self._plain_head = self._has_plain_head()
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states (n, L, D) of right-padded sequences (n, L)."""
@@ -98,11 +99,24 @@ class CausalModel:
         rows = len(hidden)
         if rows % ROW_MULTIPLE:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(rows) - rows))
-        output: torch.Tensor = self._head(inputs_embeds=hidden[None]).logits[0, :rows]
-        return output
+        output: torch.Tensor = (
+            self.module.get_output_embeddings()(hidden)
+            if self._plain_head
+            else self._head(inputs_embeds=hidden[None]).logits[0]
+        )
+        return output[:rows]
 
     def new_cache(self, slots: int) -> SlotCache:
         return SlotCache(self.layers, slots=slots, limit=self.max_context_tokens)
+
+    @torch.no_grad()
+    def _has_plain_head(self) -> bool:
+        """Whether the module does nothing between hidden states and logits but its output layer's product."""
+        layer = self.module.get_output_embeddings()
+        if layer is None:
+            return False
+        hidden = self._base(**self._any_token()).last_hidden_state[0].expand(ROW_MULTIPLE, -1)
+        return torch.equal(layer(hidden), self._head(inputs_embeds=hidden[None]).logits[0])
 
     def _any_token(self) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=self.device)}
