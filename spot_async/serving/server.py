@@ -67,7 +67,7 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
     torch.set_num_threads(settings.threads)
     fingerprint = tokenizer_fingerprint(load_tokenizer(directory))
     model = load_model(directory, settings)
-    if settings.fast_path == "auto":
+    if settings.fast_path:
         model = fused(model)
     engine = Engine(model, settings)
     worker = EngineWorker(engine)
