@@ -42,18 +42,24 @@ def distillation_sample(
 
 
 def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, verdict: Verdict) -> dict[str, Any]:
+    """`response_record` of what the student wrote: also which weights did, and their log-probabilities."""
+    return response_record(prompt, stages, rollout, verdict) | {
+        "version": str(oldest_version(rollout)),
+        "behavior_logprobs": rollout.logprobs,
+    }
+
+
+def response_record(prompt: Prompt, stages: PromptStages, response: Generation, verdict: Verdict) -> dict[str, Any]:
     """The problem, the response and its verdict: what every line of `samples.jsonl` starts with."""
     return {
         "problem_id": prompt.problem.id,
         "problem": prompt.problem.text,
         "answer": prompt.problem.answer,
         "tier": prompt.problem.tier,
-        "response": stages.decode(rollout.token_ids),
+        "response": stages.decode(response.token_ids),
         "verdict": verdict.value,
-        "finish_reason": rollout.finish_reason,
-        "version": str(oldest_version(rollout)),
-        "response_ids": rollout.token_ids,
-        "behavior_logprobs": rollout.logprobs,
+        "finish_reason": response.finish_reason,
+        "response_ids": response.token_ids,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -18,11 +18,11 @@ from pydantic import Field, model_validator
 
 from spot_async.concurrency import both
 from spot_async.config import PluginSettings, PositiveInt
-from spot_async.errors import DataError, PermanentError
+from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.protocols import PromptStages
 from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, Supervision
 
-from .distillation import rollout_record
+from .distillation import response_record
 from .targets import target_entropy, teacher_prior
 from .teacher_responses import ResponseFile, TeacherResponse
 
@@ -54,9 +54,9 @@ class KdPolicy:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # epochs may overlap
         self._file: ResponseFile | None = None
         if settings.load is not None:
-            self._responses = ResponseFile(Path(settings.load), context.tokenizer, settings.top_k).read()
+            self._responses = ResponseFile(Path(settings.load), context, settings.top_k).read()
         elif settings.save is not None:
-            self._file = ResponseFile.new(Path(settings.save), context.tokenizer, settings.top_k)
+            self._file = ResponseFile.new(Path(settings.save), context, settings.top_k)
         asks_teacher = settings.load is None
         self.needs = PolicyNeeds(
             teacher_top_k=settings.top_k if asks_teacher else 0,
@@ -64,15 +64,32 @@ class KdPolicy:
             soft_target_bytes_per_token=12 + 8 * (1 + settings.top_k),
         )
 
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Refuse a loaded file that lacks a scheduled problem, or was written for other prompts."""
+        if self.settings.load is None:
+            return
+        scheduled = {prompt.problem.id: prompt for prompt in prompts}
+        missing = [problem_id for problem_id in scheduled if problem_id not in self._responses]
+        if missing:
+            raise ConfigError(
+                f"policy.load: {self.settings.load} has no response to {len(missing)} of {len(scheduled)} scheduled "
+                f"problems, the first is {missing[0]!r}; leave them out of data.train or load a complete file"
+            )
+        for prompt in scheduled.values():
+            self._check_rendering(prompt, self._responses[prompt.problem.id])
+
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         async with self._turns[prompt.problem.id]:
             taught = self._responses.get(prompt.problem.id) or await self._ask_teacher(prompt, stages)
+        self._check_rendering(prompt, taught)
+        return [self._sample(prompt, stages, taught)]
+
+    def _check_rendering(self, prompt: Prompt, taught: TeacherResponse) -> None:
         if not np.array_equal(taught.prompt_ids, prompt.token_ids):
             raise DataError(
                 f"policy.load: problem {prompt.problem.id!r} was rendered differently when {self.settings.load} was "
-                "written; use the same prompt section"
+                "written; use the same prompt section and template"
             )
-        return [self._sample(prompt, stages, taught)]
 
     async def _ask_teacher(self, prompt: Prompt, stages: PromptStages) -> TeacherResponse:
         if self.settings.load is not None:
@@ -114,7 +131,7 @@ class KdPolicy:
         return Sample(
             supervision=supervision,
             metrics=metrics,
-            record=rollout_record(prompt, stages, response, taught.verdict)
+            record=response_record(prompt, stages, response, taught.verdict)
             | {"teacher_logprobs": scores.logprobs, "teacher_entropy_nats": scores.entropy},
         )
 

@@ -8,30 +8,30 @@ early leaves a file that can be used as far as it goes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from spot_async import wire
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.types import Generation, IntArray, TokenScores, Verdict
+from spot_async.types import Generation, IntArray, PolicyContext, TokenScores, Verdict
 from spot_async.vocabulary import tokenizer_fingerprint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 1
 LENGTH = struct.Struct("<I")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must agree with."""
+    """What a reader must agree with, and where the responses come from."""
 
     format_version: int
     vocab_fingerprint: str
     top_k: int
+    temperature: float  # of sampling and of all log-probabilities
+    top_p: float
+    max_response_tokens: int
+    teacher: str | None  # name of its model
 
 
 class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,22 +47,27 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseFile:
     """Written by one run (`new`, `append`), read by later ones (`read`)."""
 
-    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, top_k: int) -> None:
+    def __init__(self, path: Path, context: PolicyContext, top_k: int) -> None:
         self._path = path
+        sampling = context.sampling
         self._header = Header(
             format_version=FORMAT_VERSION,
-            vocab_fingerprint=tokenizer_fingerprint(tokenizer),
+            vocab_fingerprint=tokenizer_fingerprint(context.tokenizer),
             top_k=top_k,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_response_tokens=sampling.max_response_tokens,
+            teacher=context.teacher,
         )
 
     @classmethod
-    def new(cls, path: Path, tokenizer: PreTrainedTokenizerBase, top_k: int) -> ResponseFile:
+    def new(cls, path: Path, context: PolicyContext, top_k: int) -> ResponseFile:
         """A file that does not exist yet; nothing is written before the first response. Raises ConfigError."""
         if path.exists():
             raise ConfigError(f"policy.save: {path} exists already; train from it with policy.load or give another")
         if not path.parent.is_dir():
             raise ConfigError(f"policy.save: no directory {str(path.parent)!r} to write {path.name} to")
-        return cls(path, tokenizer, top_k)
+        return cls(path, context, top_k)
 
     def append(self, response: TeacherResponse) -> None:
         """Raises StorageError when it cannot be written."""
@@ -87,6 +92,7 @@ class ResponseFile:
             responses = [wire.decode(frame, TeacherResponse) for frame in frames]
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise DataError(f"policy.load: {self._path} is no file of teacher responses: {error}") from None
+        self._check_lengths(header, responses)
         return {response.problem_id: response for response in responses}
 
     def _check(self, found: Header) -> None:
@@ -102,6 +108,29 @@ class ResponseFile:
                 f"policy.top_k={ours.top_k}: {self._path} holds the teacher's top-{found.top_k}; "
                 f"set it to {found.top_k} or less"
             )
+        if found.temperature != ours.temperature:
+            raise ConfigError(
+                f"sampling.temperature={ours.temperature:g}: {self._path} holds responses and log-probabilities "
+                f"{_origin(found)}; set it to {found.temperature:g} or load another file"
+            )
+
+    def _check_lengths(self, found: Header, responses: Sequence[TeacherResponse]) -> None:
+        """Room in the queue and in the context is reserved for no more than the run's longest response."""
+        allowed = self._header.max_response_tokens
+        longest = max(responses, key=lambda each: len(each.response.token_ids), default=None)
+        if longest is not None and len(longest.response.token_ids) > allowed:
+            raise ConfigError(
+                f"sampling.max_response_tokens={allowed}: {self._path} holds a response of "
+                f"{len(longest.response.token_ids)} tokens to problem {longest.problem_id!r}, {_origin(found)}; "
+                f"set it to {found.max_response_tokens} or load another file"
+            )
+
+
+def _origin(header: Header) -> str:
+    return (
+        f"of {header.teacher or 'a teacher'} at temperature {header.temperature:g}, top_p {header.top_p:g}, "
+        f"max_response_tokens {header.max_response_tokens}"
+    )
 
 
 def _frame(record: msgspec.Struct) -> bytes:

@@ -70,7 +70,6 @@ class StageCounters:
     retried: int = 0
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox
-    longest_s: float = 0.0  # slowest request
 
 
 class Stage:
@@ -147,9 +146,7 @@ class Stage:
             ended = loop.time()
             self.timeline.request_ended(RequestSpan(self.name, priority, asked, started, ended, outcome))
             self._release()
-            elapsed_s = ended - started
-            self.counters.busy_s += elapsed_s
-            self.counters.longest_s = max(self.counters.longest_s, elapsed_s)
+            self.counters.busy_s += ended - started
         self.counters.completed += 1
         return result
 

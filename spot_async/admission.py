@@ -65,7 +65,7 @@ class AdmissionGate:
         return self._credits.fits(worst_case_bytes) and may_admit(
             running=count(PromptState.RUNNING),
             queued=count(PromptState.QUEUED),
-            trained=count(PromptState.TRAINED),
+            trained=self._ledger.consumed,
             version=version,
             batch_size=self._batch_size,
             max_staleness=self._max_staleness,

@@ -14,13 +14,14 @@ class PromptState(StrEnum):
     RUNNING = "running"  # its coroutine is at work
     QUEUED = "queued"  # supervision finished, not yet in published weights
     TRAINED = "trained"
+    LEFT_OUT = "left_out"  # in a batch, but without evidence: none of its samples was trained on
     DEAD = "dead"  # a request of it failed for good
     LEFT_OVER = "left_over"  # finished, but its batch never filled
 
 
 _ALLOWED = {
     PromptState.RUNNING: {PromptState.QUEUED, PromptState.DEAD},
-    PromptState.QUEUED: {PromptState.TRAINED, PromptState.LEFT_OVER},
+    PromptState.QUEUED: {PromptState.TRAINED, PromptState.LEFT_OUT, PromptState.LEFT_OVER},
 }
 
 
@@ -49,6 +50,11 @@ class Ledger:
 
     def count(self, state: PromptState) -> int:
         return self._counts[state]
+
+    @property
+    def consumed(self) -> int:
+        """Prompts in finished batches, trained on or left out."""
+        return self.count(PromptState.TRAINED) + self.count(PromptState.LEFT_OUT)
 
     def ordinals(self, state: PromptState) -> list[int]:
         """Prompts in `state`, in admission order."""

@@ -170,7 +170,7 @@ class Orchestrator:
         self._gate_changed.set()
         self._observer.prompt_died(prompt, reason)
         dead = ledger.count(PromptState.DEAD)
-        finished = dead + ledger.count(PromptState.QUEUED) + ledger.count(PromptState.TRAINED)
+        finished = dead + ledger.count(PromptState.QUEUED) + ledger.consumed
         if finished >= self._settings.batch_size and dead > MAX_DEAD_SHARE * finished:
             raise SpotError(f"{dead} of {finished} prompts failed for good, the last one with: {reason}")
 
@@ -211,8 +211,9 @@ class Orchestrator:
                 self._phase_ended(iteration, "evaluate", started, ordinals)
 
             self._version = report.snapshot.version
-            for ordinal, _ in batch:
-                self.state.ledger.move(ordinal, PromptState.TRAINED)
+            for ordinal, group in batch:
+                has_trained = any(sample.supervision is not None for sample in group)
+                self.state.ledger.move(ordinal, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
                 self._credits.release(ordinal)
             self.state.iteration = iteration + 1
             self._gate_changed.set()

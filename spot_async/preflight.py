@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from spot_async import registry
 from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, DataError
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
-from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, WeightSink
+from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyContext, PolicyNeeds
@@ -84,6 +85,8 @@ def plan_training(config: Config) -> TrainPlan:
         epochs=config.training.epochs,
         iterations=config.training.iterations,
     )
+    if isinstance(policy, ScheduleChecker):
+        policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
     return TrainPlan(
         student=student,
@@ -118,7 +121,11 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
 def make_policy(config: Config, model: ModelFiles) -> Policy:
     """The configured policy; `model` is the teacher, or the student in a run without one."""
     context = msgspec.structs.replace(
-        model.policy_context, run_seed=config.run.seed, reference_kl=config.training.reference_kl > 0
+        model.policy_context,
+        sampling=config.sampling,
+        teacher=config.teacher and Path(config.teacher.model).name,
+        run_seed=config.run.seed,
+        reference_kl=config.training.reference_kl > 0,
     )
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
     return policy

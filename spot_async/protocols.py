@@ -7,7 +7,7 @@ at any await and must then stop the work they started.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from spot_async.types import (
@@ -149,12 +149,24 @@ class PromptStages(Protocol):
 
 
 class Policy(Protocol):
-    """A method: one coroutine per prompt over the stages. No I/O and no scheduling of its own."""
+    """A method: one coroutine per prompt over the stages. No I/O and no scheduling of its own.
+
+    One that cannot supervise every prompt is also a `ScheduleChecker`.
+    """
 
     @property
     def needs(self) -> PolicyNeeds: ...
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]: ...
+
+
+@runtime_checkable
+class ScheduleChecker(Protocol):
+    """Optional for a policy: told before anything starts which prompts the run will train on."""
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """In admission order, those of later epochs included. Raises ConfigError or DataError to refuse the run."""
+        ...
 
 
 class Trainer(Protocol):

@@ -81,7 +81,7 @@ class Stages:
         self.sampling = sampling
         self.run_seed = run_seed
         self.student = student
-        self.tokens_generated = 0  # by rollouts and probes so far
+        self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
         # What ends a response is one decision, whichever token each model spells it with. A teacher that only
         # tolerates the student's token among its stop ids would score it as nearly impossible all the same.

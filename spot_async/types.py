@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.config import SamplingConfig
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -177,6 +179,8 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: int  # of the teacher's softmax; the student's in a run without a teacher
     tokenizer: Any  # the same model's, a transformers tokenizer; ids mean the same to the student
+    sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
+    teacher: str | None = None  # the name of its model; None in a run without one
     run_seed: int = 0  # what a policy draws by itself derives from it and the prompt's ordinal
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spot_async.config_loading import load_config
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, DataError
 from spot_async.preflight import plan_training
+from spot_async.types import Generation, TokenScores, Verdict, VersionSpan, WeightVersion
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "running_sum"
@@ -35,6 +39,7 @@ def test_each_methods_file_makes_a_plan_with_the_models_that_it_needs(kind):
     assert needs.teacher == (planned.teacher is not None) == (kind != "grpo")
     assert (planned.reference is not None) == (kind == "grpo")
     assert needs.teacher_responses == (kind == "kd")
+    assert needs.candidate_logprobs == (kind == "spot")
     assert needs.samples_per_prompt == (8 if kind == "grpo" else 1)
 
 
@@ -76,6 +81,77 @@ def test_a_teacher_that_cannot_write_is_refused_by_the_policy_that_wants_it_to(t
 
 def test_without_a_reference_kl_grpo_serves_no_reference():
     assert plan("grpo", "training.reference_kl=0").reference is None
+
+
+class Written:
+    """Stages on which a teacher writes the same two tokens to every problem."""
+
+    async def teacher_response(self):
+        return Generation(
+            token_ids=np.array([9, 1], np.int32),
+            logprobs=np.zeros(2, np.float32),
+            finish_reason="stop",
+            version_spans=(VersionSpan(0, 2, WeightVersion(0, 0)),),
+        )
+
+    async def score(self, response_ids, *, top_k):
+        nats = np.ones(2, np.float32)
+        return TokenScores(
+            logprobs=-nats, topk_ids=np.zeros((2, top_k), np.int32), topk_logprobs=-np.ones((2, top_k), np.float32),
+            entropy=nats, entropy_lower=nats, entropy_upper=nats, version=WeightVersion(0, 0),
+        )  # fmt: skip
+
+    async def verify(self, response_ids):
+        return Verdict.WRONG
+
+    def decode(self, token_ids):
+        return ""
+
+
+EIGHT = ["training.iterations=2", "training.warmup_iterations=0", "training.batch_size=4", "training.mini_batch_size=2"]
+
+
+def write_responses(path: Path, problems: int, *overrides: str) -> list[str]:
+    """A file with responses to the first problems that a run of eight prompts asks for; the ids of all eight."""
+    planned = plan("kd", f"policy.save={path}", *EIGHT, *overrides)
+    prompts = list(islice(planned.schedule, 8))
+    for prompt in prompts[:problems]:
+        asyncio.run(planned.policy.supervise(prompt, Written()))
+    return [prompt.problem.id for prompt in prompts]
+
+
+def test_a_file_without_all_scheduled_problems_is_refused_with_their_number_before_anything_starts(tmp_path):
+    path = tmp_path / "responses"
+    ids = write_responses(path, 5)
+    with pytest.raises(ConfigError) as raised:
+        plan("kd", f"policy.load={path}", *EIGHT)
+    assert f"{path} has no response to 3 of 8 scheduled problems, the first is {ids[5]!r}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    short = ["training.iterations=1", "training.batch_size=5", "training.mini_batch_size=5"]
+    assert not plan("kd", f"policy.load={path}", *EIGHT, *short).policy.needs.teacher  # needs no more than it has
+
+
+def test_a_file_written_for_other_prompts_or_sampling_is_refused_before_anything_starts(tmp_path):
+    path = tmp_path / "responses"
+    write_responses(path, 8)
+    plan("kd", f"policy.load={path}", *EIGHT)
+    with pytest.raises(DataError, match="was rendered differently"):
+        plan("kd", f"policy.load={path}", "prompt.instruction=Answer in one word.", *EIGHT)
+    with pytest.raises(
+        ConfigError, match=r"sampling\.temperature=0\.5: .* of teacher at temperature 1, .* set it to 1"
+    ):
+        plan("kd", f"policy.load={path}", "sampling.temperature=0.5", *EIGHT)
+    with pytest.raises(ConfigError, match=r"sampling\.max_response_tokens=1: .* a response of 2 tokens to problem"):
+        plan("kd", f"policy.load={path}", "sampling.max_response_tokens=1", *EIGHT)
+    plan("kd", f"policy.load={path}", "sampling.max_response_tokens=2", *EIGHT)
+
+
+def test_a_file_loads_without_the_teacher_only_where_the_students_template_renders_its_prompts(tmp_path):
+    path = tmp_path / "responses"
+    write_responses(path, 8)
+    with pytest.raises(ConfigError, match=r"prompt\.template=teacher: .* set prompt\.template=student"):
+        plan("kd", f"policy.load={path}", "teacher=null", *EIGHT)
+    assert plan("kd", f"policy.load={path}", "teacher=null", "prompt.template=student", *EIGHT).teacher is None
 
 
 def run(kind: str, directory: Path, *overrides: str) -> list[dict[str, float]]:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
 from spot_async.library import stages_for
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
@@ -93,13 +94,13 @@ def simulated(tmp_path_factory):
     return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
 
 
-def simulate(policy_class, folder):
+def simulate(policy_class, folder, verifier=None, **settings):
     directory = RunDirectory(folder)
     context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer(), reference_kl=True)
-    policy = policy_class(policy_class.Settings(), context)
+    policy = policy_class(policy_class.Settings(**settings), context)
     student = SimulatedStudent()
     vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    teacher, verifier = WritingTeacher(), SimulatedVerifier()
+    teacher, verifier = WritingTeacher(), verifier or SimulatedVerifier()
     reference = SimulatedTeacher() if policy.needs.reference else None
     stages = stages_for(policy, vocabulary, student=student, teacher=teacher, reference=reference, verifier=verifier)
     given = []
@@ -124,7 +125,7 @@ def simulate(policy_class, folder):
         stages=stages,
         trainer=Trainer(),
         weight_sinks=[student],
-        observer=RunLog(directory, stages.all, [sink]),
+        observer=RunLog(directory, stages, [sink]),
         evaluate=evaluate,
     )
     run_on_virtual_time(orchestrator.run())
@@ -139,6 +140,37 @@ def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simul
     patterns = documented()
     assert {name for name in written if not any(p.fullmatch(name) for p in patterns.values())} == set()
     assert {row for row, p in patterns.items() if not any(p.fullmatch(name) for name in written)} == set()
+
+
+def test_kds_throughput_counts_what_the_teacher_writes_and_nothing_is_said_where_nobody_writes(tmp_path):
+    (tmp_path / "kd").mkdir()
+    rows, _ = simulate(KdPolicy, tmp_path / "kd", save=str(tmp_path / "responses"))
+    for row in rows:  # every prompt is another problem
+        written = row["teacher/tokens"] * 16
+        assert row["throughput/generated_tokens_per_s"] == pytest.approx(written / row["time/iteration_s"])
+    (tmp_path / "again").mkdir()
+    rows, _ = simulate(KdPolicy, tmp_path / "again", load=str(tmp_path / "responses"))
+    assert not any("throughput/generated_tokens_per_s" in row for row in rows)
+
+
+def test_retries_and_failures_are_those_of_the_iteration(tmp_path):
+    class Flaky(SimulatedVerifier):
+        def __init__(self):
+            super().__init__()
+            self.asked = 0
+
+        async def verify(self, problem, response_text, *, deadline):
+            self.asked += 1
+            if self.asked <= 3:
+                raise TransientError("connection refused")
+            if problem.id == "20":  # of the second batch; another prompt takes its place
+                raise PermanentError("400: not understood")
+            return await super().verify(problem, response_text, deadline=deadline)
+
+    rows, _ = simulate(OpdPolicy, tmp_path, verifier=Flaky())
+    assert [row["stage/verify/retried"] for row in rows] == [3.0, 0.0, 0.0, 0.0]
+    assert [row["stage/verify/failed"] for row in rows] == [0.0, 1.0, 0.0, 0.0]
+    assert {row["stage/score/failed"] for row in rows} == {0.0}
 
 
 def test_sinks_get_what_the_file_gets(simulated):

@@ -46,10 +46,10 @@ class Recorder:
         return self.verdicts.pop(0)
 
 
-def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, reference=None):
+def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, **services):
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
-        Services(recorder, recorder, recorder, recorder, reference=reference),
+        Services(recorder, recorder, recorder, recorder, **services),
         StagesConfig(),
         SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
         student=vocabulary(student_ends),
@@ -91,6 +91,17 @@ async def test_every_request_has_a_seed_of_its_own_that_follows_from_what_it_is(
     first = await seeds()
     assert first == await seeds()
     assert len({*first, *await seeds(run_seed=1), *await seeds(ordinal=5)}) == 15
+
+
+async def test_what_the_teacher_writes_is_seeded_apart_from_the_students_rollout():
+    recorder = Recorder()
+    stages = bound(recorder, teacher_generator=recorder)
+    await stages.rollout()
+    await stages.teacher_response()
+    (prompt, by_student), (same_prompt, by_teacher) = recorder.generated
+    assert prompt == same_prompt
+    assert by_student.seed != by_teacher.seed
+    assert (by_teacher.temperature, by_teacher.top_p, by_teacher.max_tokens) == (0.7, 0.9, 6)
 
 
 async def test_an_end_token_the_teacher_lacks_is_scored_as_the_teachers():

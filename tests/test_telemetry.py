@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import socket
@@ -15,12 +16,16 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
+from rich.console import Console
 
 from spot_async.config import TelemetryConfig
 from spot_async.config_loading import validate
 from spot_async.errors import ConfigError
+from spot_async.orchestrator import IterationResult, PhaseTimes
+from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.telemetry.sinks import check_packages, open_sinks
+from spot_async.types import Sample, TrainReport, WeightSnapshot, WeightVersion
 
 METRICS = {"rollout/accuracy": 0.25, "evaluation/avg@8": 0.5}
 
@@ -54,6 +59,23 @@ def test_nothing_is_opened_or_imported_unless_asked_for(tmp_path):
         assert sinks == []
     assert not {"tensorboardX", "wandb", "prometheus_client"} & (set(sys.modules) - before)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"rollout/accuracy": 0.25}, "iteration 1/9 · accuracy 25.0 % · loss"),
+        ({"teacher/accuracy": 0.75}, "iteration 1/9 · teacher accuracy 75.0 % · loss"),
+        ({}, "iteration 1/9 · accuracy – · loss"),
+    ],
+)
+def test_a_line_of_progress_says_whose_responses_are_correct(metrics, words):
+    text = io.StringIO()
+    report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 1)), metrics={"loss": 1.0})
+    samples = [Sample(supervision=None, metrics=metrics, record={})]
+    screen = RunConsole(Console(file=text, width=200), iterations=9)
+    screen.iteration_finished(IterationResult(1, samples, report, PhaseTimes()))
+    assert words in text.getvalue()
 
 
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):

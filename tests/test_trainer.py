@@ -246,6 +246,22 @@ def test_report_holds_the_documented_metrics(student: Path, tmp_path: Path) -> N
     assert metrics["advantage_mean"] == pytest.approx(expected, rel=1e-5)
 
 
+POLICY_METRICS = {"ratio_mean", "ratio_max", "importance_weight_mean", "importance_capped", "clip_fraction"} | {
+    "behavior_kl", "advantage_mean"}  # fmt: skip
+MISMATCH_METRICS = {"mismatch_mean", "mismatch_max", "mismatch_kl"}
+
+
+@pytest.mark.parametrize("behavior", ["served", "recomputed"])
+def test_metrics_of_the_policy_term_are_left_out_where_there_is_none(
+    student: Path, tmp_path: Path, behavior: str
+) -> None:
+    taught = supervision(1, 6, targets=soft_targets([0, 3], 4), teacher_logprobs=None)
+    trainer = make_trainer(student, tmp_path, behavior=behavior)
+    metrics = trainer.train(Batch(0, (taught, taught))).metrics
+    assert METRICS.keys() - metrics.keys() == POLICY_METRICS | MISMATCH_METRICS
+    assert metrics["loss"] == metrics["loss_branch"] > 0
+
+
 def poisoned(name: str, position: int, value: float) -> Supervision:
     sample = supervision(3, 8, targets=soft_targets([2], 4))
     if name == "probabilities":
@@ -282,6 +298,17 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
     assert "\n" not in message
     assert all(torch.equal(before[key], tensor) for key, tensor in trainer.model.state_dict().items())
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_culprits_are_looked_for_with_the_log_probabilities_that_were_trained_on(student: Path, tmp_path: Path) -> None:
+    served_oddly = poisoned("behavior_logprobs", 1, -200.0)  # which training on recomputed ones never sees
+    culprit = supervision(4, 5)
+    culprit.teacher_logprobs[2] = np.nan  # type: ignore[index]
+    trainer = make_trainer(student, tmp_path, behavior="recomputed", mini_batch_size=2)
+    with pytest.raises(TrainerError) as caught:
+        trainer.train(Batch(0, (served_oddly, culprit)))
+    assert "in sample 'problem-4'" in str(caught.value)
+    assert "problem-3" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich import box
@@ -38,7 +38,7 @@ class RunConsole:
         self._phase = "starting"
         self._progress: tuple[int, int] | None = None
         self._orchestrator: Orchestrator | None = None
-        self._accuracy: float | None = None
+        self._accuracy = accuracy_words({})
         self._rate = TokenRate()
         self._started_s = time.monotonic()
 
@@ -65,14 +65,14 @@ class RunConsole:
 
     def iteration_finished(self, result: IterationResult) -> None:
         means = mean_metrics(result.samples)
-        self._accuracy = means.get("rollout/accuracy")
+        self._accuracy = accuracy_words(means)
         self._progress = (result.iteration, self._iterations)
         if self.console.is_terminal:
             return
         train = result.report.metrics
         parts = [
             f"iteration {result.iteration}/{self._iterations}",
-            f"accuracy {percent(self._accuracy)}",
+            self._accuracy,
             f"loss {train.get('loss', math.nan):.4f}",
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
@@ -106,7 +106,7 @@ class RunConsole:
         rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
         return Text(
             f"iteration {orchestrator.state.iteration + 1} of {self._iterations} · "
-            f"accuracy {percent(self._accuracy)} · {rate:,.0f} tokens/s · "
+            f"{self._accuracy} · {rate:,.0f} tokens/s · "
             f"waiting for {describe_wait(orchestrator)}"
         )
 
@@ -143,6 +143,13 @@ def stage_table(orchestrator: Orchestrator) -> Table:
         table.add_row(stage.name, *(f"{number:,}" for number in numbers))
     table.add_row("supervision", "", f"{len(orchestrator.queue):,}", "", "", "")
     return table
+
+
+def accuracy_words(means: Mapping[str, float]) -> str:
+    """Whose responses are trained on, and how many of them are correct: the student's or, in KD, the teacher's."""
+    if "teacher/accuracy" in means:
+        return f"teacher accuracy {percent(means['teacher/accuracy'])}"
+    return f"accuracy {percent(means.get('rollout/accuracy'))}"
 
 
 def evaluation_words(result: EvaluationResult | None) -> str:

@@ -11,15 +11,16 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, cast
 
 import structlog
 
-from spot_async.actor import Stage
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
+from spot_async.stages import Stages
 from spot_async.telemetry.sinks import MetricSink
 from spot_async.types import Prompt, Sample
 
@@ -27,17 +28,18 @@ from spot_async.types import Prompt, Sample
 class RunLog:
     """`RunObserver` that keeps the files of a run directory up to date."""
 
-    def __init__(self, directory: RunDirectory, stages: Sequence[Stage], sinks: Sequence[MetricSink] = ()) -> None:
+    def __init__(self, directory: RunDirectory, stages: Stages, sinks: Sequence[MetricSink] = ()) -> None:
         self._directory = directory
         self._sinks = sinks
         self._stages = stages
-        self._last_counters = {stage.name: (0, 0.0, 0.0) for stage in stages}
+        self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
+        self._last_tokens = stages.tokens_generated
         self._iteration_started_s = time.monotonic()
 
     def iteration_finished(self, result: IterationResult) -> None:
         now_s = time.monotonic()
         elapsed_s = now_s - self._iteration_started_s
-        metrics = iteration_metrics(result, elapsed_s) | self._stage_metrics(elapsed_s - result.times_s.evaluate)
+        metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
         self._iteration_started_s = now_s
         self._directory.append(
             "samples.jsonl", [{"iteration": result.iteration, **sample.record} for sample in result.samples]
@@ -54,32 +56,34 @@ class RunLog:
         )
         structlog.get_logger().warning("prompt died", problem_id=prompt.problem.id, reason=reason)
 
-    def _stage_metrics(self, elapsed_s: float) -> dict[str, float]:
-        """Requests of the iteration just finished, how long they took, and how many there were at a time.
+    def _generation_metrics(self, elapsed_s: float) -> dict[str, float]:
+        """Tokens generated in the iteration just finished, and its requests: how long they took, how many at a time.
 
         Means over the iteration: time spent by all requests together, over the time that passed.
         """
         metrics: dict[str, float] = {}
-        for stage in self._stages:
-            counters = stage.counters
-            completed, busy_s, waited_s = counters.completed, counters.busy_s, counters.waited_s
-            last_completed, last_busy_s, last_waited_s = self._last_counters[stage.name]
-            self._last_counters[stage.name] = (completed, busy_s, waited_s)
-            requests = completed - last_completed
+        tokens = self._stages.tokens_generated
+        if tokens and elapsed_s > 0:  # nothing to say of a run in which no model generates
+            metrics["throughput/generated_tokens_per_s"] = (tokens - self._last_tokens) / elapsed_s
+        self._last_tokens = tokens
+        for stage in self._stages.all:
+            now, last = stage.counters, self._last_counters[stage.name]
+            self._last_counters[stage.name] = replace(now)
+            requests = now.completed - last.completed
             metrics[f"stage/{stage.name}/requests"] = float(requests)
+            metrics[f"stage/{stage.name}/retried"] = float(now.retried - last.retried)
+            metrics[f"stage/{stage.name}/failed"] = float(now.failed - last.failed)
             if requests:
-                metrics[f"stage/{stage.name}/mean_latency_s"] = (busy_s - last_busy_s) / requests
+                metrics[f"stage/{stage.name}/mean_latency_s"] = (now.busy_s - last.busy_s) / requests
             if elapsed_s > 0:
-                metrics[f"stage/{stage.name}/mean_in_flight"] = (busy_s - last_busy_s) / elapsed_s
-                metrics[f"stage/{stage.name}/mean_queued"] = (waited_s - last_waited_s) / elapsed_s
+                metrics[f"stage/{stage.name}/mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
+                metrics[f"stage/{stage.name}/mean_queued"] = (now.waited_s - last.waited_s) / elapsed_s
         return metrics
 
 
 def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, float]:
     """One iteration as `area/name` figures: what `metrics.jsonl` and every other sink get."""
     means = mean_metrics(result.samples)
-    training_s = elapsed_s - result.times_s.evaluate
-    generated = sum(s.metrics.get("rollout/tokens", 0.0) + s.metrics.get("probe/tokens", 0.0) for s in result.samples)
     return {
         **means,
         **{f"train/{name}": value for name, value in result.report.metrics.items()},
@@ -88,7 +92,6 @@ def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, fl
         "time/train_s": result.times_s.train,
         "time/update_weights_s": result.times_s.update_weights,
         **{f"wait/{stage}_s": seconds for stage, seconds in result.times_s.waited_for.items()},
-        "throughput/generated_tokens_per_s": generated / training_s if training_s > 0 else 0.0,
         **({} if result.evaluation is None else {"time/evaluate_s": result.times_s.evaluate}),
         **evaluation_metrics(result.evaluation),
     }

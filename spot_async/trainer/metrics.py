@@ -79,23 +79,31 @@ class Tally:
         self.maxima = torch.maximum(self.maxima, torch.stack(row))
 
     def report(self, *, updates: int, grad_norm: float, learning_rate: float, train_s: float) -> dict[str, float]:
-        """The `METRICS`, except `publish_s`. Means over nothing are 0."""
+        """The `METRICS`, except `publish_s` and those over tokens of which there were none."""
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
-        policy_tokens = max(1.0, sums["policy_tokens"])
-        mismatch_tokens = max(1.0, sums["mismatch_tokens"])
+        policy: dict[str, float] = {}
+        if policy_tokens := sums["policy_tokens"]:
+            policy = {
+                "ratio_mean": sums["ratio"] / policy_tokens,
+                "ratio_max": maxima["ratio"],
+                "importance_weight_mean": sums["importance_weight"] / policy_tokens,
+                "importance_capped": sums["importance_capped"] / policy_tokens,
+                "clip_fraction": sums["clipped_tokens"] / policy_tokens,
+                "behavior_kl": sums["behavior_kl"] / policy_tokens,
+                "advantage_mean": sums["advantage"] / policy_tokens,
+            }
+        mismatch: dict[str, float] = {}
+        if mismatch_tokens := sums["mismatch_tokens"]:
+            mismatch = {
+                "mismatch_mean": sums["mismatch"] / mismatch_tokens,
+                "mismatch_max": maxima["mismatch"],
+                "mismatch_kl": sums["mismatch_kl"] / mismatch_tokens,
+            }
         return {
             **{name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")},
-            "ratio_mean": sums["ratio"] / policy_tokens,
-            "ratio_max": maxima["ratio"],
-            "mismatch_mean": sums["mismatch"] / mismatch_tokens,
-            "mismatch_max": maxima["mismatch"],
-            "mismatch_kl": sums["mismatch_kl"] / mismatch_tokens,
-            "importance_weight_mean": sums["importance_weight"] / policy_tokens,
-            "importance_capped": sums["importance_capped"] / policy_tokens,
-            "clip_fraction": sums["clipped_tokens"] / policy_tokens,
-            "behavior_kl": sums["behavior_kl"] / policy_tokens,
-            "advantage_mean": sums["advantage"] / policy_tokens,
+            **policy,
+            **mismatch,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "branch_positions": sums["branch_positions"],
