@@ -112,7 +112,7 @@ def prompts():
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 2 + 5 + index, dtype=np.int32))
 
 
-def run(policy, *, iterations=2, batch_size=16, narrow=None, verifier=None, **services):
+def run(policy, *, iterations=2, batch_size=16, capacity=16, narrow=None, verifier=None, **services):
     """Run on virtual time; returns trainer, journal, stages. One request at a time of the `narrow` stage."""
     student = SimulatedStudent()
     needs = policy.needs
@@ -131,7 +131,7 @@ def run(policy, *, iterations=2, batch_size=16, narrow=None, verifier=None, **se
         student=PlainVocabulary(),
         teacher=PlainVocabulary(),
         run_seed=0,
-        max_running_prompts=batch_size,
+        max_running_prompts=capacity,
         max_probes_per_prompt=needs.probes_per_prompt,
         max_samples_per_prompt=needs.samples_per_prompt,
     )
@@ -141,7 +141,7 @@ def run(policy, *, iterations=2, batch_size=16, narrow=None, verifier=None, **se
             iterations=iterations,
             batch_size=batch_size,
             max_staleness=0,
-            capacity_prompts=batch_size,
+            capacity_prompts=capacity,
             capacity_bytes=1 << 30,
             max_response_tokens=64,
             weight_update_timeout_s=60.0,
@@ -204,18 +204,20 @@ def test_samples_without_evidence_are_left_out_of_mean_and_batch_and_counted():
             assert advantages == pytest.approx((reward - mean) / (deviation + 1e-6), abs=1e-6)
 
 
-def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and_its_room_given_back():
+def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and_counts_for_staleness():
     class UndecidedOnSome(SimulatedVerifier):
         async def verify(self, problem, response_text, *, deadline):
             verdict = await super().verify(problem, response_text, deadline=deadline)
             return Verdict.ERROR if problem.id in ("p3", "p20") else verdict
 
-    trainer, journal, _ = run(grpo(), iterations=4, verifier=UndecidedOnSome())
+    trainer, journal, _ = run(grpo(), iterations=4, capacity=64, verifier=UndecidedOnSome())
     ledger = journal.ledger
     assert ledger.ordinals(PromptState.LEFT_OUT) == [3, 20, 35, 52]
     assert ledger.count(PromptState.TRAINED) == 4 * 16 - 4
     trained = {sample.prompt_ordinal for batch in trainer.batches for sample in batch}
     assert trained == set(ledger.ordinals(PromptState.TRAINED))
+    for step, batch in enumerate(trainer.batches):  # none was admitted in its place, before the weights were due
+        assert {sample.version.step for sample in batch} == {step}
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 1.0, 1.0], [0.0, 0.0]])
@@ -227,12 +229,17 @@ def test_room_is_reserved_for_every_sample_and_every_soft_target():
     one = worst_case_bytes(100, 1000, PolicyNeeds())
     assert worst_case_bytes(100, 1000, PolicyNeeds(samples_per_prompt=8)) == 8 * one
     eopd = EopdPolicy(EopdPolicy.Settings(tau_nats=0.0), context())
-    spot = SpotPolicy(SpotPolicy.Settings(positions=32, probe_top_k=16, verifier_guidance=False), context())
+    spot = SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), context())
     for policy in (grpo(), kd(), eopd, spot):
         trainer, _, _ = run(policy, iterations=1)
         sizes = Counter()
         for sample in trainer.batches[0]:
             sizes[sample.prompt_ordinal] += len(wire.encode(sample))
+            if (targets := sample.soft_targets) is not None:
+                arrays = [getattr(targets, name) for name in targets.__struct_fields__]
+                needs, tokens = policy.needs, len(sample.response_ids)
+                reserved = needs.soft_target_bytes + tokens * needs.soft_target_bytes_per_token
+                assert sum(array.nbytes for array in arrays if array is not None) <= reserved
             longest = max(len(s.response_ids) for s in trainer.batches[0] if s.prompt_ordinal == sample.prompt_ordinal)
             bound = worst_case_bytes(len(sample.prompt_ids), longest, policy.needs)
         assert max(sizes.values()) <= worst_case_bytes(40, 64, policy.needs)
