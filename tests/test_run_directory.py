@@ -12,10 +12,10 @@ import pytest
 
 from spot_async.config_loading import validate
 from spot_async.errors import ConfigError, DataError
-from spot_async.evaluation.history import EvaluationHistory
 from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
 from spot_async.run_directory import RunDirectory
 from spot_async.telemetry.console import best_words
+from spot_async.telemetry.evaluation_history import EvaluationHistory
 from spot_async.types import Verdict
 
 CONFIG = {
