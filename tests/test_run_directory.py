@@ -93,8 +93,9 @@ def test_the_criterion_decides_what_is_best(run, criterion, best, words):
     history.iteration_finished(iteration(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
     history.iteration_finished(iteration(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
     assert history.best.iteration == best
-    assert words in best_words(history.best)
-    assert "optimistic" in best_words(history.best)
+    assert words in best_words(history.best, None)
+    assert "optimistic" in best_words(history.best, before=evaluation([0, 0, 0], [0, 0, 1]))
+    assert "No student was better" in best_words(history.best, before=evaluation([1, 1, 1], [1, 0, 0]))
 
 
 def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one_line(run, tmp_path):
