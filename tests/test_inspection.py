@@ -347,6 +347,14 @@ def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     assert "soft targets" in figures["Loss and its parts"]
 
 
+def test_no_share_is_drawn_beyond_all(tmp_path):
+    names = ("rollout/accuracy", "probe/accuracy", "rollout/truncated")
+    files = make_run(tmp_path / "run", [], [metrics_row(1) | dict.fromkeys(names, 1.0)])
+    figures = {plot.title: plot.figure for section in read_report(files).sections for plot in section.plots}
+    for title in ("Accuracy in training", "Accuracy of probes", "Cut off and not judged"):
+        assert max(map(int, re.findall(r">(\d+) %<", figures[title]))) == 100
+
+
 def test_figures_that_are_no_numbers_are_left_out(tmp_path):
     row = metrics_row(1) | {"train/grad_norm": None}
     tier = {"problems": 1, "avg": 0.25, "avg_standard_error": None, "pass": 0.5, "pass_standard_error": None}
