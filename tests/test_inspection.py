@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.errors import DataError
+from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page, sample_page
 from spot_async.inspection.reading import RunFiles, token_texts
 from spot_async.inspection.report import read_report
 from spot_async.inspection.terminal import sample_view
+from spot_async.inspection.totals import run_times
 from spot_async.inspection.view import colourings, probability, shortened, verdict_text, visible
 
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
@@ -45,7 +47,7 @@ def spot_sample(iteration=1, problem_id="p0", **changes):
         "verdict": "correct",
         "finish_reason": "stop",
         "version": "0.0",
-        "response_ids": [5, 7, 1],
+        "response_ids": [6, 7, 1],
         "behavior_logprobs": [-0.1, -2.0, -0.3],
         "teacher_logprobs": [-0.2, -0.5, -5.3],
         "teacher_entropy_nats": [0.1, 0.2, 0.3],
@@ -133,7 +135,7 @@ def assert_harmless(page):
 
 def test_text_that_a_model_wrote_stays_text_on_the_page(tmp_path):
     sample = spot_sample(problem=HOSTILE, answer=HOSTILE, problem_id=HOSTILE, tier=HOSTILE, verdict=HOSTILE)
-    sample["branches"][0]["sampled"] = HOSTILE
+    sample["branches"][0] |= {"sampled": HOSTILE, "score_parts": {HOSTILE: 0.5}}
     sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE], "verdicts": [HOSTILE]}
     sample["branches"][0]["candidates"][1]["continuations"] = [HOSTILE * 20]  # folded
     page = page_of(make_run(tmp_path / "run", [sample]), texts=[HOSTILE, '" onclick="x', "\n"])
@@ -155,6 +157,7 @@ def test_hostile_names_stay_text_in_the_report(tmp_path):
 
 def test_a_terminal_gets_no_escape_sequence_from_a_model(tmp_path):
     sample = spot_sample(problem=HOSTILE)
+    sample["branches"][0]["score_parts"] = {HOSTILE: 0.5}
     sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE]}
     number, record = make_run(tmp_path / "run", [sample]).sample("0")
     for colouring in colourings(record, [HOSTILE, "[red]", "\r"]):
@@ -203,6 +206,81 @@ def test_samples_are_found_by_number_and_by_their_latest_problem(tmp_path):
             files.sample(missing)
 
 
+def test_a_problem_whose_id_is_a_number_is_found_when_no_sample_has_it(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample(1, "1"), spot_sample(2, "4492"), spot_sample(3, "4492")])
+    assert files.sample("1")[0] == 1
+    assert files.sample("4492")[0] == 2
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "4492"]).output
+    assert "the last sample of 4492, which has 1, 2" in shown
+    with pytest.raises(DataError, match="no samples yet"):
+        make_run(tmp_path / "empty").sample("0")
+
+
+def test_a_sample_no_student_wrote_is_coloured_by_the_teacher(tmp_path):
+    sample = spot_sample(teacher_logprobs=[-0.5, -5.0, None], teacher_entropy_nats=[0.5, 4.0, None], branches=[])
+    for name in ("acquisition_score", "behavior_logprobs", "version"):
+        del sample[name]
+    files = make_run(tmp_path / "run", [sample])
+    surprise, entropy = colourings(files.sample("0")[1], ["a", "b", "c"])
+    assert "under the teacher" in surprise.title
+    assert [token.level for token in surprise.tokens] == pytest.approx([0.1, 1.0, 0.0])
+    assert entropy.title == "Teacher entropy, nats"
+    assert [token.level for token in entropy.tokens] == pytest.approx([0.25, 1.0, 0.0])
+    text = Tags(page_of(files)).text
+    assert "iteration 1 · 3 tokens" in text
+    assert "weights" not in text
+    assert "student" not in text
+
+
+def test_scores_are_named_after_what_chose_the_positions(tmp_path):
+    record = make_run(tmp_path / "run", [spot_sample()]).sample("0")[1]
+    titles = [colourings(record, "abc", selection)[0].title for selection in ("score", "random", "entropy")]
+    assert titles == [
+        "Acquisition score (root scale)",
+        "Random scores that chose the positions (root scale)",
+        "Teacher entropy, as a share of the largest possible (root scale)",
+    ]
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: random}"))
+    assert "Random scores" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+
+
+def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):
+    sample = spot_sample()
+    sample["branches"][0]["sampled"] = "\ufffd"
+    for candidate in sample["branches"][0]["candidates"]:
+        candidate["token"] = "\ufffd"  # two halves of a character
+    files = make_run(tmp_path / "run", [sample])
+    number, record = files.sample("0")
+    rows = [line for line in plain(terminal(sample_view(number, record, colourings(record, "abc")[0]))).splitlines()
+            if "\ufffd" in line and "%" in line]  # fmt: skip
+    assert [row.lstrip().startswith("▸") for row in rows] == [False, True]
+    assert page_of(files).count(", sampled</span>") == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"acquisition_score": [0.1, 0.2]}, "acquisition_score not shown: 2 values for 0 tokens"),
+        ({"branches": [{"position": 3}]}, "Position 3"),
+        ({"response_ids": [5, 6], "branches": [{"position": 9}]}, "Position 9"),
+        ({"response_ids": [5, 6], "branches": [{"position": -9}]}, "Position -9"),
+        ({"response_ids": [5, 6], "behavior_logprobs": [None, -1.0], "teacher_logprobs": [-1.0, None]}, "Advantage"),
+        ({"response_ids": [5, 6], "behavior_logprobs": [-1.0, -1.0], "teacher_logprobs": [-1.0]}, "teacher_logprobs n"),
+        ({"response_ids": [5, 6], "acquisition_score": [-1.0, 2.0]}, "Acquisition score"),
+        ({"response_ids": [5, 6], "acquisition_score": [-1.0, None]}, "Nothing recorded"),
+        ({"branches": [{"position": 0, "score_parts": {"gap": None}, "candidates": [{"token_id": 5}]}]}, "gap –"),
+    ],
+)
+def test_whatever_a_policy_leaves_out_or_gets_wrong_is_still_shown(tmp_path, record, said):
+    make_run(tmp_path / "run", [{"iteration": 1} | record], [metrics_row(1)])
+    run, runner = str(tmp_path / "run"), CliRunner()
+    for arguments in (["report", run], ["inspect", run], ["inspect", run, "0"]):
+        done = runner.invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+    assert said in Tags((tmp_path / "run" / "inspect-0.html").read_text()).text
+
+
 def test_a_run_killed_in_the_middle_of_a_line_is_read_up_to_it(tmp_path):
     files = make_run(tmp_path / "run", [spot_sample(1), spot_sample(2)], [metrics_row(1), metrics_row(2)])
     for name in ("samples.jsonl", "metrics.jsonl"):
@@ -234,14 +312,67 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     assert report.verdict.sentence == (
         "Student bound: the trainer waited 80 % of the time, mostly for probe (88 %) and rollout (12 %)."
     )
-    assert "8 slots were full" in report.verdict.advice[0]  # 5 in flight over 10 s, in 7 s of waiting for them
-    assert report.results[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0", "+25.0")
+    assert (
+        "8 slots were mostly in use (7 probe" in report.verdict.advice[0]
+    )  # 5 in flight over 10 s, in 7 s of waiting for them
+    assert report.results[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0")
     assert report.notes == ()
     titles = {plot.title for section in report.sections for plot in section.plots}
     assert {"Loss and its parts", "Calibration shift", "Which tokens were probed", "Time per phase"} - titles == {
         "Calibration shift"
     }
     assert "8 trained, 1 left over" in Tags(report_page(report)).text
+
+
+def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
+    reference = {"wait/reference_s": 7.0, "stage/reference/requests": 8.0, "stage/reference/mean_in_flight": 5.6}
+    row = {name: value for name, value in metrics_row(1).items() if "probe" not in name and "spot" not in name}
+    files = make_run(tmp_path / "run", [], [row | reference | {"train/advantage_mean": 0.1}])
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
+    report = read_report(files)
+    assert "teacher" not in dict(report.facts)
+    assert run_times(files.metrics(), files.config()).stages["reference"].slots == 8  # a second copy of the student
+    notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
+    assert notes["Advantage"] == "Mean per token, as the policy gives it."
+    assert "Teacher entropy" not in notes
+
+
+def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
+    row = metrics_row(1) | {"teacher/entropy_nats": 0.2, "train/advantage_mean": 0.0, "train/loss_branch": 0.5}
+    report = read_report(make_run(tmp_path / "run", [], [row]))
+    figures = {plot.title: plot.figure for section in report.sections for plot in section.plots}
+    assert "Advantage" not in figures
+    assert "Teacher entropy" in figures
+    assert "soft targets" in figures["Loss and its parts"]
+
+
+def test_no_share_is_drawn_beyond_all(tmp_path):
+    names = ("rollout/accuracy", "probe/accuracy", "rollout/truncated")
+    files = make_run(tmp_path / "run", [], [metrics_row(1) | dict.fromkeys(names, 1.0)])
+    figures = {plot.title: plot.figure for section in read_report(files).sections for plot in section.plots}
+    for title in ("Accuracy in training", "Accuracy of probes", "Cut off and not judged"):
+        assert max(map(int, re.findall(r">(\d+) %<", figures[title]))) == 100
+
+
+def test_figures_that_are_no_numbers_are_left_out(tmp_path):
+    row = metrics_row(1) | {"train/grad_norm": None}
+    tier = {"problems": 1, "avg": 0.25, "avg_standard_error": None, "pass": 0.5, "pass_standard_error": None}
+    files = make_run(tmp_path / "run", [], [row], {"after": {"samples": 8, "tokens": 1, "tiers": {"all": tier}}})
+    assert "train/grad_norm" not in files.metrics()[0]
+    assert read_report(files).results[0].cells == ("25.0", "50.0")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"train/loss": 0.5}\n')
+    with pytest.raises(DataError, match=r"metrics.jsonl: a line names no iteration"):
+        files.metrics()
+
+
+def test_a_teacher_that_writes_is_told_of_its_slots():
+    advice = judge(RunTimes(9.0, 1.0, 0.0, {"teacher_response": 8.0, "score": 1.0})).advice
+    assert "teacher.backend.slots" in advice[0]
+    assert "score_tokens" not in " ".join(advice)
+    full = StageUse(in_flight=49.0, queued=0.0, limit=64, slots=64)
+    advice = judge(RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}, {"rollout": full})).advice
+    assert "64 slots were mostly in use (49 rollout" in advice[0]
 
 
 @pytest.mark.parametrize(

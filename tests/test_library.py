@@ -79,7 +79,11 @@ def test_the_pages_policy_backend_and_verifier_train(folder):
     metrics = rows(run / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2]
     assert all(0 < row["confident_opd/sure"] < 1 for row in metrics)
-    assert {sample["verdict"] for sample in rows(run / "samples.jsonl")} <= {"correct", "wrong", "no_answer"}
+    samples = rows(run / "samples.jsonl")
+    assert {sample["verdict"] for sample in samples} <= {"correct", "wrong", "no_answer"}
+    assert samples[0]["problem_id"] in python(folder, "-m", "spot_async", "inspect", str(run), "0")
+    python(folder, "-m", "spot_async", "report", str(run))
+    assert (run / "report.html").exists()
     assert not (run / "logs" / "teacher.log").exists()  # no local server was started in its place
 
 

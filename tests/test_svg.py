@@ -47,6 +47,15 @@ def test_ticks_of_a_degenerate_range_are_still_ticks(low, high):
     assert all(map(math.isfinite, ticks))
 
 
+@pytest.mark.parametrize("value", [0.0, 0.25, 0.98, 1.0])
+def test_a_constant_share_stands_among_shares_of_its_size(value):
+    ticks = nice_ticks(value, value, most=1.0)
+    assert 0.0 <= ticks[0] <= value <= ticks[-1] <= 1.0
+    assert ticks[-1] <= max(0.1, 2 * value)
+    figure = svg.line_plot([Series("share", [(1, value), (2, value)])], most=1.0)
+    assert max(float(t.text) for t in parsed(figure).iter("text") if t.get("text-anchor") == "end") <= 1.0
+
+
 def test_a_scale_maps_ends_to_ends_and_a_single_value_to_the_middle():
     scale = Scale(10.0, 20.0, 0.0, 100.0)
     assert [scale(10.0), scale(15.0), scale(20.0)] == [0.0, 50.0, 100.0]

@@ -277,6 +277,19 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path):
     assert run.state.iteration == 2
 
 
+def test_a_file_that_cannot_be_opened_leaves_a_run_without_a_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    path.mkdir()
+    run = spot_run(iterations=2, batch_size=4)
+
+    async def recorded():
+        with trace_to(path, run):
+            await run.run()
+
+    run_on_virtual_time(recorded())
+    assert run.state.iteration == 2
+
+
 def test_an_empty_trace_is_valid(tmp_path):
     TraceFile(tmp_path / "trace.json").close()
     assert json.loads((tmp_path / "trace.json").read_bytes()) == []

@@ -86,7 +86,9 @@ def _judge_wait(times: RunTimes, share: float) -> Verdict:
         f"{' and '.join(bound).capitalize()} bound: the trainer waited {percent(share)} of the time, "
         f"mostly for {' and '.join(named[:2])}."
     )
-    advice = [*_stage_advice(stages[0], times), *(SERVER_ADVICE[server] for server in bound)]
+    writes = known.get("teacher_response", 0.0) > known.get("score", 0.0)
+    of_servers = SERVER_ADVICE | ({"teacher": TEACHER_WRITES_ADVICE} if writes else {})
+    advice = [*_stage_advice(stages[0], times), *(of_servers[server] for server in bound)]
     if "student" in bound:
         most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
         advice.append(GENERATION_ADVICE[most_generated])
@@ -99,13 +101,15 @@ def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
         return ()
     if use.slots is not None and use.in_flight >= FULL * use.slots and use.limit >= use.slots:
         return (
-            f"the server's {use.slots} slots were full ({use.in_flight:.0f} {stage} requests in flight on average): "
+            f"the server's {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
+            f"({use.in_flight:.0f} {stage} requests in flight on average): "
             "a higher limit would only make them wait there",
         )
     if use.in_flight >= FULL * use.limit and use.queued > 0:
         return (
-            f"the limit of {use.limit} requests was full ({use.in_flight:.0f} in flight, {use.queued:.0f} waiting on "
-            f"average): if the server can take more, raise stages.{stage}.concurrency",
+            f"the limit of {use.limit} requests was {_fullness(use.in_flight, use.limit)} "
+            f"({use.in_flight:.0f} in flight, {use.queued:.0f} waiting on average): "
+            f"if the server can take more, raise stages.{stage}.concurrency",
         )
     if use.in_flight < IDLE * min(use.limit, times.batch_size):
         return (
@@ -118,12 +122,19 @@ def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
     )
 
 
+def _fullness(in_flight: float, limit: int) -> str:
+    return "full" if round(in_flight) >= limit else "mostly in use"
+
+
 SERVER_ADVICE = {
     "student": "a faster student server: student.backend.slots and student.backend.threads, or a device of its own",
     "teacher": "a faster teacher server: teacher.backend.score_tokens, teacher.backend.threads, or a smaller teacher",
     "verifier": "more worker processes for the verifier: verifier.workers",
     "reference": "a faster server for the reference",
 }
+TEACHER_WRITES_ADVICE = (
+    "a faster teacher server: teacher.backend.slots and teacher.backend.threads, or a smaller teacher"
+)
 GENERATION_ADVICE = {
     "rollout": "less to generate: a lower sampling.max_response_tokens",
     "probe": "less to generate: fewer probes (policy.positions, policy.probe_top_k, policy.probes)",

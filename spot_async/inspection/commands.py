@@ -36,12 +36,16 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     from spot_async.inspection.pages import sample_page
     from spot_async.inspection.reading import token_texts
     from spot_async.inspection.terminal import sample_view
-    from spot_async.inspection.view import colourings
+    from spot_async.inspection.view import colourings, visible
 
     files = RunFiles(run)
     number, sample = files.sample(wanted)
-    found = colourings(sample, token_texts(files, sample.response_ids))
+    selection = str((files.config().get("policy") or {}).get("selection"))
+    found = colourings(sample, token_texts(files, sample.response_ids), selection)
     screen.print(sample_view(number, sample, found[0]))
+    if wanted != str(number) and len(numbers := files.numbers_of(sample.problem_id)) > 1:
+        listed = ", ".join(map(str, numbers))
+        screen.print(Text(f"the last sample of {visible(sample.problem_id)}, which has {listed}", style="dim"))
     write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found))
 
 

@@ -12,9 +12,11 @@ from spot_async.inspection.reading import SampleRecord
 from spot_async.inspection.view import (
     Colouring,
     branch_state,
+    is_sampled,
     probability,
     remarks,
     sampled_shares,
+    score_parts,
     verdict_text,
     verdict_tone,
     visible,
@@ -35,7 +37,13 @@ def _templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"sampled_shares": sampled_shares, "remarks": remarks, "branch_state": branch_state}
+    environment.globals |= {
+        "branch_state": branch_state,
+        "is_sampled": is_sampled,
+        "remarks": remarks,
+        "sampled_shares": sampled_shares,
+        "score_parts": score_parts,
+    }
     environment.filters |= {
         "visible": visible,
         "probability": probability,

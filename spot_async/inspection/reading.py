@@ -24,7 +24,7 @@ class Candidate(msgspec.Struct, kw_only=True):
 
     token_id: int
     token: str = ""
-    prior: float  # the teacher over the candidates
+    prior: float | None = None  # the teacher over the candidates
     value: float | None = None  # mean reward; None without evidence
     target: float | None = None  # the prior after the tilt
     verdicts: list[str] = []
@@ -40,25 +40,25 @@ class Branch(msgspec.Struct, kw_only=True):
     sampled: str = ""
     retained: bool = False
     candidates: list[Candidate] = []
-    score_parts: dict[str, float] = {}
+    score_parts: dict[str, float | None] = {}
 
 
 class SampleRecord(msgspec.Struct, kw_only=True):
-    """One line of `samples.jsonl`."""
+    """One line of `samples.jsonl`. What is not a number was written as null, in arrays as well."""
 
     iteration: int
-    problem_id: str
+    problem_id: str = ""
     problem: str = ""
     answer: str = ""
     tier: str | None = None
     response: str = ""
     verdict: str = ""
     finish_reason: str = ""
-    version: str = ""
+    version: str | None = None  # of the weights that sampled it; None when the student did not
     response_ids: list[int] = []
-    behavior_logprobs: list[float] | None = None
-    teacher_logprobs: list[float] | None = None
-    teacher_entropy_nats: list[float] | None = None
+    behavior_logprobs: list[float | None] | None = None
+    teacher_logprobs: list[float | None] | None = None
+    teacher_entropy_nats: list[float | None] | None = None
     acquisition_score: list[float | None] | None = None
     advantage: float | None = None  # of the whole response, where the policy gives one
     left_out: str | None = None  # why it was not trained
@@ -78,7 +78,7 @@ class SampleSummary(msgspec.Struct, kw_only=True):
     """What tables and statistics need of a sample: the rest of the line is skipped, not decoded."""
 
     iteration: int
-    problem_id: str
+    problem_id: str = ""
     verdict: str = ""
     finish_reason: str = ""
     response_ids: list[int] = []
@@ -103,8 +103,15 @@ class RunFiles:
         return loaded if isinstance(loaded, dict) else {}
 
     def metrics(self) -> list[dict[str, float]]:
-        """One mapping per finished iteration."""
-        return list(_lines(self.path / "metrics.jsonl", dict[str, float]))
+        """One mapping per finished iteration, without figures that are not numbers (written as null)."""
+        path = self.path / "metrics.jsonl"
+        rows = [
+            {name: value for name, value in row.items() if value is not None}
+            for row in _lines(path, dict[str, float | None])
+        ]
+        if any("iteration" not in row for row in rows):
+            raise DataError(f"{path}: a line names no iteration")
+        return rows
 
     def summary(self) -> dict[str, Any] | None:
         """The figures at the end of the run; None when it has not come to its end."""
@@ -126,16 +133,23 @@ class RunFiles:
         return _lines(self.path / "samples.jsonl", SampleSummary)
 
     def sample(self, wanted: str) -> tuple[int, SampleRecord]:
-        """A sample by its number (digits), or the latest of a problem. Returns its number and what it holds.
+        """A sample by its number, or else the latest of a problem. Returns its number and what it holds.
 
         Raises DataError when there is none.
         """
         path = self.path / "samples.jsonl"
-        found: tuple[int, int] | None = None  # number, offset
+        by_number: tuple[int, int] | None = None  # number, offset
+        by_problem: tuple[int, int] | None = None
         count = 0
-        for count, (offset, summary) in enumerate(_lines_at(path, SampleSummary), start=1):
-            if wanted == (str(count - 1) if wanted.isdecimal() else summary.problem_id):
-                found = count - 1, offset
+        for number, (offset, summary) in enumerate(_lines_at(path, SampleSummary)):
+            count = number + 1
+            if wanted == str(number):
+                by_number = number, offset
+            if wanted == summary.problem_id:
+                by_problem = number, offset
+        found = by_number or by_problem
+        if found is None and count == 0:
+            raise DataError(f"{path}: no samples yet: they are written as each iteration ends")
         if found is None:
             raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {count - 1}, or a problem's id")
         number, offset = found
@@ -145,6 +159,10 @@ class RunFiles:
                 return number, msgspec.json.decode(file.readline(), type=SampleRecord)
             except msgspec.MsgspecError as error:
                 raise DataError(f"{path}: sample {number}: {error}") from None
+
+    def numbers_of(self, problem_id: str) -> list[int]:
+        """All samples of one problem."""
+        return [number for number, sample in enumerate(self.samples()) if sample.problem_id == problem_id]
 
 
 def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:

@@ -6,24 +6,30 @@ there is left out, and the page says so.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from spot_async.inspection import svg
-from spot_async.inspection.bottleneck import RunTimes, StageUse, Verdict, judge, percent
-from spot_async.inspection.reading import RunFiles, SampleSummary
+from spot_async.inspection.bottleneck import Verdict, judge, percent
+from spot_async.inspection.reading import RunFiles
+from spot_async.inspection.totals import (
+    RELATIVE_BINS,
+    Rows,
+    SampleStatistics,
+    run_times,
+    stage_limit,
+    stage_names,
+    total,
+)
 from spot_async.inspection.view import visible
-from spot_async.stages import STAGE_SERVERS
 
-RELATIVE_BINS = 20
 LENGTH_BINS = 16
 TOP_TOKENS = 14
-
-Rows = Sequence[Mapping[str, float]]
+ADVANTAGE_OF_TEACHER = "Teacher minus student, nats per token. Rises towards 0 as student meets teacher."
 
 
 @dataclass(frozen=True)
@@ -88,44 +94,21 @@ def read_report(files: RunFiles) -> Report:
     )
 
 
-class SampleStatistics:
-    """What is summed up over all samples, one at a time."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.score_sums = [0.0] * RELATIVE_BINS
-        self.score_counts = [0] * RELATIVE_BINS
-        self.selected = [0] * RELATIVE_BINS
-        self.probed_tokens: Counter[str] = Counter()
-        self.retained_tokens: Counter[str] = Counter()
-        self.lengths: list[tuple[int, int]] = []  # (iteration, tokens)
-
-    def add(self, sample: SampleSummary) -> None:
-        self.count += 1
-        length = len(sample.response_ids)
-        self.lengths.append((sample.iteration, length))
-        for position, score in enumerate(sample.acquisition_score or ()):
-            if score is not None:
-                bin_ = position * RELATIVE_BINS // length
-                self.score_sums[bin_] += score
-                self.score_counts[bin_] += 1
-        for branch in sample.branches:
-            self.selected[branch.position * RELATIVE_BINS // length] += 1
-            self.probed_tokens[branch.sampled] += 1
-            self.retained_tokens[branch.sampled] += branch.retained
-
-
 def learning_section(rows: Rows) -> Section:
+    scored = any("teacher/entropy_nats" in row for row in rows)
+    advantages = any(row.get("train/advantage_mean") for row in rows)  # none where all is soft targets
     return Section(
         "Learning",
         _present(
             ("Accuracy in training", "Share of the sampled responses that are correct.",
-             _lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent)),
+             _lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent, most=1.0)),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
-             _lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "branches": "train/loss_branch",
+             _lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "soft targets": "train/loss_branch",
                            "reference": "train/loss_reference"})),
-            ("Advantage and teacher entropy", "Nats per token. The advantage rises towards 0 as student meets teacher.",
-             _lines(rows, {"mean advantage": "train/advantage_mean", "teacher entropy": "teacher/entropy_nats"})),
+            ("Advantage", ADVANTAGE_OF_TEACHER if scored else "Mean per token, as the policy gives it.",
+             _lines(rows, {"mean advantage": "train/advantage_mean"}) if advantages else None),
+            ("Teacher entropy", "Nats per token, mean.",
+             _lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
         ),
     )  # fmt: skip
 
@@ -149,7 +132,7 @@ def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
             ("Positions probed and kept", "Per rollout. Kept (B+): at least one candidate led to a correct answer.",
              _lines(rows, {"probed": "spot/selected", "kept": "spot/retained"}, from_zero=True)),
             ("Accuracy of probes", "Share of continuations that end correct.",
-             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent)),
+             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent, most=1.0)),
             ("Calibration shift", "How far outcomes move the target from the teacher's prior: total variation, 0 to 1.",
              _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True)),
             ("Where the score looks", "Mean acquisition score by place in the response.",
@@ -171,7 +154,7 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
             ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run.",
              length_histogram(statistics.lengths)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
-             _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent)),
+             _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
         ),
     )  # fmt: skip
 
@@ -242,7 +225,7 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
 
 
 def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tuple[ResultRow, ...]]:
-    """Avg@k and Pass@k per tier, before and after, and the change; empty without an evaluation."""
+    """Avg@k and Pass@k per tier, before and after; empty without an evaluation."""
     found = {when: summary[when] for when in ("before", "after") if summary and summary.get(when)}
     if not found:
         return (), ()
@@ -253,58 +236,25 @@ def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tu
     rows = []
     for tier in whole["tiers"]:
         figures = [each["tiers"][tier] for each in found.values()]
-        cells = [f"{100 * f[m]:.1f} ±{100 * f[f'{m}_standard_error']:.1f}" for m in ("avg", "pass") for f in figures]
-        if len(figures) == 2:
-            cells.append(f"{100 * (figures[1]['avg'] - figures[0]['avg']):+.1f}")
+        cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in ("avg", "pass") for f in figures]
         rows.append(ResultRow(tier, int(figures[0]["problems"]), tuple(cells)))
-    if len(found) == 2:
-        headings.append(f"Avg@{k} change")
     return tuple(headings), tuple(rows)
 
 
-def run_times(rows: Rows, config: Mapping[str, Any]) -> RunTimes:
-    """Sums over all iterations; stages by what they held while the trainer waited for them."""
-    waited_for = {
-        stage: _total(rows, f"wait/{stage}_s")
-        for stage in (*stage_names(rows), "nothing")
-        if _total(rows, f"wait/{stage}_s")
-    }
-    stages: dict[str, StageUse] = {}
-    for stage in stage_names(rows):
-        # Requests of a stage run mostly while it is waited for; over that time they are its load.
-        over_s = waited_for.get(stage, 0.0)
-        if over_s > 0:
-            busy_s, queued_s = (
-                sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * training_s(row) for row in rows)
-                for what in ("in_flight", "queued")
-            )
-            limit = stage_limit(config, stage)
-            slots = config.get(STAGE_SERVERS.get(stage, ""), {}).get("backend", {}).get("slots")
-            stages[stage] = StageUse(min(busy_s / over_s, limit), queued_s / over_s, limit, slots)
-    return RunTimes(
-        wait_s=_total(rows, "time/wait_for_batch_s"),
-        train_s=_total(rows, "time/train_s"),
-        update_s=_total(rows, "time/update_weights_s"),
-        waited_for_s=waited_for,
-        stages=stages,
-        batch_size=int(config.get("training", {}).get("batch_size", 1)),
-    )
-
-
-def training_s(row: Mapping[str, float]) -> float:
-    """An iteration's time without evaluation."""
-    return row.get("time/iteration_s", 0.0) - row.get("time/evaluate_s", 0.0)
+def with_error(share: float, standard_error: float | None) -> str:
+    """In percent. One problem has no standard error."""
+    return f"{100 * share:.1f}" + (f" ±{100 * standard_error:.1f}" if standard_error is not None else "")
 
 
 def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
     """The run in a few words."""
     training = config.get("training", {})
     prompts = (summary or {}).get("prompts", {})
-    seconds = _total(rows, "time/iteration_s")
+    seconds = total(rows, "time/iteration_s")
     found = {
         "policy": config.get("policy", {}).get("kind"),
         "student": config.get("student", {}).get("model"),
-        "teacher": config.get("teacher", {}).get("model"),
+        "teacher": (config.get("teacher") or {}).get("model"),
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
@@ -330,16 +280,6 @@ def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mappi
     return tuple(found)
 
 
-def stage_names(rows: Rows) -> list[str]:
-    """Stages that had requests, in the order in which they are recorded."""
-    names = dict.fromkeys(name.split("/")[1] for row in rows for name in row if name.startswith("stage/"))
-    return [name for name in names if _total(rows, f"stage/{name}/requests")]
-
-
-def stage_limit(config: Mapping[str, Any], stage: str) -> int:
-    return int(config.get("stages", {}).get(stage, {}).get("concurrency", 1))
-
-
 def _present(*plots: tuple[str, str, Markup | None]) -> tuple[Plot, ...]:
     return tuple(Plot(title, note, figure) for title, note, figure in plots if figure is not None)
 
@@ -350,6 +290,7 @@ def _lines(
     format_y: Callable[[float], str] = svg.short_number,
     *,
     from_zero: bool = False,
+    most: float = math.inf,
 ) -> Markup | None:
     """A line per metric that is there; those that are zero throughout only when nothing else is."""
     series = [svg.Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
@@ -357,7 +298,7 @@ def _lines(
     moving = [each for each in series if any(value for _, value in each.points)]
     if not series:
         return None
-    return svg.line_plot(moving or series[:1], format_y=format_y, from_zero=from_zero)
+    return svg.line_plot(moving or series[:1], format_y=format_y, from_zero=from_zero, most=most)
 
 
 def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
@@ -367,14 +308,10 @@ def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
     series = [
         svg.Series(name, [(row["iteration"], row.get(metric, 0.0)) for row in with_times], i)
         for i, (name, metric) in enumerate(names.items())
-        if _total(rows, metric) > 0
+        if total(rows, metric) > 0
     ]
     return svg.stacked_plot(series)
 
 
 def _points(rows: Rows, metric: str) -> list[tuple[float, float]]:
     return [(row["iteration"], row[metric]) for row in rows if metric in row]
-
-
-def _total(rows: Iterable[Mapping[str, float]], metric: str) -> float:
-    return sum(row.get(metric, 0.0) for row in rows)

@@ -46,11 +46,15 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that reach from `low` to `high` or beyond."""
+def nice_ticks(low: float, high: float, count: int = 5, *, most: float = math.inf) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that reach from `low` to `high` or beyond.
+
+    A single value gets room in proportion to itself, upwards no further than `most`, which no value exceeds.
+    """
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
-        high = low + 1.0 if math.isfinite(low) else 1.0
-        low = low if math.isfinite(low) else 0.0
+        value = low if math.isfinite(low) else 0.0
+        margin = abs(value) / 2
+        low, high = value - margin, min(value + (margin or 0.1), max(value, most))
     rough = (high - low) / max(1, count - 1)
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * (1 - 1e-9))
@@ -70,13 +74,15 @@ def short_number(value: float) -> str:
     return f"{value:.1e}" if size < 1e-3 else f"{value:.3g}"
 
 
-def line_plot(series: Sequence[Series], *, format_y: Format = short_number, from_zero: bool = False) -> Markup:
-    """Lines over iterations; a long single one with its running mean."""
+def line_plot(
+    series: Sequence[Series], *, format_y: Format = short_number, from_zero: bool = False, most: float = math.inf
+) -> Markup:
+    """Lines over iterations; a long single one with its running mean. `most` is the largest value there can be."""
     drawn = _drawn(series)
     if not drawn:
         return Markup('<p class="quiet">no data</p>')
     ys = [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
-    x, y, frame = _axes(_extent([x for each in drawn for x, _ in each.points]), _extent(ys), format_y)
+    x, y, frame = _axes(_extent([x for each in drawn for x, _ in each.points]), _extent(ys), format_y, most=most)
     marks = [frame]
     for each in drawn:
         dots = len(each.points) == 1
@@ -202,10 +208,15 @@ def _extent(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _axes(
-    xs: tuple[float, float] | None, ys: tuple[float, float], format_y: Format, x_name: str = "iteration"
+    xs: tuple[float, float] | None,
+    ys: tuple[float, float],
+    format_y: Format,
+    x_name: str = "iteration",
+    *,
+    most: float = math.inf,
 ) -> tuple[Scale, Scale, Markup]:
     """Scales for x (None: its ticks are drawn elsewhere) and y, and the drawn grid."""
-    ticks = nice_ticks(*ys)
+    ticks = nice_ticks(*ys, most=most)
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     x = Scale(*(xs or (0.0, 1.0)), LEFT, WIDTH - RIGHT)
     marks: list[Markup] = []

@@ -14,9 +14,11 @@ from spot_async.inspection.view import (
     Colouring,
     TokenView,
     branch_state,
+    is_sampled,
     probability,
     remarks,
     sampled_shares,
+    score_parts,
     shortened,
     verdict_text,
     visible,
@@ -64,7 +66,7 @@ def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> Rend
     answer = Text.assemble(("answer   ", "dim"), visible(sample.answer))
     parts: list[RenderableType] = [head, about, problem, answer, Text(), legend(colouring), response_text(colouring)]
     for mark, branch in enumerate(sample.branches, start=1):
-        parts += [Text(), branch_view(mark, branch, sampled_shares(sample, branch.position))]
+        parts += [Text(), branch_view(mark, branch, sample)]
     return Group(*parts)
 
 
@@ -91,8 +93,9 @@ def mark_symbol(mark: int) -> str:
     return chr(0x2460 + mark - 1) if mark <= 20 else f"({mark})"
 
 
-def branch_view(mark: int, branch: Branch, shares: str) -> RenderableType:
+def branch_view(mark: int, branch: Branch, sample: SampleRecord) -> RenderableType:
     """One probed position: each candidate's probabilities, target before and after, and its probes."""
+    shares = sampled_shares(sample, branch.position)
     state, tone = branch_state(branch)
     head = Text.assemble(
         (f"{mark_symbol(mark)} position {branch.position}", "bold"),
@@ -101,23 +104,23 @@ def branch_view(mark: int, branch: Branch, shares: str) -> RenderableType:
     )
     rows: list[RenderableType] = [head, Text(f"  {shares}", style="dim")] if shares else [head]
     if branch.score_parts:
-        rows.append(Text("  " + ", ".join(f"{k} {v:.3g}" for k, v in branch.score_parts.items()), style="dim"))
-    return Group(*rows, candidates_table(branch), *probe_lines(branch))
+        rows.append(Text("  " + ", ".join(score_parts(branch)), style="dim"))
+    return Group(*rows, candidates_table(branch, sample), *probe_lines(branch))
 
 
-def candidates_table(branch: Branch) -> Table:
+def candidates_table(branch: Branch, sample: SampleRecord) -> Table:
     """Probabilities of teacher and student, mean reward, and the target before and after the tilt."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for heading in ("", "candidate", "teacher", "student", "value", "target before", "after"):
         table.add_column(heading, justify="right" if heading in ("teacher", "student", "value") else "left")
     for candidate in branch.candidates:
         table.add_row(
-            "▸" if candidate.token == branch.sampled else "",
+            "▸" if is_sampled(sample, branch, candidate) else "",
             candidate_name(candidate),
             probability(candidate.teacher),
             probability(candidate.student),
             "–" if candidate.value is None else f"{candidate.value:g}",
-            Text(bar(candidate.prior, "░"), style="dim"),
+            "–" if candidate.prior is None else Text(bar(candidate.prior, "░"), style="dim"),
             "–" if candidate.target is None else Text(bar(candidate.target, "█")),
         )
     return table

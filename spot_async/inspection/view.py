@@ -11,11 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from spot_async.inspection.reading import Branch, SampleRecord
+from spot_async.inspection.reading import Branch, Candidate, SampleRecord
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # differences beyond have full colour
 SURPRISE_FULL_NATS = 5.0
+ENTROPY_FULL_NATS = 2.0
+SELECTION_TITLES = {  # of policy.selection: what the scores are that chose the positions
+    "random": "Random scores that chose the positions",
+    "entropy": "Teacher entropy, as a share of the largest possible",
+}
+PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
+PER_TOKEN: tuple[PerToken, ...] = (
+    "acquisition_score",
+    "behavior_logprobs",
+    "teacher_logprobs",
+    "teacher_entropy_nats",
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,14 @@ class Colouring:
     tokens: tuple[TokenView, ...]
 
 
-def colourings(sample: SampleRecord, texts: Sequence[str]) -> list[Colouring]:
-    """Every way this sample can be coloured, the one its policy is about first."""
+def per_token(sample: SampleRecord, name: PerToken) -> list[float | None] | None:
+    """(T,) One number per token of the response; None where there is none, or their count is not the tokens'."""
+    numbers: list[float | None] | None = getattr(sample, name)
+    return numbers if numbers is not None and len(numbers) == len(sample.response_ids) else None
+
+
+def colourings(sample: SampleRecord, texts: Sequence[str], selection: str = "score") -> list[Colouring]:
+    """Every way this sample can be coloured, the one its policy is about first. `selection` is the policy's."""
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
     labels = [token_label(sample, position, texts[position]) for position in range(length)]
@@ -50,29 +68,48 @@ def colourings(sample: SampleRecord, texts: Sequence[str]) -> list[Colouring]:
         return tuple(TokenView(t, visible(texts[t]), levels[t], labels[t], marks.get(t)) for t in range(length))
 
     found: list[Colouring] = []
-    scores = sample.acquisition_score
-    if scores is not None and any(scores):
-        highest = max(score for score in scores if score is not None)
+    scores, student, teacher, entropy = (per_token(sample, name) for name in PER_TOKEN)
+    highest = max((score for score in scores or () if score is not None), default=0.0)
+    if scores is not None and highest > 0:
         # Scores spread over orders of magnitude; the root keeps the middle ones visible.
-        levels = [((score or 0.0) / highest) ** 0.5 for score in scores]
-        found.append(Colouring("score", "Acquisition score (root scale)", "0", f"{highest:.3g}", tokens(levels)))
-    if sample.teacher_logprobs is not None and sample.behavior_logprobs is not None:
-        advantages = [t - b for t, b in zip(sample.teacher_logprobs, sample.behavior_logprobs, strict=True)]
+        levels = [max(0.0, (score or 0.0) / highest) ** 0.5 for score in scores]
+        title = f"{SELECTION_TITLES.get(selection, 'Acquisition score')} (root scale)"
+        found.append(Colouring("score", title, "0", f"{highest:.3g}", tokens(levels)))
+    if teacher is not None and student is not None:
+        advantages = [0.0 if t is None or s is None else t - s for t, s in zip(teacher, student, strict=True)]
         levels = [max(-1.0, min(1.0, advantage / ADVANTAGE_FULL_NATS)) for advantage in advantages]
         title = "Advantage: teacher minus student log-probability, nats"
         ends = f"−{ADVANTAGE_FULL_NATS:g} or less", f"+{ADVANTAGE_FULL_NATS:g} or more"
         found.append(Colouring("advantage", title, *ends, tokens(levels)))
-    elif sample.behavior_logprobs is not None:
-        levels = [min(1.0, -logprob / SURPRISE_FULL_NATS) for logprob in sample.behavior_logprobs]
+    elif student is not None:
         title = "Surprise: negative log-probability under the student that sampled, nats"
+        levels = _shares([-(logprob or 0.0) for logprob in student], SURPRISE_FULL_NATS)
         found.append(Colouring("surprise", title, "0", f"{SURPRISE_FULL_NATS:g} or more", tokens(levels)))
+    elif teacher is not None:
+        title = "Surprise: negative log-probability under the teacher, nats"
+        levels = _shares([-(logprob or 0.0) for logprob in teacher], SURPRISE_FULL_NATS)
+        found.append(Colouring("surprise", title, "0", f"{SURPRISE_FULL_NATS:g} or more", tokens(levels)))
+    if student is None and entropy is not None:
+        levels = _shares([value or 0.0 for value in entropy], ENTROPY_FULL_NATS)
+        found.append(
+            Colouring("surprise", "Teacher entropy, nats", "0", f"{ENTROPY_FULL_NATS:g} or more", tokens(levels))
+        )
     return found or [Colouring("surprise", "Nothing recorded per token", "", "", tokens([0.0] * length))]
+
+
+def _shares(values: Sequence[float], full: float) -> list[float]:
+    return [max(0.0, min(1.0, value / full)) for value in values]
 
 
 def remarks(sample: SampleRecord) -> list[str]:
     """What concerns the whole response."""
-    found = [f"iteration {sample.iteration}, weights {visible(sample.version)}"]
-    found.append(f"{len(sample.response_ids)} tokens, ended by {visible(sample.finish_reason)}")
+    tokens = len(sample.response_ids)
+    found = [f"iteration {sample.iteration}" + (f", weights {visible(sample.version)}" if sample.version else "")]
+    found.append(f"{tokens} tokens" + (f", ended by {visible(sample.finish_reason)}" if sample.finish_reason else ""))
+    for name in PER_TOKEN:
+        numbers = getattr(sample, name)
+        if numbers is not None and len(numbers) != tokens:
+            found.append(f"{name} not shown: {len(numbers)} values for {tokens} tokens")
     if sample.advantage is not None:
         found.append(f"advantage {sample.advantage:+.3f}")
     if sample.left_out is not None:
@@ -92,20 +129,20 @@ def branch_state(branch: Branch) -> tuple[str, str]:
 def token_label(sample: SampleRecord, position: int, text: str) -> str:
     """All numbers of one token, in words."""
     parts = [f"position {position}", f"“{visible(text)}”"]
-    scores, student, teacher = sample.acquisition_score, sample.behavior_logprobs, sample.teacher_logprobs
-    if scores is not None:
-        score = scores[position]
+    arrays = (per_token(sample, name) for name in PER_TOKEN)
+    score, student, teacher, entropy = (None if array is None else array[position] for array in arrays)
+    if per_token(sample, "acquisition_score") is not None:
         parts.append("masked" if score is None else f"score {score:.4g}")
     if student is not None:
-        parts.append(f"log student {student[position]:.3f}")
+        parts.append(f"log student {student:.3f}")
     if teacher is not None:
-        parts.append(f"log teacher {teacher[position]:.3f}")
+        parts.append(f"log teacher {teacher:.3f}")
     if student is not None and teacher is not None:
-        parts.append(f"advantage {teacher[position] - student[position]:+.3f}")
+        parts.append(f"advantage {teacher - student:+.3f}")
     if position in sample.gated_positions:
         parts.append("gate open")
-    if sample.teacher_entropy_nats is not None:
-        parts.append(f"teacher entropy {sample.teacher_entropy_nats[position]:.3f} nats")
+    if entropy is not None:
+        parts.append(f"teacher entropy {entropy:.3f} nats")
     return " · ".join(parts)
 
 
@@ -137,10 +174,25 @@ def shortened(text: str, head: int = 160, tail: int = 240) -> str:
 
 def sampled_shares(sample: SampleRecord, position: int) -> str:
     """What teacher and student gave the sampled token of a position, in words; empty when it was not recorded."""
-    if sample.behavior_logprobs is None or sample.teacher_logprobs is None:
+    teacher, student = per_token(sample, "teacher_logprobs"), per_token(sample, "behavior_logprobs")
+    if teacher is None or student is None or not 0 <= position < len(teacher):
         return ""
-    teacher, student = (math.exp(each[position]) for each in (sample.teacher_logprobs, sample.behavior_logprobs))
-    return f"sampled token: teacher {probability(teacher)}, student {probability(student)}"
+    shares = (None if each is None else math.exp(each) for each in (teacher[position], student[position]))
+    return "sampled token: teacher {}, student {}".format(*map(probability, shares))
+
+
+def score_parts(branch: Branch) -> list[str]:
+    """The factors of a position's score, each with its name."""
+    return [
+        f"{visible(name)} {'–' if value is None else format(value, '.3g')}"
+        for name, value in branch.score_parts.items()
+    ]
+
+
+def is_sampled(sample: SampleRecord, branch: Branch, candidate: Candidate) -> bool:
+    """Whether the candidate is what the student sampled. By id: the texts of two byte tokens may be alike."""
+    position, ids = branch.position, sample.response_ids
+    return 0 <= position < len(ids) and ids[position] == candidate.token_id
 
 
 def probability(value: float | None) -> str:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -41,9 +41,7 @@ class RunLog:
         elapsed_s = now_s - self._iteration_started_s
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
         self._iteration_started_s = now_s
-        self._directory.append(
-            "samples.jsonl", [{"iteration": result.iteration, **sample.record} for sample in result.samples]
-        )
+        self._directory.append("samples.jsonl", [sample_line(result.iteration, sample) for sample in result.samples])
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
         for sink in self._sinks:
             sink.write(result.iteration, metrics)
@@ -79,6 +77,12 @@ class RunLog:
                 metrics[f"stage/{stage.name}/mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
                 metrics[f"stage/{stage.name}/mean_queued"] = (now.waited_s - last.waited_s) / elapsed_s
         return metrics
+
+
+def sample_line(iteration: int, sample: Sample) -> dict[str, Any]:
+    """A sample's record under its iteration and, where the policy did not write it, its problem."""
+    problem = {} if sample.supervision is None else {"problem_id": sample.supervision.problem_id}
+    return {"iteration": iteration, **problem, **sample.record}
 
 
 def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, float]:

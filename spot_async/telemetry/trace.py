@@ -16,6 +16,7 @@ import os
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,11 @@ class TraceFile:
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._separator = b"[\n"
-        self._file = path.open("wb", buffering=0)
+        self._file: FileIO | None = None
+        try:
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            structlog.get_logger().warning("no trace", path=str(path), error=str(error))
 
     def add(self, event: dict[str, Any]) -> None:
         line = self._separator + self._encode(event)
@@ -74,7 +79,7 @@ class TraceFile:
         data = b"".join(self._pending)
         self._pending.clear()
         self._pending_bytes = 0
-        if self._file.closed:
+        if self._file is None or self._file.closed:
             return
         end = self._file.tell()
         try:
@@ -89,7 +94,8 @@ class TraceFile:
     def close(self) -> None:
         self._pending.append(b"\n]\n" if self.bytes else b"[]\n")
         self.flush()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class Lanes:

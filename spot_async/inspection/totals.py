@@ -1,0 +1,102 @@
+"""Sums a run up for its report: what samples have in common, and where the time went.
+
+One pass over the samples, which may be many; figures of iterations are few and held together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from spot_async.inspection.bottleneck import RunTimes, StageUse
+from spot_async.inspection.reading import SampleSummary
+from spot_async.stages import STAGE_SERVERS
+
+RELATIVE_BINS = 20
+
+Rows = Sequence[Mapping[str, float]]
+
+
+class SampleStatistics:
+    """What is summed up over all samples, one at a time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.score_sums = [0.0] * RELATIVE_BINS
+        self.score_counts = [0] * RELATIVE_BINS
+        self.selected = [0] * RELATIVE_BINS
+        self.probed_tokens: Counter[str] = Counter()
+        self.retained_tokens: Counter[str] = Counter()
+        self.lengths: list[tuple[int, int]] = []  # (iteration, tokens)
+
+    def add(self, sample: SampleSummary) -> None:
+        self.count += 1
+        length = len(sample.response_ids)
+        self.lengths.append((sample.iteration, length))
+        for position, score in enumerate((sample.acquisition_score or ())[:length]):
+            if score is not None:
+                bin_ = position * RELATIVE_BINS // length
+                self.score_sums[bin_] += score
+                self.score_counts[bin_] += 1
+        for branch in sample.branches:
+            if 0 <= branch.position < length:
+                self.selected[branch.position * RELATIVE_BINS // length] += 1
+            self.probed_tokens[branch.sampled] += 1
+            self.retained_tokens[branch.sampled] += branch.retained
+
+
+def run_times(rows: Rows, config: Mapping[str, Any]) -> RunTimes:
+    """Sums over all iterations; stages by what they held while the trainer waited for them."""
+    waited_for = {
+        stage: total(rows, f"wait/{stage}_s")
+        for stage in (*stage_names(rows), "nothing")
+        if total(rows, f"wait/{stage}_s")
+    }
+    stages: dict[str, StageUse] = {}
+    for stage in stage_names(rows):
+        # Requests of a stage run mostly while it is waited for; over that time they are its load.
+        over_s = waited_for.get(stage, 0.0)
+        if over_s > 0:
+            busy_s, queued_s = (
+                sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * training_s(row) for row in rows)
+                for what in ("in_flight", "queued")
+            )
+            limit = stage_limit(config, stage)
+            in_flight = min(busy_s / over_s, limit)
+            stages[stage] = StageUse(in_flight, queued_s / over_s, limit, stage_slots(config, stage))
+    return RunTimes(
+        wait_s=total(rows, "time/wait_for_batch_s"),
+        train_s=total(rows, "time/train_s"),
+        update_s=total(rows, "time/update_weights_s"),
+        waited_for_s=waited_for,
+        stages=stages,
+        batch_size=int(config.get("training", {}).get("batch_size", 1)),
+    )
+
+
+def training_s(row: Mapping[str, float]) -> float:
+    """An iteration's time without evaluation."""
+    return row.get("time/iteration_s", 0.0) - row.get("time/evaluate_s", 0.0)
+
+
+def stage_names(rows: Rows) -> list[str]:
+    """Stages that had requests, in the order in which they are recorded."""
+    names = dict.fromkeys(name.split("/")[1] for row in rows for name in row if name.startswith("stage/"))
+    return [name for name in names if total(rows, f"stage/{name}/requests")]
+
+
+def stage_slots(config: Mapping[str, Any], stage: str) -> int | None:
+    """What the stage's server takes at once. A reference without a section is served as the student is."""
+    role = STAGE_SERVERS.get(stage, "")
+    model = config.get(role) or (config.get("student") if role == "reference" else None) or {}
+    slots: int | None = (model.get("backend") or {}).get("slots")
+    return slots
+
+
+def stage_limit(config: Mapping[str, Any], stage: str) -> int:
+    return int(config.get("stages", {}).get(stage, {}).get("concurrency", 1))
+
+
+def total(rows: Iterable[Mapping[str, float]], metric: str) -> float:
+    return sum(row.get(metric, 0.0) for row in rows)
