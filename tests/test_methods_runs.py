@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +82,7 @@ def run(kind: str, directory: Path, *overrides: str) -> list[dict[str, float]]:
     short = ["training.iterations=2", "training.warmup_iterations=0", "training.batch_size=4"]
     short += ["training.mini_batch_size=2", "evaluation=null", f"run.directory={directory}"]
     command = [sys.executable, "-m", "spot_async", "train", str(CONFIGS / f"{kind}.yaml"), *short, *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
