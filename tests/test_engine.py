@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,7 @@ import pytest
 import torch
 import transformers
 
-from spot_async.errors import (
-    PoisonedReplyError,
-    TransientError,
-    VersionMismatchError,
-)
+from spot_async.errors import PoisonedReplyError, TransientError, VersionMismatchError
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.engine import Engine
 from spot_async.serving.model import load_model
@@ -45,14 +41,6 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "mistral": lambda: transformers.MistralConfig(**{**SIZES, "max_position_embeddings": 140}, sliding_window=140),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +80,10 @@ def generate_request(prompt: np.ndarray, *, seed: int = 0, top_k: int = 0, **sam
 
 def score_request(prompt: np.ndarray, response: np.ndarray, **more: object) -> ScoreRequest:
     return ScoreRequest(**{"prompt_ids": prompt, "response_ids": response, "top_k": 5, "timeout_s": 60.0, **more})  # type: ignore[arg-type]
+
+
+def candidate_request(prompt: np.ndarray, response: np.ndarray, **more: Any) -> CandidateRequest:
+    return CandidateRequest(prompt_ids=prompt, response_ids=response, timeout_s=60.0, **more)
 
 
 def submit(engine: Engine, request: GenerateRequest | ScoreRequest | CandidateRequest) -> Any:
@@ -244,15 +236,8 @@ def test_candidates_at_chosen_positions(model_directory: Callable[..., Path]) ->
     engine = engine_for(model_directory(), score_logits=2 * VOCAB)
     prompt, response = prompts([9])[0], prompts([25], seed=1)[0]
     positions, candidates = np.array([0, 24, 7], np.int32), np.arange(12, dtype=np.int32).reshape(3, 4) * 5
-    request = CandidateRequest(
-        prompt_ids=prompt,
-        response_ids=response,
-        positions=positions,
-        candidate_ids=candidates,
-        expected_version=WeightVersion(0, 0),
-        timeout_s=60.0,
-    )
-    task = submit(engine, request)
+    chosen = {"positions": positions, "candidate_ids": candidates}
+    task = submit(engine, candidate_request(prompt, response, expected_version=WeightVersion(0, 0), **chosen))
     engine.step()
     dense = dense_logprobs(model_directory(), prompt, response)
     np.testing.assert_allclose(
@@ -264,14 +249,8 @@ def test_candidates_at_chosen_positions(model_directory: Callable[..., Path]) ->
 
 def test_candidates_of_other_weights_are_refused(model_directory: Callable[..., Path]) -> None:
     engine = engine_for(model_directory())
-    request = CandidateRequest(
-        prompt_ids=prompts([9])[0],
-        response_ids=prompts([5])[0],
-        positions=np.array([0], np.int32),
-        candidate_ids=np.array([[1]], np.int32),
-        expected_version=WeightVersion(0, 3),
-        timeout_s=60.0,
-    )
+    chosen = {"positions": np.array([0], np.int32), "candidate_ids": np.array([[1]], np.int32)}
+    request = candidate_request(*prompts([9, 5]), expected_version=WeightVersion(0, 3), **chosen)
     task = submit(engine, request)
     engine.step()
     with pytest.raises(VersionMismatchError, match=r"weights 0\.3.*holds 0\.0"):

@@ -28,7 +28,7 @@ from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import SoftTargets, Supervision, TrainReport, WeightVersion
+from spot_async.types import SoftTargets, Supervision, WeightVersion
 
 MakeSettings = Callable[..., TrainerSettings]
 UnequalBatch = Callable[[int], list[Supervision]]
@@ -162,32 +162,35 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
 
 
 @needs_proc
-async def test_the_launched_ranks_train_and_publish_and_a_resent_batch_is_not_trained_again(
-    student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
+async def test_launched_ranks_train_as_one_does_and_a_resent_batch_is_not_trained_again(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    trainer_settings: MakeSettings,
+    unequal_batch: UnequalBatch,
+    tmp_path: Path,
 ) -> None:
-    reports: dict[int, list[TrainReport]] = {}
-    for ranks in (1, 2):
-        settings = trainer_settings(student, tmp_path / str(ranks), ranks=ranks, **SHORT)
-        async with TrainerProcess(settings) as trainer:
-            reports[ranks] = [await trainer.train(0, unequal_batch(0))]
-            assert await trainer.train(0, unequal_batch(0)) == reports[ranks][0]
-            reports[ranks].append(await trainer.train(1, unequal_batch(1)))
-            pids = list(trainer_pids(os.getpid()))
-            assert len(pids) == ranks + 1
-            with pytest.raises(TrainerError, match="iteration 5, but iteration 2 is due"):
-                await trainer.train(5, unequal_batch(2))
-        wait_until_gone(pids, timeout_s=5)
+    async with TrainerProcess(trainer_settings(student, tmp_path / "two", ranks=2, **SHORT)) as trainer:
+        reports = [await trainer.train(0, unequal_batch(0))]
+        assert await trainer.train(0, unequal_batch(0)) == reports[0]
+        reports.append(await trainer.train(1, unequal_batch(1)))
+        pids = list(trainer_pids(os.getpid()))
+        assert len(pids) == 3
+        with pytest.raises(TrainerError, match="iteration 5, but iteration 2 is due"):
+            await trainer.train(5, unequal_batch(2))
+    wait_until_gone(pids, timeout_s=5)
 
-    for one, two in zip(reports[1], reports[2], strict=True):
+    alone = make_trainer(student, tmp_path / "one", **SHORT)
+    for iteration, two in enumerate(reports):
+        one = alone.train(Batch(iteration, tuple(unequal_batch(iteration))))
         for name in ("loss", "grad_norm"):
             assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5), name
         assert one.snapshot.version == two.snapshot.version
-        alone, together = (load_file(Path(r.snapshot.directory) / "model.safetensors") for r in (one, two))
-        assert alone.keys() == together.keys()
-        for name, tensor in alone.items():
-            torch.testing.assert_close(together[name], tensor, rtol=0, atol=1e-5)
-    AutoModelForCausalLM.from_pretrained(reports[2][1].snapshot.directory)
-    AutoTokenizer.from_pretrained(reports[2][1].snapshot.directory)
+        expected, found = (load_file(Path(r.snapshot.directory) / "model.safetensors") for r in (one, two))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+    AutoModelForCausalLM.from_pretrained(two.snapshot.directory)
+    AutoTokenizer.from_pretrained(two.snapshot.directory)
 
 
 @needs_proc
