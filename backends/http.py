@@ -32,7 +32,9 @@ ReadError = Callable[[int, bytes], RequestError | None]
 class HttpEndpoint:
     """A connection pool to one server, over TCP or a Unix socket. Enter it before use.
 
-    The number of connections is not limited here: how much is in flight is the stages' decision.
+    The number of connections is not limited here: how much is in flight is the stages' decision. Requests go to
+    httpx's transport itself: redirects, cookies and proxies, which a client adds for half of a request's time,
+    have no place between an orchestrator and its servers.
     """
 
     def __init__(
@@ -46,49 +48,66 @@ class HttpEndpoint:
     ) -> None:
         self.name = name
         self._read_error = read_error
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
         def session() -> aiohttp.ClientSession:
             connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0)
             return aiohttp.ClientSession(connector=connector)
 
-        # Proxies of the environment are for the outside world, not for an inference server.
-        self._client = httpx.AsyncClient(
-            base_url=base_url,
-            headers=headers,
-            transport=AiohttpTransport(client=session),
-            timeout=None,
-            trust_env=False,
-        )
+        self._transport = AiohttpTransport(client=session)
 
     async def __aenter__(self) -> Self:
-        await self._client.__aenter__()
+        await self._transport.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._client.__aexit__(kind, error, trace)
+        await self._transport.__aexit__(kind, error, trace)
 
     async def get(self, path: str, *, deadline: float) -> bytes:
-        return await self._request("GET", path, None, {}, deadline)
+        parts: list[bytes] = []
+        await self._request("GET", path, None, {}, deadline, parts.append)
+        return b"".join(parts)
 
     async def post(self, path: str, body: bytes, *, content_type: str, deadline: float) -> bytes:
         """The reply's body. `deadline` is on the loop's clock; raises a `RequestError` for any other outcome."""
-        return await self._request("POST", path, body, {"Content-Type": content_type}, deadline)
+        parts: list[bytes] = []
+        await self.stream(path, body, parts.append, content_type=content_type, deadline=deadline)
+        return b"".join(parts)
+
+    async def stream(
+        self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float
+    ) -> None:
+        """As `post`, but hands the reply's body to `sink` part by part as it comes."""
+        await self._request("POST", path, body, {"Content-Type": content_type}, deadline, sink)
 
     async def _request(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], deadline: float
-    ) -> bytes:
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        deadline: float,
+        sink: Callable[[bytes], None],
+    ) -> None:
+        request = httpx.Request(method, self._base_url + path, content=body, headers={**self._headers, **headers})
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._client.request(method, path, content=body, headers=headers)
+                response = await self._transport.handle_async_request(request)
+                try:
+                    if response.is_success:
+                        async for part in response.aiter_raw():
+                            sink(part)
+                        return
+                    await response.aread()
+                finally:
+                    await response.aclose()
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}{path}: no reply before the deadline") from None
         except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
             raise TransientError(f"{self.name}{path}: {type(error).__name__}: {error}") from error
-        if response.is_success:
-            return response.content
         own = self._read_error(response.status_code, response.content) if self._read_error else None
         raise own or error_for_status(f"{self.name}{path}", response)
 

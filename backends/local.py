@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,7 +25,14 @@ from pydantic import Field
 
 from spot_async import errors, wire
 from spot_async.config import PluginSettings, PositiveFloat
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ProcessDiedError, RequestError
+from spot_async.errors import (
+    ConfigError,
+    PermanentError,
+    PoisonedReplyError,
+    ProcessDiedError,
+    RequestError,
+    TransientError,
+)
 from spot_async.processes import ChildProcess
 from spot_async.serving import api
 from spot_async.serving.settings import EngineSettings
@@ -39,11 +47,13 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from .coalescing import Coalescer, Outcome
 from .http import HttpEndpoint
 from .replies import check_candidates, check_generation, check_scores
 
 SOCKET_PATH_BYTES = 100  # the operating systems' limits are 104 to 108
 READY_MESSAGE_BYTES = 256
+LARGE_REPLY_BYTES = 1 << 20  # reading more than this would hold up the event loop
 
 T = TypeVar("T")
 
@@ -65,6 +75,7 @@ class LocalBackend:
         self._endpoint: HttpEndpoint
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
+        self._coalescer = Coalescer(self._generate_many)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -119,10 +130,50 @@ class LocalBackend:
         request = api.GenerateRequest(
             prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, timeout_s=_time_left(deadline)
         )
-        reply = await self._post(api.GENERATE, request, Generation, deadline)
-        with self._naming(api.GENERATE):
-            check_generation(reply, sampling, top_k=top_k, vocab_size=self._capabilities.vocab_size)
-        return reply
+        if session is not None:
+            return await self._coalescer.ask(session, request, deadline)
+        return await self._generate(request, deadline)
+
+    async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
+        check = functools.partial(self._check_generation, request)
+        return await self._post(api.GENERATE, request, Generation, check, deadline)
+
+    async def _generate_many(
+        self, requests: Sequence[api.GenerateRequest], on_reply: Callable[[int, Outcome], None], deadline: float
+    ) -> None:
+        """A `coalescing.Send`."""
+        if len(requests) == 1:
+            on_reply(0, await self._generate(requests[0], deadline))
+            return
+        received = bytearray()
+        answered: set[int] = set()
+
+        def read(part: bytes) -> None:
+            received.extend(part)
+            for frame in _take_frames(received):
+                reply = self._decode(frame, api.GenerateReply)
+                if not 0 <= reply.index < len(requests):
+                    raise PoisonedReplyError(f"{self._role}: replied to request {reply.index} of {len(requests)}")
+                answered.add(reply.index)
+                on_reply(reply.index, self._outcome(requests[reply.index], reply))
+
+        body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
+        await self._endpoint.stream(api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline)
+        if len(answered) < len(requests):
+            raise TransientError(f"{self._role}: the server ended after {len(answered)} of {len(requests)} replies")
+
+    def _outcome(self, request: api.GenerateRequest, reply: api.GenerateReply) -> Outcome:
+        try:
+            if reply.generation is None:
+                return self._error(reply.error) or TransientError(f"{self._role}: {reply.error}")
+            with self._naming(api.GENERATE):
+                self._check_generation(request, reply.generation)
+        except RequestError as error:
+            return error
+        return reply.generation
+
+    def _check_generation(self, request: api.GenerateRequest, reply: Generation) -> None:
+        check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -134,10 +185,13 @@ class LocalBackend:
             temperature=temperature,
             timeout_s=_time_left(deadline),
         )
-        reply = await self._post(api.SCORE, request, TokenScores, deadline)
-        with self._naming(api.SCORE):
-            check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
-        return reply
+        return await self._post(
+            api.SCORE,
+            request,
+            TokenScores,
+            lambda reply: check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size),
+            deadline,
+        )
 
     async def candidate_logprobs(
         self,
@@ -161,18 +215,23 @@ class LocalBackend:
             expected_version=expected_version,
             timeout_s=_time_left(deadline),
         )
-        reply = await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, deadline)
-        with self._naming(api.CANDIDATE_LOGPROBS):
-            check_candidates(reply.logprobs, candidate_ids)
+        reply = await self._post(
+            api.CANDIDATE_LOGPROBS,
+            request,
+            api.CandidateReply,
+            lambda reply: check_candidates(reply.logprobs, candidate_ids),
+            deadline,
+        )
         return reply.logprobs
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         request = api.UpdateRequest(snapshot=snapshot, timeout_s=_time_left(deadline))
-        reply = await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, deadline)
-        if reply.version != snapshot.version:
-            raise PoisonedReplyError(
-                f"{self._role}: holds weights {reply.version} after an update to {snapshot.version}"
-            )
+
+        def check(reply: api.VersionReply) -> None:
+            if reply.version != snapshot.version:
+                raise PoisonedReplyError(f"holds weights {reply.version} after an update to {snapshot.version}")
+
+        await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
     def _arguments(self, uds: str | None) -> list[str]:
         listen = ["--uds", uds] if uds else ["--port", str(self._settings.port)]
@@ -199,9 +258,19 @@ class LocalBackend:
                 f"start_timeout_s or see the log: {self._log_path}"
             ) from None
 
-    async def _post(self, path: str, request: msgspec.Struct, reply: type[T], deadline: float) -> T:
+    async def _post(
+        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], None], deadline: float
+    ) -> T:
+        """The reply, read and checked; a large one beside the event loop."""
         body = await self._endpoint.post(path, wire.encode(request), content_type=api.CONTENT_TYPE, deadline=deadline)
-        return self._decode(body, reply)
+
+        def read() -> T:
+            reply = self._decode(body, kind)
+            with self._naming(path):
+                check(reply)
+            return reply
+
+        return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()
 
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
@@ -215,11 +284,14 @@ class LocalBackend:
             reply = wire.decode(body, api.ErrorReply)
         except (msgspec.DecodeError, ValueError):
             return None
-        kind: Any = getattr(errors, reply.error, None)
-        message = f"{self._role}: {reply.message}"
-        if isinstance(kind, type) and issubclass(kind, RequestError):
-            return kind(message)
-        return PermanentError(message) if status < 500 else None
+        return self._error(reply) or (PermanentError(f"{self._role}: {reply.message}") if status < 500 else None)
+
+    def _error(self, reply: api.ErrorReply | None) -> RequestError | None:
+        """What the server named; None when that is no request's error."""
+        kind: Any = getattr(errors, reply.error, None) if reply is not None else None
+        if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
+            return None
+        return kind(f"{self._role}: {reply.message}")
 
     @contextlib.contextmanager
     def _naming(self, path: str) -> Iterator[None]:
@@ -227,6 +299,17 @@ class LocalBackend:
             yield
         except PoisonedReplyError as error:
             raise PoisonedReplyError(f"{self._role}{path}: {error}") from None
+
+
+def _take_frames(received: bytearray) -> Iterator[bytes]:
+    """Cut whole frames off the front of what was received."""
+    header = api.FRAME_HEADER
+    while len(received) >= header.size:
+        end = header.size + header.unpack_from(received)[0]
+        if len(received) < end:
+            return
+        yield bytes(received[header.size : end])
+        del received[:end]
 
 
 def _time_left(deadline: float) -> float:

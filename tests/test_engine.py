@@ -14,6 +14,7 @@ import transformers
 from spot_async.errors import PoisonedReplyError, TransientError, VersionMismatchError
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.engine import Engine
+from spot_async.serving.fused import FusedModel, fused
 from spot_async.serving.model import load_model
 from spot_async.serving.settings import EngineSettings
 from spot_async.serving.tasks import new_task
@@ -32,12 +33,17 @@ SIZES = {
 }
 CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "llama": lambda: transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=12
+    ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=150),
     "gemma2": lambda: transformers.Gemma2Config(
         **SIZES, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0
     ),
-    "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=0.3, attention_multiplier=0.5),
+    "granite": lambda: transformers.GraniteConfig(
+        **SIZES, logits_scaling=0.3, attention_multiplier=0.5, residual_multiplier=0.4
+    ),
     "mistral": lambda: transformers.MistralConfig(**{**SIZES, "max_position_embeddings": 140}, sliding_window=140),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
 }
@@ -63,9 +69,16 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     return make
 
 
-def engine_for(directory: Path, **settings: object) -> Engine:
-    chosen = EngineSettings(**{"slots": 8, **settings})  # type: ignore[arg-type]
-    return Engine(load_model(directory, chosen), chosen)
+@pytest.fixture(params=["fast", "general"])
+def engine_for(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """Makes engines, all of them on one of the two paths."""
+
+    def make(directory: Path, **settings: object) -> Engine:
+        chosen = EngineSettings(**{"slots": 8, **settings})  # type: ignore[arg-type]
+        model = load_model(directory, chosen)
+        return Engine(fused(model) if request.param == "fast" else model, chosen)
+
+    return make
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
@@ -120,7 +133,7 @@ def dense_logprobs(directory: Path, prompt: np.ndarray, response: np.ndarray, te
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logprobs_of_sampled_tokens_are_those_of_a_plain_forward(
-    name: str, model_directory: Callable[..., Path]
+    name: str, model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
 ) -> None:
     directory = model_directory(name)
     engine = engine_for(directory, slots=5, prefill_tokens=64)
@@ -138,7 +151,9 @@ def test_logprobs_of_sampled_tokens_are_those_of_a_plain_forward(
             np.testing.assert_allclose(reply.topk_logprobs, expected, atol=1e-4)
 
 
-def test_the_same_seed_gives_the_same_bits_whatever_runs_beside_it(model_directory: Callable[..., Path]) -> None:
+def test_the_same_seed_gives_the_same_bits_whatever_runs_beside_it(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     requests = [
         generate_request(prompt, seed=100 + i, max_tokens=10 + i, top_p=[1.0, 0.8][i % 2], stop_token_ids=(STOP,))
         for i, prompt in enumerate(prompts([4, 40, 12, 33, 7, 61, 1, 20, 35, 8, 90, 3]))
@@ -153,7 +168,21 @@ def test_the_same_seed_gives_the_same_bits_whatever_runs_beside_it(model_directo
             np.testing.assert_array_equal(reply.logprobs, expected.logprobs)
 
 
-def test_another_seed_gives_another_response(model_directory: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("names", "same"),
+    [(("qwen3", "qwen2", "llama", "mistral"), True), (("gpt2", "gemma2", "granite", "mixtral"), False)],
+)
+def test_the_fast_path_is_taken_where_it_computes_the_same(
+    names: tuple[str, ...], same: bool, model_directory: Callable[..., Path]
+) -> None:
+    for name in names:
+        model = load_model(model_directory(name), EngineSettings())
+        assert isinstance(fused(model), FusedModel) == same, name
+
+
+def test_another_seed_gives_another_response(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     prompt = prompts([6])[0]
     replies = run_all(engine_for(model_directory()), [generate_request(prompt, seed=seed) for seed in range(8)])
     assert len({tuple(reply.token_ids) for reply in replies}) == 8
@@ -161,7 +190,7 @@ def test_another_seed_gives_another_response(model_directory: Callable[..., Path
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
 def test_tokens_follow_the_inverse_cdf_of_the_truncated_distribution(
-    top_p: float, model_directory: Callable[..., Path]
+    top_p: float, model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
 ) -> None:
     prompt = prompts([11])[0]
     replies = run_all(
@@ -183,7 +212,9 @@ def test_tokens_follow_the_inverse_cdf_of_the_truncated_distribution(
         assert reply.logprobs[0] == pytest.approx(logprobs[token], abs=1e-4)  # top-p does not change it
 
 
-def test_a_stop_token_ends_the_response_and_is_part_of_it(model_directory: Callable[..., Path]) -> None:
+def test_a_stop_token_ends_the_response_and_is_part_of_it(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     free = run_all(engine_for(model_directory()), [generate_request(prompts([5])[0], seed=3, max_tokens=30)])[0]
     stop = int(free.token_ids[8])
     first = int(np.flatnonzero(free.token_ids == stop)[0])
@@ -197,7 +228,9 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(model_directory: Calla
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
 @pytest.mark.parametrize("rows", [1, 3, 1000])
-def test_scores_are_those_of_the_dense_distribution(name: str, rows: int, model_directory: Callable[..., Path]) -> None:
+def test_scores_are_those_of_the_dense_distribution(
+    name: str, rows: int, model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     directory = model_directory(name)
     engine = engine_for(directory, score_logits=rows * VOCAB, score_tokens=200)
     pairs = list(zip(prompts([1, 12, 40, 7, 30]), prompts([20, 1, 60, 50, 2], seed=1), strict=True))
@@ -216,7 +249,9 @@ def test_scores_are_those_of_the_dense_distribution(name: str, rows: int, model_
         np.testing.assert_array_equal(scores.entropy_lower, scores.entropy_upper)
 
 
-def test_scores_do_not_depend_on_what_is_scored_beside_them(model_directory: Callable[..., Path]) -> None:
+def test_scores_do_not_depend_on_what_is_scored_beside_them(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     pairs = list(zip(prompts([3, 12, 20, 7]), prompts([20, 1, 10, 15], seed=1), strict=True))
     together, alone = (engine_for(model_directory(), score_tokens=tokens) for tokens in (4096, 1))
     for engine in (together, alone):
@@ -229,10 +264,13 @@ def test_scores_do_not_depend_on_what_is_scored_beside_them(model_directory: Cal
         if engine is together:
             expected = results
     for one, other in zip(expected, results, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        for name in ("logprobs", "topk_ids", "topk_logprobs", "entropy"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_candidates_at_chosen_positions(model_directory: Callable[..., Path]) -> None:
+def test_candidates_at_chosen_positions(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     engine = engine_for(model_directory(), score_logits=2 * VOCAB)
     prompt, response = prompts([9])[0], prompts([25], seed=1)[0]
     positions, candidates = np.array([0, 24, 7], np.int32), np.arange(12, dtype=np.int32).reshape(3, 4) * 5
@@ -247,7 +285,9 @@ def test_candidates_at_chosen_positions(model_directory: Callable[..., Path]) ->
     )
 
 
-def test_candidates_of_other_weights_are_refused(model_directory: Callable[..., Path]) -> None:
+def test_candidates_of_other_weights_are_refused(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     engine = engine_for(model_directory())
     chosen = {"positions": np.array([0], np.int32), "candidate_ids": np.array([[1]], np.int32)}
     request = candidate_request(*prompts([9, 5]), expected_version=WeightVersion(0, 3), **chosen)
@@ -257,7 +297,9 @@ def test_candidates_of_other_weights_are_refused(model_directory: Callable[..., 
         task.future.result(timeout=0)
 
 
-def test_after_an_update_responses_go_on_under_the_new_weights(model_directory: Callable[..., Path]) -> None:
+def test_after_an_update_responses_go_on_under_the_new_weights(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     old, new = model_directory("qwen3", 0), model_directory("qwen3", 1)
     engine = engine_for(old, slots=4)
     requests = [
@@ -293,7 +335,9 @@ def test_after_an_update_responses_go_on_under_the_new_weights(model_directory: 
     assert [span.version for span in tasks[4].future.result().version_spans] == [WeightVersion(0, 1)]  # had no slot yet
 
 
-def test_an_abort_frees_the_slot_and_leaves_the_others_alone(model_directory: Callable[..., Path]) -> None:
+def test_an_abort_frees_the_slot_and_leaves_the_others_alone(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     requests = [generate_request(prompt, seed=i, max_tokens=15) for i, prompt in enumerate(prompts([5, 12, 2, 33]))]
     expected = run_all(engine_for(model_directory()), requests)
     engine = engine_for(model_directory(), slots=2)
@@ -312,7 +356,9 @@ def test_an_abort_frees_the_slot_and_leaves_the_others_alone(model_directory: Ca
     engine.abort(tasks[1])  # already answered
 
 
-def test_long_prompts_wait_for_their_turn_between_decode_steps(model_directory: Callable[..., Path]) -> None:
+def test_long_prompts_wait_for_their_turn_between_decode_steps(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     engine = engine_for(model_directory(), prefill_tokens=64)
     running = submit(engine, generate_request(prompts([4])[0], max_tokens=40))
     engine.step()
@@ -326,7 +372,9 @@ def test_long_prompts_wait_for_their_turn_between_decode_steps(model_directory: 
     assert not running.future.done()
 
 
-def test_contexts_that_differ_in_their_last_token_are_read_once(model_directory: Callable[..., Path]) -> None:
+def test_contexts_that_differ_in_their_last_token_are_read_once(
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+) -> None:
     branch, other = prompts([40, 50])
     contexts = [np.append(branch, np.int32(token)) for token in (3, 3, 9, 11)] + [other]
     requests = [generate_request(context, seed=i) for i, context in enumerate(contexts)]
@@ -340,7 +388,7 @@ def test_contexts_that_differ_in_their_last_token_are_read_once(model_directory:
 
 
 def test_logits_that_are_not_finite_fail_their_requests_and_leave_nothing_in_the_slots(
-    model_directory: Callable[..., Path],
+    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
 ) -> None:
     engine = engine_for(model_directory())
     requests = [generate_request(prompt, seed=i) for i, prompt in enumerate(prompts([9, 60, 5]))]
@@ -359,7 +407,7 @@ def test_logits_that_are_not_finite_fail_their_requests_and_leave_nothing_in_the
 
 
 def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
-    model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, engine_for: Callable[..., Engine]
 ) -> None:
     engine = engine_for(model_directory())
     running = submit(engine, generate_request(prompts([5])[0]))

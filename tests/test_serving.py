@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,6 +24,7 @@ from starlette.applications import Starlette
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spot_async import wire
+from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.local import LocalBackend
 from spot_async.errors import (
     DeadlineExceededError,
@@ -205,10 +207,55 @@ async def test_requests_nobody_waits_for_give_their_slots_back(backend: LocalBac
 
 
 @with_backend
+async def test_requests_of_one_session_share_one_http_request_and_nothing_else(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    stream = HttpEndpoint.stream
+
+    async def counted(self: HttpEndpoint, path: str, *args: Any, **more: Any) -> None:
+        sent.append(path)
+        await stream(self, path, *args, **more)
+
+    settings = [sampling(max_tokens=tokens, seed=tokens) for tokens in (3, 40, 8)]
+    alone = [await backend.generate(PROMPT, each, deadline=soon()) for each in settings]
+    with monkeypatch.context() as patch:
+        patch.setattr(HttpEndpoint, "stream", counted)
+        together = await asyncio.gather(
+            *(backend.generate(PROMPT, each, session="s", deadline=soon()) for each in settings),
+            backend.generate(PROMPT, sampling(max_tokens=10**6), session="s", deadline=soon()),
+            backend.generate(PROMPT, sampling(max_tokens=19000), session="s", deadline=soon(0.4)),
+            backend.generate(PROMPT, settings[0], session="t", deadline=soon()),
+            return_exceptions=True,
+        )
+    assert sorted(sent) == [api.GENERATE, api.GENERATE_MANY]
+    *replies, too_long, too_late, other = together
+    assert isinstance(too_long, PermanentError)
+    assert isinstance(too_late, DeadlineExceededError)
+    for expected, reply in zip([*alone, alone[0]], [*replies, other], strict=True):
+        assert isinstance(reply, Generation)
+        np.testing.assert_array_equal(reply.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(reply.logprobs, expected.logprobs)
+
+
+@with_backend
+async def test_a_session_that_hangs_up_gives_all_its_slots_back(backend: LocalBackend) -> None:
+    endless = sampling(max_tokens=19000)
+    asked = [backend.generate(PROMPT, endless, session="s", deadline=soon(50)) for _ in range(3)]
+    together = asyncio.gather(*asked)
+    while (await backend.stats(deadline=soon())).active < 3:
+        pass
+    together.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await together
+    await wait_until_idle(backend)
+
+
+@with_backend
 async def test_the_server_ends_a_request_whose_time_is_up_by_itself(backend: LocalBackend) -> None:
     request = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(max_tokens=19000), timeout_s=0.2)
     with pytest.raises(DeadlineExceededError, match=r"/generate: not answered in 0\.2 s"):
-        await backend._post(api.GENERATE, request, Generation, soon())
+        await backend._generate(request, soon())
     await wait_until_idle(backend)
 
 

@@ -7,6 +7,8 @@ is left of the caller's deadline, since the two processes share no clock.
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 
 from spot_async.errors import (
@@ -19,17 +21,19 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
-from spot_async.types import FloatArray, IntArray, SamplingSettings, WeightSnapshot, WeightVersion
+from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, WeightSnapshot, WeightVersion
 
 HEALTH = "/health"
 CAPABILITIES = "/capabilities"
 STATS = "/stats"
 GENERATE = "/generate"
+GENERATE_MANY = "/generate_many"
 SCORE = "/score"
 CANDIDATE_LOGPROBS = "/candidate_logprobs"
 UPDATE_WEIGHTS = "/update_weights"
 
 CONTENT_TYPE = "application/msgpack"
+FRAME_HEADER = struct.Struct(">I")
 
 STATUS: dict[type[SpotError], int] = {
     PermanentError: 400,
@@ -42,6 +46,11 @@ STATUS: dict[type[SpotError], int] = {
 }
 
 
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    error: str
+    message: str
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answered with a `Generation`."""
 
@@ -49,6 +58,20 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingSettings
     top_k: int = 0
     timeout_s: float
+
+
+class GenerateManyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Answered with a frame per request as each is done: the length in `FRAME_HEADER`, then a `GenerateReply`."""
+
+    requests: list[GenerateRequest]
+
+
+class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The generation or the error of the request at `index`."""
+
+    index: int
+    generation: Generation | None = None
+    error: ErrorReply | None = None
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +125,3 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_prefilled: int
     cpu_s: float
     version: WeightVersion
-
-
-class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
-    error: str
-    message: str

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async import wire
+from spot_async.concurrency import gather
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError
 from spot_async.serving import api
 from spot_async.serving.worker import EngineWorker
@@ -51,6 +52,9 @@ def build_app(worker: EngineWorker, capabilities: Capabilities, *, api_key: str 
 
         return endpoint
 
+    async def generate_many(request: Request) -> Response:
+        return _Replies(worker, (await _decode(request, api.GenerateManyRequest)).requests)
+
     async def update_weights(request: Request) -> Response:
         message = await _decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
@@ -64,6 +68,7 @@ def build_app(worker: EngineWorker, capabilities: Capabilities, *, api_key: str 
         Route(api.STATS, stats),
         Route(api.CAPABILITIES, describe),
         Route(api.GENERATE, submit(api.GenerateRequest), methods=["POST"]),
+        Route(api.GENERATE_MANY, generate_many, methods=["POST"]),
         Route(api.SCORE, submit(api.ScoreRequest), methods=["POST"]),
         Route(api.CANDIDATE_LOGPROBS, submit(api.CandidateRequest), methods=["POST"]),
         Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
@@ -92,6 +97,58 @@ async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> R
     finally:
         result.cancel()
     return Response(status_code=CLIENT_GONE) if result.cancelled() else _reply(result.result())
+
+
+class _ClientGone(Exception):
+    """Ends the tasks of a response that nobody reads any more."""
+
+
+class _Replies(Response):
+    """Answers several requests, each as soon as it is done. Their deadlines and errors are their own."""
+
+    media_type = api.CONTENT_TYPE
+
+    def __init__(self, worker: EngineWorker, requests: list[api.GenerateRequest]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._worker = worker
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with asyncio.TaskGroup() as group:
+                watcher = group.create_task(_raise_when_gone(receive))
+                await gather(self._answer(index, request, send) for index, request in enumerate(self._requests))
+                watcher.cancel()
+        except* _ClientGone:
+            pass
+        else:
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _answer(self, index: int, request: api.GenerateRequest, send: Send) -> None:
+        try:
+            async with asyncio.timeout(request.timeout_s):  # cancels the future, and that aborts the request
+                generation = await asyncio.wrap_future(self._worker.submit(request))
+            reply = api.GenerateReply(index=index, generation=generation)
+        except TimeoutError:
+            late = f"{api.GENERATE_MANY}: not answered in {request.timeout_s:.3g} s"
+            reply = _failed(index, DeadlineExceededError(late))
+        except SpotError as error:
+            reply = _failed(index, error)
+        body = wire.encode(reply)
+        frame = api.FRAME_HEADER.pack(len(body)) + body
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+
+async def _raise_when_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise _ClientGone
+
+
+def _failed(index: int, error: SpotError) -> api.GenerateReply:
+    return api.GenerateReply(index=index, error=api.ErrorReply(error=type(error).__name__, message=str(error)))
 
 
 async def _cancel_when_gone(request: Request, future: Future[Any]) -> None:

@@ -17,9 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 WIDTH_MULTIPLE = 32  # widths that are no multiple of the vector length round differently
 
 
-def bucketed(width: int, limit: int) -> int:
-    """`width` rounded up to a multiple of `WIDTH_MULTIPLE`, at most `limit`."""
-    return min(-(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)
+def bucketed(width: int) -> int:
+    """`width` rounded up to a multiple of `WIDTH_MULTIPLE`."""
+    return -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 @dataclasses.dataclass
@@ -134,7 +134,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _reserve(self, width: int) -> None:
         if width <= self.capacity:
             return
-        capacity = bucketed(max(width, 2 * self.capacity), self._limit)
+        capacity = bucketed(min(max(width, 2 * self.capacity), self._limit))
         used = [layer for layer in self.layers if layer.is_initialized]
         for layer, buffers in zip(used, [layer.grown(capacity) for layer in used], strict=True):
             layer.keys, layer.values = buffers  # only once memory for all of them was found

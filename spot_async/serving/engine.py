@@ -149,7 +149,7 @@ class Engine:
         table = self._table
         rows = slice(0, table.active)
         padded = padded_rows(table.active)
-        width = bucketed(int(table.length[rows].max()) + 1, self.limits.max_context_tokens)
+        width = bucketed(int(table.length[rows].max()) + 1)
         try:
             hidden = self._model.decode(
                 self._tensor(table.last_token[:padded]), self._tensor(table.length[:padded]), width, self._cache
@@ -214,7 +214,7 @@ class Engine:
             self._cache.move(moved, row, int(self._table.length[row]))
 
     def _padded_prefix(self, task: GenerateTask) -> int:
-        return bucketed(max(1, task.context_length - 1), self.limits.max_context_tokens)
+        return min(bucketed(max(1, task.context_length - 1)), self.limits.max_context_tokens)
 
     # -- scoring --
 
@@ -309,7 +309,7 @@ class Engine:
 
     def _padded_sequence(self, task: ScoreTask | CandidateTask) -> int:
         length = len(task.request.prompt_ids) + len(task.request.response_ids)
-        return bucketed(length, self.limits.max_context_tokens)
+        return min(bucketed(length), self.limits.max_context_tokens)
 
     # -- both --
 

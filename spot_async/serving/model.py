@@ -62,8 +62,9 @@ class CausalModel:
         stand_in = _GivenHidden(type(self._base(**self._any_token())))
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
         self._dtype: torch.dtype = module.dtype
-        self._columns = torch.arange(max_context_tokens, device=self.device)
+        self._columns = torch.arange(bucketed(max_context_tokens), device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
+        self._plain_head = self._has_plain_head()
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states (n, L, D) of right-padded sequences (n, L)."""
@@ -98,11 +99,24 @@ class CausalModel:
         rows = len(hidden)
         if rows % ROW_MULTIPLE:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(rows) - rows))
-        output: torch.Tensor = self._head(inputs_embeds=hidden[None]).logits[0, :rows]
-        return output
+        output: torch.Tensor = (
+            self.module.get_output_embeddings()(hidden)
+            if self._plain_head
+            else self._head(inputs_embeds=hidden[None]).logits[0]
+        )
+        return output[:rows]
 
     def new_cache(self, slots: int) -> SlotCache:
         return SlotCache(self.layers, slots=slots, limit=self.max_context_tokens)
+
+    @torch.no_grad()
+    def _has_plain_head(self) -> bool:
+        """Whether the module does nothing between hidden states and logits but its output layer's product."""
+        layer = self.module.get_output_embeddings()
+        if layer is None:
+            return False
+        hidden = self._base(**self._any_token()).last_hidden_state[0].expand(ROW_MULTIPLE, -1)
+        return torch.equal(layer(hidden), self._head(inputs_embeds=hidden[None]).logits[0])
 
     def _any_token(self) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=self.device)}
@@ -180,23 +194,10 @@ def _check_rope(rope: dict[str, Any], context: int, directory: Path) -> None:
 
 
 def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
-    """Two rows of unequal length through prefill, slots and head must give a plain forward's log-probabilities."""
-    count = min(PROBE_TOKENS, model.max_context_tokens)
-    tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
-    half = count // 2
-    rows = torch.arange(ROW_MULTIPLE, device=model.device).remainder(2)
-    with torch.inference_mode():
-        expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
-        try:
-            found = _slot_logits(model, tokens, half, rows)
-            whole = model.logits(model.hidden(tokens).flatten(0, 1)).view(2, count, -1)
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise DataError(
-                f"{model.name}: {type(model.module).__name__} cannot be served: {_one_line(error)}"
-            ) from error
-    found_gap = (found.float().log_softmax(-1) - expected[rows, half:]).abs().max().item()
-    whole_gap = (whole.float().log_softmax(-1) - expected).abs().max().item()
-    gap = max(found_gap, whole_gap)
+    try:
+        gap = logprob_gap(model)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DataError(f"{model.name}: {type(model.module).__name__} cannot be served: {_one_line(error)}") from error
     if not gap <= tolerance_nats:
         raise DataError(
             f"{model.name}: {type(model.module).__name__} cannot be served: in the engine's slots its "
@@ -204,11 +205,29 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
         )
 
 
+def logprob_gap(model: CausalModel) -> float:
+    """Furthest that log-probabilities by prefill, slots and head are from those of the module's plain forward, in nats.
+
+    NaN when either has NaN.
+    """
+    count = min(PROBE_TOKENS, model.max_context_tokens)
+    tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
+    half = count // 2
+    rows = torch.arange(ROW_MULTIPLE, device=model.device).remainder(2)
+    with torch.inference_mode():
+        expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
+        found = _slot_logits(model, tokens, half, rows)
+        whole = model.logits(model.hidden(tokens).flatten(0, 1)).view(2, count, -1)
+    found_gap = (found.float().log_softmax(-1) - expected[rows, half:]).abs().amax()
+    whole_gap = (whole.float().log_softmax(-1) - expected).abs().amax()
+    return torch.maximum(found_gap, whole_gap).item()
+
+
 def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
     """Logits (ROW_MULTIPLE, count - half, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
     cache = model.new_cache(ROW_MULTIPLE)
-    width = bucketed(tokens.shape[1], model.max_context_tokens)
-    model.prefill(torch.nn.functional.pad(tokens[:, :half], (0, width - half)), cache, 0, rows)
+    width = bucketed(tokens.shape[1])
+    model.prefill(tokens[:, :half], cache, 0, rows)
     steps = []
     for position in range(half, tokens.shape[1]):
         positions = torch.full((ROW_MULTIPLE,), position, device=model.device)

@@ -57,6 +57,7 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
 
     from spot_async.serving.app import build_app
     from spot_async.serving.engine import Engine
+    from spot_async.serving.fused import fused
     from spot_async.serving.model import load_model, quiet_transformers
     from spot_async.serving.worker import EngineWorker
     from spot_async.types import Capabilities
@@ -66,6 +67,8 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
     torch.set_num_threads(settings.threads)
     fingerprint = tokenizer_fingerprint(load_tokenizer(directory))
     model = load_model(directory, settings)
+    if settings.fast_path:
+        model = fused(model)
     engine = Engine(model, settings)
     worker = EngineWorker(engine)
     capabilities = Capabilities(

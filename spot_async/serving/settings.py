@@ -27,6 +27,9 @@ class EngineSettings(Section):
     threads: PositiveInt = Field(1, description="CPU threads of the engine")
     device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1, ...")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights and activations")
+    fast_path: bool = Field(
+        True, description="use the engine's own forward where it gives the model's log-probabilities (float32)"
+    )
 
 
 class ServeSettings(EngineSettings):

@@ -1,0 +1,82 @@
+"""Generate requests of one session that are made in the same turn of the event loop leave as one.
+
+A policy asks for all probes of a prompt at once; as one HTTP request they cost little more than one of them.
+Nothing here knows how the requests are sent. There is no task either: whoever asked first carries the others
+and hands out replies as they come. When the carrier is cancelled, those still without a reply ask again;
+equal seeds give them the same responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from spot_async.errors import RequestError
+from spot_async.serving.api import GenerateRequest
+from spot_async.types import Generation
+
+Outcome = Generation | RequestError
+Send = Callable[[Sequence[GenerateRequest], Callable[[int, Outcome], None], float], Awaitable[None]]
+
+
+class _CarrierGone(Exception):
+    pass
+
+
+@dataclass(eq=False)
+class _Member:
+    request: GenerateRequest
+    reply: asyncio.Future[Generation]
+
+    def settle(self, outcome: Generation | Exception) -> None:
+        if self.reply.done():  # or nobody waits for it any more
+            return
+        if isinstance(outcome, Exception):
+            self.reply.set_exception(outcome)
+        else:
+            self.reply.set_result(outcome)
+
+
+class Coalescer:
+    """`send(requests, on_reply, deadline)` must call `on_reply(index, outcome)` for every request, or raise."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._forming: dict[str, list[_Member]] = {}
+
+    async def ask(self, session: str, request: GenerateRequest, deadline: float) -> Generation:
+        """The reply to one request; raises the `RequestError` it got."""
+        while True:
+            member = _Member(request, asyncio.get_running_loop().create_future())
+            forming = self._forming.get(session)
+            if forming is None:
+                return await self._carry(session, member, deadline)
+            forming.append(member)
+            try:
+                return await member.reply
+            except _CarrierGone:
+                continue
+
+    async def _carry(self, session: str, carrier: _Member, deadline: float) -> Generation:
+        members = self._forming[session] = [carrier]
+        try:
+            try:
+                await asyncio.sleep(0)  # everyone who is to ask in this turn does so now
+            finally:
+                del self._forming[session]
+            members[:] = [member for member in members if not member.reply.done()]
+            await self._send(
+                [member.request for member in members],
+                lambda index, outcome: members[index].settle(outcome),
+                deadline,
+            )
+        except RequestError as error:
+            for member in members:
+                member.settle(copy.copy(error))
+        finally:
+            for member in members:
+                if member is not carrier:
+                    member.settle(_CarrierGone())
+        return carrier.reply.result()

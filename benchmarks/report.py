@@ -1,0 +1,40 @@
+"""How every benchmark says what it found: one table under the machine, the date and the command."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def processor() -> str:
+    """The CPU's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    console = Console(width=110, highlight=False)
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    console.print(f"{datetime.date.today().isoformat()}: python {' '.join(sys.argv)}")
+    console.print(table)
+    for note in notes:
+        console.print(note)
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Median, with the smallest and largest."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"

@@ -1,0 +1,106 @@
+"""What a caller sees of coalescing: its own reply, its own error, its own cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from spot_async.backends.coalescing import Coalescer, Outcome
+from spot_async.errors import PermanentError, TransientError
+from spot_async.serving.api import GenerateRequest
+from spot_async.types import Generation, SamplingSettings
+
+OnReply = Callable[[int, Outcome], None]
+
+
+def request(seed: int) -> GenerateRequest:
+    sampling = SamplingSettings(max_tokens=4, stop_token_ids=(), seed=seed)
+    return GenerateRequest(prompt_ids=np.ones(2, np.int32), sampling=sampling, timeout_s=1.0)
+
+
+def reply(seed: int) -> Generation:
+    return Generation(
+        token_ids=np.array([seed], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="length", version_spans=()
+    )
+
+
+class Server:
+    """Remembers what it was sent, and answers when told to."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.open = asyncio.Event()
+
+    async def send(self, requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
+        seeds = [each.sampling.seed for each in requests]
+        self.batches.append(seeds)
+        await self.open.wait()
+        for index, seed in enumerate(seeds):
+            on_reply(index, PermanentError(f"seed {seed}") if seed < 0 else reply(seed))
+
+
+async def asked(coalescer: Coalescer, *seeds: int, session: str = "s") -> list[asyncio.Task[Generation]]:
+    tasks = [asyncio.create_task(coalescer.ask(session, request(seed), 1e9)) for seed in seeds]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_one_turn_of_one_session_is_one_batch() -> None:
+    server = Server()
+    coalescer = Coalescer(server.send)
+    first = await asked(coalescer, 1, 2, 3)
+    second = await asked(coalescer, 4)
+    other = await asked(coalescer, 5, session="t")
+    server.open.set()
+    assert [int((await task).token_ids[0]) for task in first + second + other] == [1, 2, 3, 4, 5]
+    assert server.batches == [[1, 2, 3], [4], [5]]
+
+
+async def test_an_error_is_its_own_request_s() -> None:
+    server = Server()
+    tasks = await asked(Coalescer(server.send), 1, -2, 3)
+    server.open.set()
+    assert int((await tasks[0]).token_ids[0]) == 1
+    with pytest.raises(PermanentError, match="seed -2"):
+        await tasks[1]
+    assert int((await tasks[2]).token_ids[0]) == 3
+
+
+async def test_when_sending_fails_every_request_fails_with_an_error_of_its_own() -> None:
+    async def send(requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
+        on_reply(0, reply(1))
+        raise TransientError("connection reset")
+
+    results = await asyncio.gather(*(await asked(Coalescer(send), 1, 2, 3)), return_exceptions=True)
+    assert isinstance(results[0], Generation)
+    assert [str(error) for error in results[1:]] == ["connection reset"] * 2
+    assert results[1] is not results[2]
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+async def test_when_the_carrier_is_cancelled_the_others_ask_again(turns: int) -> None:
+    server = Server()
+    coalescer = Coalescer(server.send)
+    tasks = [asyncio.create_task(coalescer.ask("s", request(seed), 1e9)) for seed in (1, 2, 3)]
+    await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    tasks[0].cancel()
+    server.open.set()
+    assert [int((await task).token_ids[0]) for task in tasks[1:]] == [2, 3]
+    assert tasks[0].cancelled()
+    assert server.batches[-1] == [2, 3]
+
+
+async def test_a_cancelled_request_leaves_the_batch_alone() -> None:
+    server = Server()
+    coalescer = Coalescer(server.send)
+    tasks = await asked(coalescer, 1, 2, 3)
+    tasks[1].cancel()
+    server.open.set()
+    assert [int((await tasks[i]).token_ids[0]) for i in (0, 2)] == [1, 3]
+    assert len(server.batches) == 1
