@@ -231,7 +231,8 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:
-        fail(root_cause(error), code=1, note=saved(directory))
+        cause = root_cause(error)
+        fail(cause, code=2 if isinstance(cause, ConfigError) else 1, note=saved(directory))
 
 
 def saved(directory: RunDirectory) -> str:

@@ -88,7 +88,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: expected section.key=value")
     section = tree
     for depth, key in enumerate(keys[:-1]):
-        below = section.setdefault(key, {})
+        below = section.get(key)
+        if below is None:  # not there, or an optional section that is off
+            below = section[key] = {}
         if isinstance(below, str):  # the short form `verifier: boxed_match`
             below = section[key] = {"kind": below}
         if not isinstance(below, dict):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from spot_async import runtime
 from spot_async.concurrency import root_cause
 from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config_loading import config_from, load_config
+from spot_async.errors import SpotError
 from spot_async.preflight import plan_training
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
 from spot_async.run_directory import RunDirectory
@@ -24,6 +26,8 @@ from spot_async.runtime import TrainOutcome
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
 from spot_async.vocabulary import Vocabulary
+
+_one_run = threading.Lock()
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -37,11 +41,27 @@ def run(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool =
     Raises a `SpotError`: `ConfigError` and `DataError` before anything was started, others from the run.
     Ctrl-C stops it in order and raises KeyboardInterrupt. Inside a running event loop use `run_async`.
     """
-    return asyncio.run(run_async(config, overrides, progress=progress))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(run_async(config, overrides, progress=progress))
+    raise SpotError("an event loop is running here (a notebook?): use `await spot_async.run_async(...)`")
 
 
 async def run_async(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool = False) -> TrainOutcome:
-    """`run` for programs that have an event loop. Cancelling it stops the run and all of its processes."""
+    """`run` for programs that have an event loop. Cancelling it stops the run and all of its processes.
+
+    One run at a time: a second one in the same process is refused (`SpotError`), since log files are the process's.
+    """
+    if not _one_run.acquire(blocking=False):
+        raise SpotError("a run is going on in this process: start another after it, or in a process of its own")
+    try:
+        return await _run(config, overrides, progress)
+    finally:
+        _one_run.release()
+
+
+async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -> TrainOutcome:
     settings, name = _resolve(config, overrides)
     plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
     directory = RunDirectory.create(RunDirectory.choose_path(settings, name), settings)

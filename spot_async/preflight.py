@@ -201,6 +201,11 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
         )
+    if needs.reference and config.reference is None and getattr(config.student.backend, "port", None) is not None:
+        raise ConfigError(
+            f"reference: required when student.backend.port={config.student.backend.port} is fixed, since the initial "  # type: ignore[attr-defined]
+            "student is served once more; name its model and backend"
+        )
     reference = (config.reference or config.student) if needs.reference else None
     asked = [
         ("student", config.student, Generator, "generate", True),

@@ -20,7 +20,6 @@ from rich.console import Console
 from spot_async import registry
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
-from spot_async.evaluation.history import BestCheckpoint, EvaluationHistory
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.ledger import PromptState
 from spot_async.orchestrator import (
@@ -36,6 +35,7 @@ from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Tr
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to

@@ -12,6 +12,7 @@ import random
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from spot_async.actor import Priority, Stage
@@ -86,7 +87,8 @@ class Stages:
         # What ends a response is one decision, whichever token each model spells it with. A teacher that only
         # tolerates the student's token among its stop ids would score it as nearly impossible all the same.
         self.teacher_end_id = teacher.end_token_ids[0]
-        self.foreign_end_ids = ({*student.end_token_ids} - {*teacher.end_token_ids}) | {student.end_token_ids[0]}
+        self.student_end_id = student.end_token_ids[0]
+        self.foreign_end_ids = ({*student.end_token_ids} - {*teacher.end_token_ids}) | {self.student_end_id}
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
         def stage(name: str, stage_config: StageConfig, requests_per_prompt: int) -> Stage:
@@ -139,18 +141,19 @@ class BoundStages:
         )
 
     async def teacher_response(self) -> Generation:
-        return await self._generate(
+        response = await self._generate(
             self._stages.teacher_response,
             _given(self._stages.services.teacher_generator, "teacher_responses"),
             (self._prompt.ordinal,),
             self._prompt.token_ids,
             self._settings(self._stages.sampling.max_response_tokens, "teacher response"),
         )
+        return msgspec.structs.replace(response, token_ids=self._with_swapped_ends(response.token_ids))
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         scorer = _given(self._stages.services.scorer, "teacher_top_k")
         scored_ids = self._as_teacher_ends(response_ids)
-        return await self._stages.score.ask(
+        scores = await self._stages.score.ask(
             (self._prompt.ordinal,),
             lambda deadline: scorer.score(
                 self._prompt.token_ids,
@@ -160,6 +163,7 @@ class BoundStages:
                 deadline=deadline,
             ),
         )
+        return msgspec.structs.replace(scores, topk_ids=self._with_swapped_ends(scores.topk_ids))
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         reference = _given(self._stages.services.reference, "reference")
@@ -250,6 +254,17 @@ class BoundStages:
         if len(response_ids) == 0 or int(response_ids[-1]) not in self._stages.foreign_end_ids:
             return response_ids
         return np.concatenate([response_ids[:-1], np.array([self._stages.teacher_end_id])], dtype=np.int32)
+
+    def _with_swapped_ends(self, token_ids: IntArray) -> IntArray:
+        """What the teacher says of its own end token, said of the student's: candidates, targets, KD's responses.
+
+        A swap, so that candidates stay different from one another when the teacher's top-k holds both.
+        """
+        ours, theirs = self._stages.student_end_id, self._stages.teacher_end_id
+        if ours == theirs:
+            return token_ids
+        swapped = np.where(token_ids == theirs, ours, np.where(token_ids == ours, theirs, token_ids))
+        return swapped.astype(np.int32)
 
 
 async def ask_verdict(

@@ -138,6 +138,11 @@ def test_a_plugin_can_be_named_by_module_and_class(config_path):
     assert config.verifier.workers == 1
 
 
+def test_a_section_that_is_off_can_be_turned_on_by_an_override(config_path):
+    config = load_config(config_path, ["telemetry.wandb=null", "telemetry.wandb.project=mine"])
+    assert config.telemetry.wandb.project == "mine"
+
+
 def test_sections_left_out_of_the_file_can_be_overridden_in_part(config_path):
     config = load_config(
         config_path, ["teacher.backend.slots=3", "evaluation.problems=x", "evaluation.verifier.workers=5"]

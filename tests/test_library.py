@@ -148,3 +148,27 @@ def test_every_public_name_is_there_and_type_checkers_see_the_same_ones():
     assert all(getattr(spot_async, name) is not None for name in spot_async.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = spot_async.nothing
+
+
+async def test_a_second_run_in_the_same_process_is_refused_and_the_first_goes_on(monkeypatch):
+    started, end = asyncio.Event(), asyncio.Event()
+
+    async def long_run(*arguments):
+        started.set()
+        await end.wait()
+        return "outcome"
+
+    monkeypatch.setattr("spot_async.library._run", long_run)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(spot_async.run_async(QUICK))
+        await started.wait()
+        with pytest.raises(spot_async.SpotError, match="a run is going on in this process"):
+            await spot_async.run_async(QUICK)
+        end.set()
+    assert first.result() == "outcome"
+    assert await spot_async.run_async(QUICK) == "outcome"
+
+
+async def test_run_in_a_notebook_names_what_to_await():
+    with pytest.raises(spot_async.SpotError, match=r"await spot_async\.run_async"):
+        spot_async.run(QUICK)

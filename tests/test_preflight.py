@@ -71,6 +71,13 @@ def test_a_queue_that_cannot_hold_one_batch_in_bytes_is_refused(config):
         plan_training(config)
 
 
+def test_a_reference_cannot_share_the_students_fixed_port(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/running_sum/grpo.yaml"), ["student.backend.port=8123"])
+    with pytest.raises(ConfigError, match=r"reference: required when student\.backend\.port=8123 is fixed"):
+        plan_training(config)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [

@@ -12,10 +12,10 @@ import pytest
 
 from spot_async.config_loading import validate
 from spot_async.errors import ConfigError, DataError
-from spot_async.evaluation.history import EvaluationHistory
 from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
 from spot_async.run_directory import RunDirectory
 from spot_async.telemetry.console import best_words
+from spot_async.telemetry.evaluation_history import EvaluationHistory
 from spot_async.types import Verdict
 
 CONFIG = {
@@ -93,8 +93,9 @@ def test_the_criterion_decides_what_is_best(run, criterion, best, words):
     history.iteration_finished(iteration(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
     history.iteration_finished(iteration(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
     assert history.best.iteration == best
-    assert words in best_words(history.best)
-    assert "optimistic" in best_words(history.best)
+    assert words in best_words(history.best, None)
+    assert "optimistic" in best_words(history.best, before=evaluation([0, 0, 0], [0, 0, 1]))
+    assert "No student was better" in best_words(history.best, before=evaluation([1, 1, 1], [1, 0, 0]))
 
 
 def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one_line(run, tmp_path):

@@ -11,7 +11,7 @@ from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError
 from spot_async.seeds import derive_seed
 from spot_async.stages import Services, Stages
-from spot_async.types import Generation, Problem, Prompt, Verdict, WeightVersion
+from spot_async.types import Generation, Problem, Prompt, TokenScores, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
@@ -36,7 +36,17 @@ class Recorder:
     async def score(self, prompt_ids, response_ids, *, top_k, temperature, deadline):
         self.scored.append(response_ids.tolist())
         self.temperatures.append(temperature)
-        return SimpleNamespace(logprobs=np.zeros(len(response_ids), np.float32))
+        zeros = np.zeros(len(response_ids), np.float32)
+        topk_ids = np.tile(np.array([[6, 2, 1]], np.int32), (len(response_ids), 1))
+        return TokenScores(
+            logprobs=zeros,
+            topk_ids=topk_ids,
+            topk_logprobs=np.zeros(topk_ids.shape, np.float32),
+            entropy=zeros,
+            entropy_lower=zeros,
+            entropy_upper=zeros,
+            version=WeightVersion(0, 0),
+        )
 
     async def candidate_logprobs(self, prompt_ids, response_ids, positions, candidate_ids, *, temperature, **rest):
         self.temperatures.append(temperature)
@@ -109,6 +119,14 @@ async def test_a_teacher_that_only_tolerates_the_students_end_token_scores_its_o
     await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
     await bound(recorder, student_ends=(2, 1), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
     assert recorder.scored == [[5, 6, 7, 2], [5, 6, 7, 1]]
+
+
+async def test_the_teachers_end_token_among_candidates_stands_for_the_students():
+    recorder = Recorder()
+    scores = await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=3)
+    assert scores.topk_ids.tolist() == [[6, 1, 2]] * 4  # swapped, so that candidates stay different
+    scores = await bound(recorder, student_ends=(2, 1), teacher_ends=(2,)).score(RESPONSE, top_k=3)
+    assert scores.topk_ids.tolist() == [[6, 2, 1]] * 4
 
 
 async def test_missing_evidence_is_asked_for_once_more():

@@ -18,9 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.evaluation.history import BestCheckpoint
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
+from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.timeline import busiest
 from spot_async.types import Prompt, Verdict
@@ -153,9 +153,15 @@ def evaluation_words(result: EvaluationResult | None) -> str:
     return f"held out: Avg@{result.samples} {percent(figures.avg)}, Pass@{result.samples} {percent(figures.pass_)}"
 
 
-def best_words(best: BestCheckpoint) -> str:
+def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
     """The best student and its figure, with what the figure is worth."""
     metric = f"{best.criterion.capitalize()}@{best.samples}"
+    if before is not None:
+        start = before.figures(ALL_TIERS)
+        if best.value <= (start.avg if best.criterion == "avg" else start.pass_):
+            return (
+                f"No student was better by {metric} than the one it started from; best was iteration {best.iteration}."
+            )
     return (
         f"Best by {metric}: iteration {best.iteration}, {with_error(best.value, best.standard_error)} on all problems. "
         "It was picked by these same problems, so this figure is optimistic: measure it on others before comparing."
@@ -175,7 +181,7 @@ def evaluation_table(
         title=title,
         title_justify="left",
         title_style="bold",
-        caption=None if best is None else best_words(best),
+        caption=None if best is None else best_words(best, before),
         caption_justify="left",
         caption_style="",
         box=box.SIMPLE_HEAD,
