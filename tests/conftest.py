@@ -66,6 +66,60 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 
 @pytest.fixture(scope="session")
+def random_architecture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directories of small random models of many architectures, each made once: `make(name, seed)`."""
+    import torch
+    import transformers
+
+    vocab_size = 61
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    context = {"max_position_embeddings": 160}
+    configs: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+        "qwen3": lambda: transformers.Qwen3Config(**sizes, **context, head_dim=8, tie_word_embeddings=True),
+        "qwen2": lambda: transformers.Qwen2Config(**sizes, **context),
+        "llama": lambda: transformers.LlamaConfig(
+            **sizes, **context, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=12
+        ),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=150),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **sizes,
+            **context,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            final_logit_softcapping=2.0,
+            attn_logit_softcapping=1.0,
+        ),
+        "granite": lambda: transformers.GraniteConfig(
+            **sizes, **context, logits_scaling=0.3, attention_multiplier=0.5, residual_multiplier=0.4
+        ),
+        "mistral": lambda: transformers.MistralConfig(**sizes, max_position_embeddings=140, sliding_window=140),
+        "mixtral": lambda: transformers.MixtralConfig(**sizes, **context, num_local_experts=4, sliding_window=None),
+    }
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(name: str = "qwen3", seed: int = 0) -> Path:
+        if (name, seed) not in made:
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(configs[name]())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.normal_(std=0.3)  # far from uniform distributions
+            made[name, seed] = tmp_path_factory.mktemp(f"{name}-{seed}")
+            model.save_pretrained(made[name, seed])
+        return made[name, seed]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def student(random_model: Callable[..., Path]) -> Path:
     """The student that trainer tests train; nobody writes to it."""
     return random_model(attention_dropout=0.5)  # training must not apply it
