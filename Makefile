@@ -20,8 +20,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/spot-async train configs/quickstart.yaml
 
+# Two at a time, each file as a whole: tests of a file share the runs and servers that they started.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +11,20 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from spot_async.config import TrainingConfig
 from spot_async.trainer.loss import truncated_importance_weights
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import Replicated, process_group
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, WeightVersion
 
 VOCAB = 30
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("student")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")
-        patch.setenv("WORLD_SIZE", "1")
-        with process_group(str(tmp_path_factory.mktemp("group")), CPU):
-            yield
+def student(random_model: Callable[..., Path]) -> Path:
+    return random_model(vocab_size=VOCAB, tie_word_embeddings=False, initializer_range=0.2)
 
 
 def batch_of(student: Path, *, given_advantages: bool = False) -> list[Supervision]:
@@ -91,27 +66,24 @@ def noise(samples: list[Supervision], scale: float) -> list[np.ndarray[Any, Any]
     return [draw.normal(0.0, scale, len(sample.response_ids)) for sample in samples]
 
 
-def train(
-    student: Path, run: Path, samples: list[Supervision], **training: Any
-) -> tuple[dict[str, float], torch.Tensor]:
+Train = Callable[..., tuple[dict[str, float], torch.Tensor]]
+
+
+@pytest.fixture
+def train(make_trainer: Callable[..., StudentTrainer]) -> Train:
     """Metrics of one iteration, and all weights after it."""
-    training = {"iterations": 10, "batch_size": 8, "mini_batch_size": 2, "learning_rate": 1e-3, **training}
-    settings = TrainerSettings(
-        training=TrainingConfig(**training),
-        model_directory=str(student),
-        run_directory=str(run),
-        temperature=1.0,
-        seed=0,
-        iterations=10,
-    )
-    trainer = StudentTrainer(settings, Replicated(), CPU)
-    metrics = trainer.train(Batch(0, tuple(samples))).metrics
-    return metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    def run(student: Path, directory: Path, samples: list[Supervision], **training: Any) -> Any:
+        trainer = make_trainer(student, directory, **{"mini_batch_size": 2, **training})
+        metrics = trainer.train(Batch(0, tuple(samples))).metrics
+        return metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    return run
 
 
 @pytest.mark.parametrize("given_advantages", [False, True])
 def test_recomputed_equals_served_where_the_server_makes_no_error(
-    student: Path, tmp_path: Path, given_advantages: bool
+    student: Path, train: Train, tmp_path: Path, given_advantages: bool
 ) -> None:
     samples = batch_of(student, given_advantages=given_advantages)
     served, served_weights = train(student, tmp_path / "served", samples)
@@ -123,7 +95,7 @@ def test_recomputed_equals_served_where_the_server_makes_no_error(
         assert metrics["mismatch_max"] < 1e-5
 
 
-def test_recomputed_training_does_not_depend_on_what_was_served(student: Path, tmp_path: Path) -> None:
+def test_recomputed_training_does_not_depend_on_what_was_served(student: Path, train: Train, tmp_path: Path) -> None:
     samples = batch_of(student)
     _, expected = train(student, tmp_path / "right", samples, behavior="recomputed")
     wrong = off_by(samples, noise(samples, 0.5))
@@ -133,7 +105,7 @@ def test_recomputed_training_does_not_depend_on_what_was_served(student: Path, t
     assert not torch.allclose(weights, expected, atol=1e-4)
 
 
-def test_the_mismatch_is_reported_in_both_modes(student: Path, tmp_path: Path) -> None:
+def test_the_mismatch_is_reported_in_both_modes(student: Path, train: Train, tmp_path: Path) -> None:
     samples = batch_of(student)
     differences = noise(samples, 0.3)
     off = off_by(samples, differences)
@@ -151,7 +123,7 @@ def test_the_mismatch_is_reported_in_both_modes(student: Path, tmp_path: Path) -
     assert metrics["mismatch_max"] < 1e-5 < metrics["behavior_kl"]
 
 
-def test_importance_weights_scale_the_policy_term_up_to_their_cap(student: Path, tmp_path: Path) -> None:
+def test_importance_weights_scale_the_policy_term_up_to_their_cap(student: Path, train: Train, tmp_path: Path) -> None:
     samples = batch_of(student, given_advantages=True)
     differences = noise(samples, 0.5)
     metrics, _ = train(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,7 @@ import pytest
 import torch
 import transformers
 
-from spot_async.errors import (
-    PoisonedReplyError,
-    TransientError,
-    VersionMismatchError,
-)
+from spot_async.errors import PoisonedReplyError, TransientError, VersionMismatchError
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.engine import Engine
 from spot_async.serving.fused import FusedModel, fused
@@ -26,63 +22,14 @@ from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVe
 
 VOCAB = 61
 STOP = 7
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-}
-CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
-    "llama": lambda: transformers.LlamaConfig(
-        **SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=12
-    ),
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=150),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0
-    ),
-    "granite": lambda: transformers.GraniteConfig(
-        **SIZES, logits_scaling=0.3, attention_multiplier=0.5, residual_multiplier=0.4
-    ),
-    "mistral": lambda: transformers.MistralConfig(**{**SIZES, "max_position_embeddings": 140}, sliding_window=140),
-    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
-}
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "gpt2", "gemma2", "granite", "mistral", "mixtral")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Directories of randomly initialised models; large weights make their distributions far from uniform."""
-    made: dict[tuple[str, int], Path] = {}
-
-    def make(name: str = "qwen3", seed: int = 0) -> Path:
-        if (name, seed) not in made:
-            torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim > 1:
-                        parameter.normal_(std=0.3)
-            made[name, seed] = tmp_path_factory.mktemp(f"{name}-{seed}")
-            model.save_pretrained(made[name, seed])
-        return made[name, seed]
-
-    return make
+Models = Callable[..., Path]
+Engines = Callable[..., Engine]
 
 
 @pytest.fixture(params=["fast", "general"])
-def engine_for(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+def engine_for(request: pytest.FixtureRequest) -> Engines:
     """Makes engines, all of them on one of the two paths."""
 
     def make(directory: Path, **settings: object) -> Engine:
@@ -107,11 +54,20 @@ def score_request(prompt: np.ndarray, response: np.ndarray, **more: object) -> S
     return ScoreRequest(**{"prompt_ids": prompt, "response_ids": response, "top_k": 5, "timeout_s": 60.0, **more})  # type: ignore[arg-type]
 
 
+def candidate_request(prompt: np.ndarray, response: np.ndarray, **more: Any) -> CandidateRequest:
+    return CandidateRequest(prompt_ids=prompt, response_ids=response, timeout_s=60.0, **more)
+
+
 def submit(engine: Engine, request: GenerateRequest | ScoreRequest | CandidateRequest) -> Any:
     engine.limits.check(request)
     task = new_task(request)
     engine.submit(task)
     return task
+
+
+def finish(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
 
 
 def run_all(engine: Engine, requests: list[GenerateRequest], *, steps_between: int = 0) -> list[Generation]:
@@ -121,8 +77,7 @@ def run_all(engine: Engine, requests: list[GenerateRequest], *, steps_between: i
         tasks.append(submit(engine, request))
         for _ in range(steps_between):
             engine.step()
-    while engine.busy:
-        engine.step()
+    finish(engine)
     return [task.future.result(timeout=0) for task in tasks]
 
 
@@ -139,11 +94,11 @@ def dense_logprobs(directory: Path, prompt: np.ndarray, response: np.ndarray, te
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logprobs_of_sampled_tokens_are_those_of_a_plain_forward(
-    name: str, model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    name: str, random_architecture: Models, engine_for: Engines
 ) -> None:
-    directory = model_directory(name)
+    directory = random_architecture(name)
     engine = engine_for(directory, slots=5, prefill_tokens=64)
     requests = [
         generate_request(prompt, seed=i, max_tokens=[3, 40, 17][i % 3], temperature=[1.0, 0.7, 1.6][i % 3], top_k=i % 4)
@@ -160,16 +115,16 @@ def test_logprobs_of_sampled_tokens_are_those_of_a_plain_forward(
 
 
 def test_the_same_seed_gives_the_same_bits_whatever_runs_beside_it(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    random_architecture: Models, engine_for: Engines
 ) -> None:
     requests = [
         generate_request(prompt, seed=100 + i, max_tokens=10 + i, top_p=[1.0, 0.8][i % 2], stop_token_ids=(STOP,))
         for i, prompt in enumerate(prompts([4, 40, 12, 33, 7, 61, 1, 20, 35, 8, 90, 3]))
     ]
-    reference = run_all(engine_for(model_directory(), slots=64), requests)
+    reference = run_all(engine_for(random_architecture(), slots=64), requests)
     assert len({tuple(reply.token_ids) for reply in reference}) == len(reference)
     for slots, steps_between, order in ((1, 0, 1), (3, 5, -1), (12, 1, -1), (7, 3, 1)):
-        engine = engine_for(model_directory(), slots=slots, prefill_tokens=96)
+        engine = engine_for(random_architecture(), slots=slots, prefill_tokens=96)
         replies = run_all(engine, requests[::order], steps_between=steps_between)[::order]
         for expected, reply in zip(reference, replies, strict=True):
             np.testing.assert_array_equal(reply.token_ids, expected.token_ids)
@@ -181,31 +136,29 @@ def test_the_same_seed_gives_the_same_bits_whatever_runs_beside_it(
     [(("qwen3", "qwen2", "llama", "mistral"), True), (("gpt2", "gemma2", "granite", "mixtral"), False)],
 )
 def test_the_fast_path_is_taken_where_it_computes_the_same(
-    names: tuple[str, ...], same: bool, model_directory: Callable[..., Path]
+    names: tuple[str, ...], same: bool, random_architecture: Models
 ) -> None:
     for name in names:
-        model = load_model(model_directory(name), EngineSettings())
+        model = load_model(random_architecture(name), EngineSettings())
         assert isinstance(fused(model), FusedModel) == same, name
 
 
-def test_another_seed_gives_another_response(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
-) -> None:
+def test_another_seed_gives_another_response(random_architecture: Models, engine_for: Engines) -> None:
     prompt = prompts([6])[0]
-    replies = run_all(engine_for(model_directory()), [generate_request(prompt, seed=seed) for seed in range(8)])
+    replies = run_all(engine_for(random_architecture()), [generate_request(prompt, seed=seed) for seed in range(8)])
     assert len({tuple(reply.token_ids) for reply in replies}) == 8
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
 def test_tokens_follow_the_inverse_cdf_of_the_truncated_distribution(
-    top_p: float, model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    top_p: float, random_architecture: Models, engine_for: Engines
 ) -> None:
     prompt = prompts([11])[0]
     replies = run_all(
-        engine_for(model_directory(), slots=64),
+        engine_for(random_architecture(), slots=64),
         [generate_request(prompt, seed=seed, max_tokens=1, top_p=top_p, temperature=1.3) for seed in range(300)],
     )
-    logprobs = dense_logprobs(model_directory(), prompt, np.zeros(1, np.int32), 1.3)[0]
+    logprobs = dense_logprobs(random_architecture(), prompt, np.zeros(1, np.int32), 1.3)[0]
     likeliest_first = np.argsort(-logprobs, kind="stable")
     mass = np.cumsum(np.exp(logprobs[likeliest_first]))
     nucleus = likeliest_first[: 1 + int(np.searchsorted(mass, top_p - 1e-9))]
@@ -220,15 +173,13 @@ def test_tokens_follow_the_inverse_cdf_of_the_truncated_distribution(
         assert reply.logprobs[0] == pytest.approx(logprobs[token], abs=1e-4)  # top-p does not change it
 
 
-def test_a_stop_token_ends_the_response_and_is_part_of_it(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
-) -> None:
-    free = run_all(engine_for(model_directory()), [generate_request(prompts([5])[0], seed=3, max_tokens=30)])[0]
+def test_a_stop_token_ends_the_response_and_is_part_of_it(random_architecture: Models, engine_for: Engines) -> None:
+    free = run_all(engine_for(random_architecture()), [generate_request(prompts([5])[0], seed=3, max_tokens=30)])[0]
     stop = int(free.token_ids[8])
     first = int(np.flatnonzero(free.token_ids == stop)[0])
     request = generate_request(prompts([5])[0], seed=3, max_tokens=30, stop_token_ids=(VOCAB - 1, stop))
     others = [generate_request(prompt, seed=9) for prompt in prompts([3, 4])]
-    stopped = run_all(engine_for(model_directory()), [*others, request])[-1]
+    stopped = run_all(engine_for(random_architecture()), [*others, request])[-1]
     np.testing.assert_array_equal(stopped.token_ids, free.token_ids[: first + 1])
     assert len(stopped.logprobs) == first + 1
     assert (stopped.finish_reason, free.finish_reason) == ("stop", "length")
@@ -237,14 +188,13 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 def test_scores_are_those_of_the_dense_distribution(
-    name: str, rows: int, model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    name: str, rows: int, random_architecture: Models, engine_for: Engines
 ) -> None:
-    directory = model_directory(name)
+    directory = random_architecture(name)
     engine = engine_for(directory, score_logits=rows * VOCAB, score_tokens=200)
     pairs = list(zip(prompts([1, 12, 40, 7, 30]), prompts([20, 1, 60, 50, 2], seed=1), strict=True))
     tasks = [submit(engine, score_request(*pair, temperature=1.0 if len(pair[1]) > 2 else 0.5)) for pair in pairs]
-    while engine.busy:
-        engine.step()
+    finish(engine)
     for (prompt, response), task in zip(pairs, tasks, strict=True):
         dense = dense_logprobs(directory, prompt, response, task.request.temperature)
         scores = task.future.result(timeout=0)
@@ -257,17 +207,14 @@ def test_scores_are_those_of_the_dense_distribution(
         np.testing.assert_array_equal(scores.entropy_lower, scores.entropy_upper)
 
 
-def test_scores_do_not_depend_on_what_is_scored_beside_them(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
-) -> None:
+def test_scores_do_not_depend_on_what_is_scored_beside_them(random_architecture: Models, engine_for: Engines) -> None:
     pairs = list(zip(prompts([3, 12, 20, 7]), prompts([20, 1, 10, 15], seed=1), strict=True))
-    together, alone = (engine_for(model_directory(), score_tokens=tokens) for tokens in (4096, 1))
+    together, alone = (engine_for(random_architecture(), score_tokens=tokens) for tokens in (4096, 1))
     for engine in (together, alone):
         tasks = [submit(engine, score_request(*pair)) for pair in pairs]
         engine.step()
         assert engine.scoring == (0 if engine is together else len(pairs) - 1)
-        while engine.busy:
-            engine.step()
+        finish(engine)
         results = [task.future.result(timeout=0) for task in tasks]
         if engine is together:
             expected = results
@@ -276,23 +223,14 @@ def test_scores_do_not_depend_on_what_is_scored_beside_them(
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_candidates_at_chosen_positions(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
-) -> None:
-    engine = engine_for(model_directory(), score_logits=2 * VOCAB)
+def test_candidates_at_chosen_positions(random_architecture: Models, engine_for: Engines) -> None:
+    engine = engine_for(random_architecture(), score_logits=2 * VOCAB)
     prompt, response = prompts([9])[0], prompts([25], seed=1)[0]
     positions, candidates = np.array([0, 24, 7], np.int32), np.arange(12, dtype=np.int32).reshape(3, 4) * 5
-    request = CandidateRequest(
-        prompt_ids=prompt,
-        response_ids=response,
-        positions=positions,
-        candidate_ids=candidates,
-        expected_version=WeightVersion(0, 0),
-        timeout_s=60.0,
-    )
-    task = submit(engine, request)
+    chosen = {"positions": positions, "candidate_ids": candidates}
+    task = submit(engine, candidate_request(prompt, response, expected_version=WeightVersion(0, 0), **chosen))
     engine.step()
-    dense = dense_logprobs(model_directory(), prompt, response)
+    dense = dense_logprobs(random_architecture(), prompt, response)
     np.testing.assert_allclose(
         task.future.result(timeout=0).logprobs,
         np.take_along_axis(dense[positions], candidates.astype(int), -1),
@@ -300,18 +238,10 @@ def test_candidates_at_chosen_positions(
     )
 
 
-def test_candidates_of_other_weights_are_refused(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
-) -> None:
-    engine = engine_for(model_directory())
-    request = CandidateRequest(
-        prompt_ids=prompts([9])[0],
-        response_ids=prompts([5])[0],
-        positions=np.array([0], np.int32),
-        candidate_ids=np.array([[1]], np.int32),
-        expected_version=WeightVersion(0, 3),
-        timeout_s=60.0,
-    )
+def test_candidates_of_other_weights_are_refused(random_architecture: Models, engine_for: Engines) -> None:
+    engine = engine_for(random_architecture())
+    chosen = {"positions": np.array([0], np.int32), "candidate_ids": np.array([[1]], np.int32)}
+    request = candidate_request(*prompts([9, 5]), expected_version=WeightVersion(0, 3), **chosen)
     task = submit(engine, request)
     engine.step()
     with pytest.raises(VersionMismatchError, match=r"weights 0\.3.*holds 0\.0"):
@@ -319,9 +249,9 @@ def test_candidates_of_other_weights_are_refused(
 
 
 def test_after_an_update_responses_go_on_under_the_new_weights(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    random_architecture: Models, engine_for: Engines
 ) -> None:
-    old, new = model_directory("qwen3", 0), model_directory("qwen3", 1)
+    old, new = random_architecture("qwen3", 0), random_architecture("qwen3", 1)
     engine = engine_for(old, slots=4)
     requests = [
         generate_request(prompt, seed=i, max_tokens=20 + i, top_k=2)
@@ -331,8 +261,7 @@ def test_after_an_update_responses_go_on_under_the_new_weights(
     for _ in range(6):
         engine.step()
     engine.update_weights(engine.parameters.read(new), WeightVersion(0, 1))
-    while engine.busy:
-        engine.step()
+    finish(engine)
     for request, task in zip(requests, tasks, strict=True):
         reply = task.future.result(timeout=0)
         chosen = np.arange(len(reply.token_ids)), reply.token_ids
@@ -356,12 +285,10 @@ def test_after_an_update_responses_go_on_under_the_new_weights(
     assert [span.version for span in tasks[4].future.result().version_spans] == [WeightVersion(0, 1)]  # had no slot yet
 
 
-def test_an_abort_frees_the_slot_and_leaves_the_others_alone(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
-) -> None:
+def test_an_abort_frees_the_slot_and_leaves_the_others_alone(random_architecture: Models, engine_for: Engines) -> None:
     requests = [generate_request(prompt, seed=i, max_tokens=15) for i, prompt in enumerate(prompts([5, 12, 2, 33]))]
-    expected = run_all(engine_for(model_directory()), requests)
-    engine = engine_for(model_directory(), slots=2)
+    expected = run_all(engine_for(random_architecture()), requests)
+    engine = engine_for(random_architecture(), slots=2)
     tasks = [submit(engine, request) for request in requests]
     engine.step()
     engine.step()
@@ -369,8 +296,7 @@ def test_an_abort_frees_the_slot_and_leaves_the_others_alone(
     engine.abort(tasks[0])
     engine.abort(tasks[2])
     assert (engine.active, engine.waiting) == (1, 1)
-    while engine.busy:
-        engine.step()
+    finish(engine)
     assert not tasks[0].future.done()
     for i in (1, 3):
         np.testing.assert_array_equal(tasks[i].future.result(timeout=0).logprobs, expected[i].logprobs)
@@ -378,9 +304,9 @@ def test_an_abort_frees_the_slot_and_leaves_the_others_alone(
 
 
 def test_long_prompts_wait_for_their_turn_between_decode_steps(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    random_architecture: Models, engine_for: Engines
 ) -> None:
-    engine = engine_for(model_directory(), prefill_tokens=64)
+    engine = engine_for(random_architecture(), prefill_tokens=64)
     running = submit(engine, generate_request(prompts([4])[0], max_tokens=40))
     engine.step()
     for prompt in prompts([60, 60, 60]):
@@ -394,31 +320,30 @@ def test_long_prompts_wait_for_their_turn_between_decode_steps(
 
 
 def test_contexts_that_differ_in_their_last_token_are_read_once(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    random_architecture: Models, engine_for: Engines
 ) -> None:
     branch, other = prompts([40, 50])
     contexts = [np.append(branch, np.int32(token)) for token in (3, 3, 9, 11)] + [other]
     requests = [generate_request(context, seed=i) for i, context in enumerate(contexts)]
-    together = engine_for(model_directory())
+    together = engine_for(random_architecture())
     replies = run_all(together, requests)
     assert together.tokens_prefilled == 2 * 64
     for request, reply in zip(requests, replies, strict=True):
-        alone = run_all(engine_for(model_directory()), [request])[0]
+        alone = run_all(engine_for(random_architecture()), [request])[0]
         np.testing.assert_array_equal(reply.token_ids, alone.token_ids)
         np.testing.assert_array_equal(reply.logprobs, alone.logprobs)
 
 
 def test_logits_that_are_not_finite_fail_their_requests_and_leave_nothing_in_the_slots(
-    model_directory: Callable[..., Path], engine_for: Callable[..., Engine]
+    random_architecture: Models, engine_for: Engines
 ) -> None:
-    engine = engine_for(model_directory())
+    engine = engine_for(random_architecture())
     requests = [generate_request(prompt, seed=i) for i, prompt in enumerate(prompts([9, 60, 5]))]
     expected = run_all(engine, requests)
-    healthy = engine.parameters.read(model_directory())
+    healthy = engine.parameters.read(random_architecture())
     engine.parameters.copy_in({name: torch.full_like(tensor, torch.nan) for name, tensor in healthy.items()})
     broken = [submit(engine, requests[1]), submit(engine, score_request(prompts([9])[0], prompts([4])[0]))]
-    while engine.busy:
-        engine.step()
+    finish(engine)
     for task in broken:
         with pytest.raises(PoisonedReplyError, match=r"weights 0\.0 gave logits that are not finite"):
             task.future.result(timeout=0)
@@ -428,9 +353,9 @@ def test_logits_that_are_not_finite_fail_their_requests_and_leave_nothing_in_the
 
 
 def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
-    model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, engine_for: Callable[..., Engine]
+    random_architecture: Models, monkeypatch: pytest.MonkeyPatch, engine_for: Engines
 ) -> None:
-    engine = engine_for(model_directory())
+    engine = engine_for(random_architecture())
     running = submit(engine, generate_request(prompts([5])[0]))
     engine.step()
 
@@ -449,8 +374,7 @@ def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
         engine.step()
     with pytest.raises(TransientError):
         refused.future.result(timeout=0)
-    while engine.busy:
-        engine.step()
+    finish(engine)
     assert len(running.future.result(timeout=0).token_ids) == 12
     with monkeypatch.context() as patch:
         patch.setattr(engine._model, "decode", fail)

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spot_async.config import TrainingConfig
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import Replicated, process_group
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import (
     Generation,
     PolicyContext,
@@ -42,47 +38,13 @@ from spot_async.types import (
 VOCAB = 40
 SPECIAL = 5  # ids below are special: no position of theirs may be probed
 TAU_NATS = 2.9  # of these random teachers' entropies some are above, some below
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(random_model: Callable[..., Path]) -> tuple[Path, Path]:
     """Student and teacher."""
-    made = []
-    for seed, name, width in ((0, "student", 32), (1, "teacher", 48)):
-        directory = tmp_path_factory.mktemp(name)
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=width,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(directory)
-        tokenizer().save_pretrained(directory)
-        made.append(directory)
-    return made[0], made[1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")
-        patch.setenv("WORLD_SIZE", "1")
-        with process_group(str(tmp_path_factory.mktemp("group")), CPU):
-            yield
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = [f"w{i}" for i in range(SPECIAL)]
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", extra_special_tokens=special)
+    choices = {"vocab_size": VOCAB, "special_tokens": SPECIAL, "initializer_range": 0.2}
+    return random_model(seed=0, **choices), random_model(seed=1, hidden_size=48, **choices)
 
 
 def load(directory: Path) -> Any:
@@ -226,24 +188,28 @@ def dense_reference(
     return total_loss.item(), {name: parameter.grad for name, parameter in student.named_parameters()}
 
 
-CONTEXT = PolicyContext(vocab_size=VOCAB, tokenizer=tokenizer(), reference_kl=True)
-POLICIES = {
-    "opd": lambda: OpdPolicy(OpdPolicy.Settings(), CONTEXT),
-    "eopd": lambda: EopdPolicy(EopdPolicy.Settings(tau_nats=TAU_NATS, alpha=0.7), CONTEXT),
-    "grpo": lambda: GrpoPolicy(GrpoPolicy.Settings(samples=4), CONTEXT),
-    "kd": lambda: KdPolicy(KdPolicy.Settings(), CONTEXT),
-    "spot": lambda: SpotPolicy(SpotPolicy.Settings(gamma=1.5), CONTEXT),
-    "spot without guidance": lambda: SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), CONTEXT),
+POLICIES: dict[str, Callable[[PolicyContext], Any]] = {
+    "opd": lambda context: OpdPolicy(OpdPolicy.Settings(), context),
+    "eopd": lambda context: EopdPolicy(EopdPolicy.Settings(tau_nats=TAU_NATS, alpha=0.7), context),
+    "grpo": lambda context: GrpoPolicy(GrpoPolicy.Settings(samples=4), context),
+    "kd": lambda context: KdPolicy(KdPolicy.Settings(), context),
+    "spot": lambda context: SpotPolicy(SpotPolicy.Settings(gamma=1.5), context),
+    "spot without guidance": lambda context: SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), context),
 }
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
 @pytest.mark.parametrize("kind", POLICIES)
 async def test_first_loss_and_gradient_of_each_method_equal_a_dense_reference(
-    folders: tuple[Path, Path], tmp_path: Path, kind: str, aggregation: str
+    folders: tuple[Path, Path],
+    make_trainer: Callable[..., StudentTrainer],
+    tmp_path: Path,
+    kind: str,
+    aggregation: str,
 ) -> None:
     student, teacher = map(load, folders)
-    policy = POLICIES[kind]()
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    policy = POLICIES[kind](PolicyContext(vocab_size=VOCAB, tokenizer=tokenizer, reference_kl=True))
     prompts, samples = [], []
     for ordinal in range(5):
         token_ids = np.arange(SPECIAL, SPECIAL + 3 + ordinal % 3, dtype=np.int32) + ordinal
@@ -256,7 +222,9 @@ async def test_first_loss_and_gradient_of_each_method_equal_a_dense_reference(
     expected_loss, expected = dense_reference(kind, prompts, student, teacher, aggregation == "token_mean")
 
     grpo = {"dual_clip": 3.0, "reference_kl": 0.3} if kind == "grpo" else {}
-    trainer = make_trainer(folders[0], tmp_path, loss_aggregation=aggregation, micro_batch_tokens=40, **grpo)
+    trainer = make_trainer(
+        folders[0], tmp_path, loss_aggregation=aggregation, micro_batch_tokens=40, max_grad_norm=1e9, **grpo
+    )
     metrics = trainer.train(Batch(0, tuple(batch))).metrics
 
     assert metrics["loss"] == pytest.approx(expected_loss, abs=1e-5)
@@ -274,16 +242,3 @@ def assert_unequal(kind: str, batch: list[Any], rollouts: int) -> None:
         assert 0 < sum(len(s.soft_targets.positions) for s in batch) < sum(len(s.response_ids) for s in batch)
     if kind == "grpo":
         assert len(batch) < rollouts
-
-
-def make_trainer(student: Path, run_directory: Path, **training: Any) -> StudentTrainer:
-    training = {"iterations": 10, "batch_size": 8, "mini_batch_size": 8, "max_grad_norm": 1e9, **training}
-    settings = TrainerSettings(
-        training=TrainingConfig(**training),
-        model_directory=str(student),
-        run_directory=str(run_directory),
-        temperature=1.0,
-        seed=0,
-        iterations=10,
-    )
-    return StudentTrainer(settings, Replicated(), CPU)

@@ -9,21 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
-import transformers
-from starlette.applications import Starlette
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from spot_async import wire
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.local import LocalBackend
 from spot_async.errors import (
@@ -34,14 +27,9 @@ from spot_async.errors import (
     VersionMismatchError,
 )
 from spot_async.serving import api
-from spot_async.serving.app import build_app
-from spot_async.serving.engine import Engine
-from spot_async.serving.model import load_model
-from spot_async.serving.server import _listen, _run
-from spot_async.serving.settings import EngineSettings, ServeSettings
-from spot_async.serving.worker import EngineWorker
+from spot_async.serving.server import _listen
+from spot_async.serving.settings import ServeSettings
 from spot_async.types import (
-    Capabilities,
     Generation,
     SamplingSettings,
     WeightSnapshot,
@@ -53,33 +41,17 @@ PROMPT = np.array([5, 9, 2], np.int32)
 RESPONSE = np.array([7, 7, 30, 1], np.int32)
 
 
-def make_model(directory: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=20000,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return directory
+MODEL = {"vocab_size": VOCAB, "tie_word_embeddings": False, "initializer_range": 0.02, "max_position_embeddings": 20000}
 
 
 @pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), seed=0)
+def model_directory(random_model: Callable[..., Path]) -> Path:
+    return random_model(seed=0, **MODEL)
 
 
 @pytest.fixture(scope="module")
-def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("new-weights"), seed=1)
+def new_weights(random_model: Callable[..., Path]) -> Path:
+    return random_model(seed=1, **MODEL)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -361,68 +333,3 @@ def test_the_socket_file_of_a_dead_server_is_replaced_and_private(tmp_path: Path
     with _listen(ServeSettings(model=str(model_directory), uds=str(path))):
         assert path.stat().st_mode & 0o777 == 0o600
     assert not path.exists()
-
-
-CAPABILITIES = Capabilities(
-    model="m",
-    vocab_size=VOCAB,
-    vocab_fingerprint="f",
-    max_context_tokens=64,
-    max_top_k=VOCAB,
-    exact_entropy=True,
-    candidate_logprobs=True,
-    weight_update=True,
-)
-
-
-@pytest.fixture
-def worker(model_directory: Path) -> EngineWorker:
-    """Not running: what is put to it stays queued."""
-    settings = EngineSettings()
-    return EngineWorker(Engine(load_model(model_directory, settings), settings))
-
-
-async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorker) -> None:
-    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, api_key="secret"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        for headers in ({}, {"Authorization": "Bearer wrong"}):
-            assert (await client.get(api.HEALTH, headers=headers)).status_code == 401
-        assert (await client.get(api.HEALTH, headers={"Authorization": "Bearer secret"})).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"\xc1", wire.encode({"prompt_ids": 3}), wire.encode({"prompt_ids": ["|O", [1], b"x"], "top_k": 1})]
-)
-async def test_a_body_that_is_no_request_is_a_bad_request(body: bytes, worker: EngineWorker) -> None:
-    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, api_key=None))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        reply = await client.post(api.SCORE, content=body)
-    assert reply.status_code == 400
-    assert wire.decode(reply.content, api.ErrorReply).error == "PermanentError"
-
-
-async def test_an_engine_that_crashes_ends_the_server(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash() -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(worker._engine, "step", crash)
-    request = api.ScoreRequest(prompt_ids=PROMPT, response_ids=RESPONSE, top_k=0, timeout_s=60.0)
-    worker.submit(request)
-    with pytest.raises(ExceptionGroup) as crashed:
-        await _run(worker, Starlette(), socket.create_server(("127.0.0.1", 0)))
-    assert crashed.group_contains(ZeroDivisionError, match="a bug")
-
-
-def test_cancelling_a_future_aborts_its_request(worker: EngineWorker) -> None:
-    endless = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(max_tokens=19000), timeout_s=60.0)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        assert worker.submit(endless).cancel()
-        short = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(), timeout_s=60.0)
-        worker.submit(short).result(timeout=30)
-        assert (worker.stats().active, worker.stats().waiting) == (0, 0)
-    finally:
-        worker.stop()
-        thread.join(timeout=10)
-    assert not thread.is_alive()

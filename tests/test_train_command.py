@@ -16,9 +16,13 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
+
+from spot_async.cli import app
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "running_sum"
@@ -42,7 +46,7 @@ class Command:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "spot_async", *arguments],
             cwd=ROOT,
-            env={**os.environ, name: value, "OMP_NUM_THREADS": "1", "TMPDIR": scratch},
+            env={**os.environ, name: value, "TMPDIR": scratch},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -82,22 +86,42 @@ class Command:
         assert self.processes() == {}
 
 
+def arguments(run: Path, *overrides: str) -> list[str]:
+    return ["train", "configs/quickstart.yaml", f"run.directory={run}", *QUICK, *overrides]
+
+
 def train(run: Path, *overrides: str) -> Command:
-    return Command("train", "configs/quickstart.yaml", f"run.directory={run}", *QUICK, *overrides)
+    return Command(*arguments(run, *overrides))
 
 
 def error_lines(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("error:")]
 
 
-def assert_refused(command: Command, *expected: str) -> None:
-    """One line on stderr, exit code 2, nothing started."""
-    code, _, err = command.finish()
-    assert code == 2, err
-    (line,) = err.strip().splitlines()
+def invoke(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
+    """The command in this process: for what it does before it starts any other."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner().invoke(app, words)
+
+
+def assert_refused(result: Result, *expected: str) -> None:
+    """One line on stderr, exit code 2."""
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.strip().splitlines()
     for each in expected:
         assert each in line
-    command.assert_nothing_left()
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Assert that a run with one override is refused, with these words, and leaves no directory."""
+
+    def check(override: str, *expected: str) -> None:
+        assert_refused(invoke(monkeypatch, *arguments(tmp_path / "run", override)), *expected)
+        assert not (tmp_path / "run").exists()
+
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -139,23 +163,22 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     assert AutoTokenizer.from_pretrained(run / "student").chat_template
 
 
-def test_a_run_can_be_looked_at(finished_run, tmp_path):
+def test_a_run_can_be_looked_at(finished_run, tmp_path, monkeypatch):
     run, _ = finished_run
     events = json.loads((run / "trace.json").read_bytes())
     names = [event["name"] for event in events]
     assert names.count("wait for batch") == 2
     assert sum(name.startswith("rollout ") for name in names) == 16
 
-    code, out, _ = Command("inspect", str(run), "0", "--html", str(tmp_path / "sample.html")).finish()
-    assert code == 0
+    shown = invoke(monkeypatch, "inspect", str(run), "0", "--html", str(tmp_path / "sample.html"))
+    assert shown.exit_code == 0
     (first, *_) = (json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines())
     candidate = first["branches"][0]["candidates"][0]
-    assert candidate["continuations"][0][:20] in out
+    assert candidate["continuations"][0][:20] in shown.output
     assert 0 <= candidate["student"] <= 1
     assert "&lt;|end|&gt;" in (tmp_path / "sample.html").read_text()  # tokens by the trained student's tokenizer
 
-    code, _, _ = Command("report", str(run), "--html", str(tmp_path / "report.html")).finish()
-    assert code == 0
+    assert invoke(monkeypatch, "report", str(run), "--html", str(tmp_path / "report.html")).exit_code == 0
     assert "bound: " in (tmp_path / "report.html").read_text()
 
 
@@ -197,54 +220,58 @@ def test_evaluations_during_the_run_are_recorded_and_keep_the_best_student(finis
     assert "optimistic" in out
 
 
-def test_the_written_configuration_runs_again(finished_run, tmp_path):
+def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatch):
     run, _ = finished_run
-    command = Command("train", str(run / "config.yaml"), f"run.directory={tmp_path / 'again'}", "--dry-run")
-    code, out, err = command.finish()
-    assert code == 0, err
-    assert "<|user|>" in out  # a rendered prompt
-    assert "2 rank(s)" in out
+    dry = invoke(monkeypatch, "train", str(run / "config.yaml"), f"run.directory={tmp_path / 'again'}", "--dry-run")
+    assert dry.exit_code == 0, dry.stderr
+    assert "<|user|>" in dry.output  # a rendered prompt
+    assert "2 rank(s)" in dry.output
     assert not (tmp_path / "again").exists()
 
 
-def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run):
+def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypatch):
     run, _ = finished_run
-    assert_refused(train(run), "run.directory", "not empty")
+    assert_refused(invoke(monkeypatch, *arguments(run)), "run.directory", "not empty")
 
 
-def test_a_missing_model_directory_is_one_line(tmp_path):
-    assert_refused(train(tmp_path / "run", "teacher.model=no/such/model"), "teacher.model", "no/such/model")
+def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):
+    command = train(tmp_path / "run", "teacher.model=no/such/model")
+    code, out, err = command.finish()
+    assert code == 2, err
+    (line,) = error_lines(err)
+    assert (out, err) == ("", f"{line}\n")
+    assert "teacher.model" in line
+    assert "no/such/model" in line
+    command.assert_nothing_left()
 
 
-def test_different_vocabularies_are_one_line(tmp_path):
+def test_different_vocabularies_are_one_line(tmp_path, refused):
     other = tmp_path / "teacher"
     shutil.copytree(EXAMPLE / "teacher", other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     vocab["one"], vocab["two"] = vocab["two"], vocab["one"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert_refused(train(tmp_path / "run", f"teacher.model={other}"), "different vocabularies", "2 tokens", "'one'")
+    refused(f"teacher.model={other}", "different vocabularies", "2 tokens", "'one'")
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [("", "empty line"), ('{"problem": "a1b+2"}', "answer"), ('{"problem": "a1b+2", "ans', ":3:")],
 )
-def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, line, expected):
+def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused, line, expected):
     good = (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:2]
     data = tmp_path / "train.jsonl"
     data.write_text("\n".join([*good, line, good[0]]) + "\n")
-    assert_refused(train(tmp_path / "run", f"data.train={data}"), "train.jsonl:3:", expected)
+    refused(f"data.train={data}", "train.jsonl:3:", expected)
 
 
-def test_responses_beyond_the_context_are_one_line(tmp_path):
-    assert_refused(
-        train(tmp_path / "run", "sampling.max_response_tokens=500"), "sampling.max_response_tokens=500", "512", "by 52"
-    )
+def test_responses_beyond_the_context_are_one_line(refused):
+    refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "512", "by 52")
 
 
-def test_serve_refuses_a_missing_model_directory_in_one_line():
-    assert_refused(Command("serve", "no/such/model"), "no/such/model: no such model directory")
+def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
+    assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path):
@@ -275,19 +302,36 @@ def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path
     assert_complete(run)
 
 
-def test_ctrl_c_stops_within_seconds_and_says_what_is_saved(tmp_path):
-    run = tmp_path / "run"
-    command = train(run, "training.iterations=500")
+@pytest.fixture(scope="module")
+def interrupted_run(tmp_path_factory):
+    """A student that is its own teacher, one update an iteration; stopped by Ctrl-C after some."""
+    run = tmp_path_factory.mktemp("runs") / "interrupted"
+    own_teacher = [f"teacher.model={EXAMPLE / 'student'}", "sampling.temperature=0.5", "policy=opd"]
+    command = train(run, "training.iterations=500", "training.mini_batch_size=8", *own_teacher)
     command.wait_for(run / "student" / "config.json")
     command.process.send_signal(signal.SIGINT)
     stopped = time.monotonic()
     code, _, err = command.finish(timeout_s=30)
-    assert time.monotonic() - stopped < 10
+    return command, run, code, err, time.monotonic() - stopped
+
+
+def test_ctrl_c_stops_within_seconds_and_says_what_is_saved(interrupted_run):
+    command, run, code, err, seconds = interrupted_run
+    assert seconds < 10
     assert code == 130
     assert "stopped by SIGINT; saved: step-" in err
     assert "Traceback" not in err
     command.assert_nothing_left()
     assert_complete(run)
+
+
+def test_servers_and_trainer_agree_on_temperature_and_on_whose_token_is_whose(interrupted_run):
+    _, run, *_ = interrupted_run
+    first, *_ = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert first["train/updates"] == 1  # of the weights that were sampled from
+    assert first["train/advantage_mean"] == pytest.approx(0, abs=1e-4)
+    assert first["train/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert first["train/behavior_kl"] < 1e-6
 
 
 def test_a_killed_orchestrator_leaves_no_process(tmp_path):
@@ -305,7 +349,7 @@ def test_a_killed_orchestrator_leaves_no_process(tmp_path):
 def test_a_full_disk_ends_the_run_and_keeps_what_was_trained(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("cannot mount a small file system here")
     try:
         run = disk / "run"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,83 +18,39 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async.trainer.handle as handle
-from spot_async.config import TrainingConfig
+from spot_async import wire
 from spot_async.errors import ProcessDiedError, TrainerError
 from spot_async.processes import ChildProcess
 from spot_async.trainer.handle import TrainerProcess
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import SoftTargets, Supervision, TrainReport, WeightVersion
+from spot_async.types import SoftTargets, Supervision, WeightVersion
 
-VOCAB = 50
+MakeSettings = Callable[..., TrainerSettings]
+UnequalBatch = Callable[[int], list[Supervision]]
+SHORT = {"iterations": 4, "batch_size": 6, "mini_batch_size": 2}
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.fixture(scope="module")
-def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("student")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(directory)
-    return directory
-
-
-def trainer_settings(student: Path, run_directory: Path, **training: Any) -> TrainerSettings:
-    training = {"iterations": 4, "batch_size": 6, "mini_batch_size": 2, "learning_rate": 1e-3, **training}
-    return TrainerSettings(
-        training=TrainingConfig(**training),
-        model_directory=str(student),
-        run_directory=str(run_directory),
-        temperature=1.0,
-        seed=0,
-        iterations=4,
-    )
-
-
-def supervision(ordinal: int, tokens: int, branch_positions: Sequence[int] = ()) -> Supervision:
-    draw = np.random.default_rng(ordinal)
-    behavior = draw.normal(-4.0, 1.0, tokens).astype(np.float32)
-    n = len(branch_positions)
-    return Supervision(
-        prompt_ordinal=ordinal,
-        problem_id=f"problem-{ordinal}",
-        prompt_ids=draw.integers(0, VOCAB, 3 + ordinal % 5).astype(np.int32),
-        response_ids=draw.integers(0, VOCAB, tokens).astype(np.int32),
-        behavior_logprobs=behavior,
-        teacher_logprobs=behavior + draw.normal(0.0, 1.0, tokens).astype(np.float32),
-        version=WeightVersion(0, 0),
-        soft_targets=SoftTargets(
-            positions=np.array(branch_positions, np.int32),
-            token_ids=draw.integers(0, VOCAB, (n, 4)).astype(np.int32),
-            probabilities=draw.dirichlet(np.ones(4), n).astype(np.float32).reshape(n, 4),
-            weights=np.full(n, 0.5, np.float32),
-        ),
-    )
-
-
-def unequal_batch(iteration: int) -> list[Supervision]:
+@pytest.fixture
+def unequal_batch(supervision: Callable[..., Supervision], soft_targets: Callable[..., SoftTargets]) -> UnequalBatch:
     """Seven prompts, so that two ranks and mini-batches of two leave one rank without a sample.
 
     Only one trajectory has branch positions, so that its update has a rank with none.
     """
-    first = 10 * iteration
-    lengths = [40, 1, 7, 22, 3, 15, 9]
-    return [supervision(first + i, tokens, [0, 5] if i == 3 else ()) for i, tokens in enumerate(lengths)]
+
+    def make(iteration: int) -> list[Supervision]:
+        lengths = [40, 1, 7, 22, 3, 15, 9]
+        return [
+            supervision(10 * iteration + i, tokens, targets=soft_targets([0, 5] if i == 3 else [], 4))
+            for i, tokens in enumerate(lengths)
+        ]
+
+    return make
 
 
 def trainer_pids(pid: int) -> dict[int, int | None]:
@@ -140,49 +97,109 @@ def alive(pid: int) -> bool:
         return False
 
 
-@needs_proc
-@pytest.mark.parametrize(
-    "training", [{}, {"behavior": "recomputed", "importance_cap": 2.0}], ids=["served", "recomputed"]
-)
-async def test_two_ranks_train_what_one_rank_trains_and_a_resent_batch_is_not_trained_again(
-    student: Path, tmp_path: Path, training: dict[str, Any]
-) -> None:
-    reports: dict[int, list[TrainReport]] = {}
-    for ranks in (1, 2):
-        settings = trainer_settings(student, tmp_path / str(ranks), ranks=ranks, **training)
-        async with TrainerProcess(settings) as trainer:
-            reports[ranks] = [await trainer.train(0, unequal_batch(0))]
-            if ranks == 1:
-                assert await trainer.train(0, unequal_batch(0)) == reports[ranks][0]
-            reports[ranks].append(await trainer.train(1, unequal_batch(1)))
-            pids = list(trainer_pids(os.getpid()))
-            assert len(pids) == ranks + 1
-            with pytest.raises(TrainerError, match="iteration 5, but iteration 2 is due"):
-                await trainer.train(5, unequal_batch(2))
-        wait_until_gone(pids, timeout_s=5)
+# One rank of two, which leaves its gradients behind. Steps are too small to move a weight.
+RANK = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from spot_async import wire
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.parallel import Replicated, process_group
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.settings import TrainerSettings
 
-    for one, two in zip(reports[1], reports[2], strict=True):
-        means = ("loss", "loss_policy", "loss_branch", "grad_norm", "ratio_mean", "ratio_max", "advantage_mean")
-        for name in (*means, "mismatch_mean", "mismatch_max", "importance_weight_mean"):
-            assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5, abs=1e-7), name
-        for name in ("tokens", "trajectories", "updates", "branch_positions"):
-            assert two.metrics[name] == one.metrics[name], name
+cpu = torch.device("cpu")
+with process_group(sys.argv[1], cpu):
+    for run in map(Path, sys.argv[2:]):
+        trainer = StudentTrainer(TrainerSettings.load(run / "trainer.json"), Replicated(), cpu)
+        report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
+        rank = Replicated().rank
+        save_file({n: p.grad for n, p in trainer.model.named_parameters()}, run / f"gradients-{rank}")
+        (run / f"metrics-{rank}").write_text(json.dumps(report.metrics))
+"""
+
+
+def test_two_ranks_have_the_gradients_and_metrics_of_one(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    trainer_settings: MakeSettings,
+    unequal_batch: UnequalBatch,
+    tmp_path: Path,
+) -> None:
+    choices: dict[str, Any] = {"learning_rate": 1e-15, "max_grad_norm": 1e9}
+    batch = tuple(unequal_batch(0))
+    cases = {
+        "served": (batch, choices),
+        "recomputed": (batch, {**choices, "behavior": "recomputed", "importance_cap": 2.0}),
+        "a rank without samples": (batch[3:4], {**choices, "loss_aggregation": "token_mean"}),
+    }
+    for name, (samples, training) in cases.items():
+        trainer_settings(student, tmp_path / name, **training).save()
+        (tmp_path / name / "batch").write_bytes(wire.encode(Batch(0, samples)))
+    group = tmp_path / "group"
+    group.mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(group), *(str(tmp_path / name) for name in cases)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+    for name, (samples, training) in cases.items():
+        alone = make_trainer(student, tmp_path / f"{name} alone", **training)
+        expected = alone.train(Batch(0, samples)).metrics
+        for rank in range(2):
+            metrics = json.loads((tmp_path / name / f"metrics-{rank}").read_text())
+            for metric in expected.keys() - {"train_s", "publish_s", "tokens_per_s"}:
+                assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-7), metric
+            found = load_file(tmp_path / name / f"gradients-{rank}")
+            for parameter_name, parameter in alone.model.named_parameters():
+                tolerance = 1e-5 * expected["grad_norm"]
+                torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=0, atol=tolerance)
+
+
+@needs_proc
+async def test_launched_ranks_train_as_one_does_and_a_resent_batch_is_not_trained_again(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    trainer_settings: MakeSettings,
+    unequal_batch: UnequalBatch,
+    tmp_path: Path,
+) -> None:
+    async with TrainerProcess(trainer_settings(student, tmp_path / "two", ranks=2, **SHORT)) as trainer:
+        reports = [await trainer.train(0, unequal_batch(0))]
+        assert await trainer.train(0, unequal_batch(0)) == reports[0]
+        reports.append(await trainer.train(1, unequal_batch(1)))
+        pids = list(trainer_pids(os.getpid()))
+        assert len(pids) == 3
+        with pytest.raises(TrainerError, match="iteration 5, but iteration 2 is due"):
+            await trainer.train(5, unequal_batch(2))
+    wait_until_gone(pids, timeout_s=5)
+
+    alone = make_trainer(student, tmp_path / "one", **SHORT)
+    for iteration, two in enumerate(reports):
+        one = alone.train(Batch(iteration, tuple(unequal_batch(iteration))))
+        for name in ("loss", "grad_norm"):
+            assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5), name
         assert one.snapshot.version == two.snapshot.version
-        alone, together = (load_file(Path(r.snapshot.directory) / "model.safetensors") for r in (one, two))
-        assert alone.keys() == together.keys()
-        for name, tensor in alone.items():
-            torch.testing.assert_close(together[name], tensor, rtol=0, atol=1e-5)
-    AutoModelForCausalLM.from_pretrained(reports[2][1].snapshot.directory)
-    AutoTokenizer.from_pretrained(reports[2][1].snapshot.directory)
+        expected, found = (load_file(Path(r.snapshot.directory) / "model.safetensors") for r in (one, two))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+    AutoModelForCausalLM.from_pretrained(two.snapshot.directory)
+    AutoTokenizer.from_pretrained(two.snapshot.directory)
 
 
 @needs_proc
 async def test_a_non_finite_sample_stops_all_ranks_names_it_and_publishes_nothing(
-    student: Path, tmp_path: Path
+    student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
 ) -> None:
     batch = unequal_batch(0)
     batch[4].behavior_logprobs[0] = np.nan
-    async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2)) as trainer:
+    async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2, **SHORT)) as trainer:
         pids = list(trainer_pids(os.getpid()))
         for _ in range(2):  # and it stays stopped
             with pytest.raises(TrainerError, match=r"^iteration 0, .*policy loss in sample 'problem-4' \(ordinal 4\)"):
@@ -192,8 +209,10 @@ async def test_a_non_finite_sample_stops_all_ranks_names_it_and_publishes_nothin
 
 
 @needs_proc
-async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(student: Path, tmp_path: Path) -> None:
-    async with TrainerProcess(trainer_settings(student, tmp_path)) as trainer:
+async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
+    student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
+) -> None:
+    async with TrainerProcess(trainer_settings(student, tmp_path, **SHORT)) as trainer:
         report = await trainer.train(0, unequal_batch(0))
         limit = 16_000  # bytes a file may have from now on: configuration fits, weights do not
         resource.prlimit(pid_of_rank(0), resource.RLIMIT_FSIZE, (limit, limit))
@@ -209,8 +228,10 @@ async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(studen
 
 
 @needs_proc
-async def test_a_killed_rank_is_named_within_seconds(student: Path, tmp_path: Path) -> None:
-    async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2)) as trainer:
+async def test_a_killed_rank_is_named_within_seconds(
+    student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
+) -> None:
+    async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2, **SHORT)) as trainer:
         pids = list(trainer_pids(os.getpid()))
         victim = pid_of_rank(1)
         os.kill(victim, signal.SIGKILL)
@@ -222,7 +243,7 @@ async def test_a_killed_rank_is_named_within_seconds(student: Path, tmp_path: Pa
         wait_until_gone(pids, timeout_s=5)
 
 
-async def test_a_student_that_cannot_be_loaded_is_named(student: Path, tmp_path: Path) -> None:
+async def test_a_student_that_cannot_be_loaded_is_named(tmp_path: Path, trainer_settings: MakeSettings) -> None:
     missing = tmp_path / "no-such-student"
     with pytest.raises(TrainerError, match=f"DataError: student {missing} cannot be loaded") as caught:
         async with TrainerProcess(trainer_settings(missing, tmp_path)):
@@ -246,7 +267,9 @@ asyncio.run(main())
 
 
 @needs_proc
-def test_no_trainer_process_outlives_a_killed_owner(student: Path, tmp_path: Path) -> None:
+def test_no_trainer_process_outlives_a_killed_owner(
+    student: Path, tmp_path: Path, trainer_settings: MakeSettings
+) -> None:
     settings_path = trainer_settings(student, tmp_path).save()
     with subprocess.Popen([sys.executable, "-c", OWNER, str(settings_path)], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
@@ -279,7 +302,10 @@ socket.recv()
 
 
 async def test_a_lost_acknowledgement_is_sent_again_late_answers_are_dropped_and_silence_times_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer_settings: MakeSettings,
+    supervision: Callable[..., Supervision],
 ) -> None:
     async def start_deaf_rank(name: str, argv: Sequence[str], *, log_path: Path) -> ChildProcess:
         return await start(name, [sys.executable, "-c", DEAF_RANK, argv[-1]], log_path=log_path)

@@ -253,12 +253,12 @@ async def test_a_hostile_answer_times_out_while_the_loop_runs_on() -> None:
             await asyncio.sleep(0.01)
             longest_gap, last = max(longest_gap, loop.time() - last), loop.time()
 
-    async with math_verify(workers=1, timeout_s=1.0) as judge:
+    async with math_verify(workers=1, timeout_s=2.0) as judge:
         beating, start = asyncio.create_task(heartbeat()), loop.time()
         assert await judge("5", HOSTILE) is Verdict.TIMEOUT
         assert loop.time() - start < 5.0
         beating.cancel()
-        assert longest_gap < 0.5
+        assert longest_gap < 1.0  # a loop that waits with the worker stands still for all of its two seconds
     async with math_verify(workers=1, timeout_s=20.0) as judge:
         assert await judge("5", r"\boxed{\frac{10}{2}}") is Verdict.CORRECT
 

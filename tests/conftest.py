@@ -1,0 +1,269 @@
+"""What several test files build alike: tiny random models, supervision for them, and a trainer in this process.
+
+Tests import nothing from each other, so builders are fixtures that return functions. torch and transformers
+are imported inside: most files need neither, and importing them takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the processes that tests start
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from spot_async.config import TrainingConfig
+from spot_async.trainer.settings import TrainerSettings
+from spot_async.types import SoftTargets, Supervision, WeightVersion
+
+if TYPE_CHECKING:
+    import torch
+
+    from spot_async.trainer.rank import StudentTrainer
+
+VOCAB = 50
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directories of small random Qwen3 models and a tokenizer of whole words, `w0` to the last of the vocabulary."""
+
+    def make(*, seed: int = 0, special_tokens: int = 0, **changes: Any) -> Path:
+        import torch
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+        directory = tmp_path_factory.mktemp("model")
+        torch.manual_seed(seed)
+        sizes = {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.3,  # far from uniform distributions
+        }
+        config = Qwen3Config(**{**sizes, **changes})
+        Qwen3ForCausalLM(config).save_pretrained(directory)
+        names = [f"w{i}" for i in range(config.vocab_size)]
+        words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(
+            tokenizer_object=words, unk_token="w0", eos_token="w1", extra_special_tokens=names[:special_tokens]
+        ).save_pretrained(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_architecture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directories of small random models of many architectures, each made once: `make(name, seed)`."""
+    import torch
+    import transformers
+
+    vocab_size = 61
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    context = {"max_position_embeddings": 160}
+    configs: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+        "qwen3": lambda: transformers.Qwen3Config(**sizes, **context, head_dim=8, tie_word_embeddings=True),
+        "qwen2": lambda: transformers.Qwen2Config(**sizes, **context),
+        "llama": lambda: transformers.LlamaConfig(
+            **sizes, **context, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=12
+        ),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=150),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **sizes,
+            **context,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            final_logit_softcapping=2.0,
+            attn_logit_softcapping=1.0,
+        ),
+        "granite": lambda: transformers.GraniteConfig(
+            **sizes, **context, logits_scaling=0.3, attention_multiplier=0.5, residual_multiplier=0.4
+        ),
+        "mistral": lambda: transformers.MistralConfig(**sizes, max_position_embeddings=140, sliding_window=140),
+        "mixtral": lambda: transformers.MixtralConfig(**sizes, **context, num_local_experts=4, sliding_window=None),
+    }
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(name: str = "qwen3", seed: int = 0) -> Path:
+        if (name, seed) not in made:
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(configs[name]())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.normal_(std=0.3)  # far from uniform distributions
+            made[name, seed] = tmp_path_factory.mktemp(f"{name}-{seed}")
+            model.save_pretrained(made[name, seed])
+        return made[name, seed]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def student(random_model: Callable[..., Path]) -> Path:
+    """The student that trainer tests train; nobody writes to it."""
+    return random_model(attention_dropout=0.5)  # training must not apply it
+
+
+@pytest.fixture(scope="session")
+def supervision() -> Callable[..., Supervision]:
+    """Trajectories whose behaviour lies near a random student's log-probabilities, so that no ratio is extreme."""
+
+    def make(ordinal: int, tokens: int, *, targets: SoftTargets | None = None, **arrays: Any) -> Supervision:
+        draw = np.random.default_rng(ordinal)
+        behavior = draw.normal(-4.0, 1.0, tokens).astype(np.float32)
+        fields: dict[str, Any] = {
+            "behavior_logprobs": behavior,
+            "teacher_logprobs": behavior + draw.normal(0.0, 1.0, tokens).astype(np.float32),
+            "reference_logprobs": behavior + draw.normal(0.0, 0.3, tokens).astype(np.float32),
+        }
+        return Supervision(
+            prompt_ordinal=ordinal,
+            problem_id=f"problem-{ordinal}",
+            prompt_ids=draw.integers(0, VOCAB, 3 + ordinal % 5).astype(np.int32),
+            response_ids=draw.integers(0, VOCAB, tokens).astype(np.int32),
+            version=WeightVersion(0, 0),
+            soft_targets=targets,
+            **{**fields, **arrays},
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def soft_targets() -> Callable[[list[int], int], SoftTargets]:
+    """Targets of `k` candidates at given positions."""
+
+    def make(positions: list[int], k: int) -> SoftTargets:
+        draw = np.random.default_rng(k)
+        rows = len(positions)
+        return SoftTargets(
+            positions=np.array(positions, np.int32),
+            token_ids=np.array([draw.permutation(VOCAB)[:k] for _ in positions], np.int32).reshape(rows, k),
+            probabilities=draw.dirichlet(np.ones(k), rows).astype(np.float32).reshape(rows, k),
+            weights=draw.uniform(0.1, 1.0, rows).astype(np.float32),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Supervision]]:
+    """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages."""
+
+    def make() -> list[Supervision]:
+        return [
+            supervision(0, 12, targets=soft_targets([7, 2, 11], 4)),
+            supervision(1, 1, targets=soft_targets([0], 4)),
+            supervision(2, 30),
+            supervision(3, 5, targets=soft_targets([], 4)),
+            supervision(4, 9, targets=soft_targets([0, 3], 16)),
+            supervision(5, 17, teacher_logprobs=None, advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
+            supervision(6, 6, teacher_logprobs=None, targets=soft_targets([1, 1, 4], 3)),
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trainer_settings() -> Callable[..., TrainerSettings]:
+    """Settings of a short run: `make(model, run_directory, temperature=..., seed=..., **training)`."""
+
+    def make(
+        model: Path, run_directory: Path, *, temperature: float = 1.0, seed: int = 0, **training: Any
+    ) -> TrainerSettings:
+        training = {"iterations": 10, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 1e-3, **training}
+        return TrainerSettings(
+            training=TrainingConfig(**training),
+            model_directory=str(model),
+            run_directory=str(run_directory),
+            temperature=temperature,
+            seed=seed,
+            iterations=training["iterations"],
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_trainer(
+    trainer_settings: Callable[..., TrainerSettings], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., StudentTrainer]]:
+    """A trainer in this process, its only rank; called as `trainer_settings` is."""
+    import torch
+
+    from spot_async.trainer.parallel import Replicated, process_group
+    from spot_async.trainer.rank import StudentTrainer
+
+    cpu = torch.device("cpu")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # undone at once: no process that a test starts may inherit it
+            patch.setenv("RANK", "0")
+            patch.setenv("WORLD_SIZE", "1")
+            stack.enter_context(process_group(str(tmp_path_factory.mktemp("group")), cpu))
+        yield lambda *paths, **choices: StudentTrainer(trainer_settings(*paths, **choices), Replicated(), cpu)
+
+
+@pytest.fixture(scope="session")
+def dense_loss() -> Callable[..., torch.Tensor]:
+    """The loss of one mini-batch, straight from a model's full-vocabulary logits; shares no code with the trainer."""
+    import torch
+
+    def loss_of(model: Any, batch: list[Supervision], training: TrainingConfig, temperature: float) -> torch.Tensor:
+        total_tokens = sum(len(sample.response_ids) for sample in batch)
+        loss = torch.zeros((), dtype=torch.float64)
+        for sample in batch:
+            prompt, response = sample.prompt_ids.tolist(), sample.response_ids.tolist()
+            logits = model(torch.tensor([prompt + response])).logits[0] / temperature
+            token_losses = []
+            for t, token in enumerate(response):
+                logprob = logits[len(prompt) + t - 1].log_softmax(-1)[token]
+                old = float(sample.behavior_logprobs[t])
+                token_loss = torch.zeros((), dtype=torch.float64)
+                advantage = None
+                if sample.teacher_logprobs is not None:
+                    advantage = float(np.float32(sample.teacher_logprobs[t]) - np.float32(old))
+                elif sample.advantages is not None:
+                    advantage = float(sample.advantages[t])
+                if advantage is not None:
+                    ratio = (logprob - old).exp()
+                    surrogate = min(ratio * advantage, ratio.clamp(1 - training.clip, 1 + training.clip) * advantage)
+                    if training.dual_clip is not None and advantage < 0:
+                        surrogate = max(surrogate, torch.tensor(training.dual_clip * advantage))
+                    token_loss = token_loss - surrogate
+                if training.reference_kl:
+                    log_ratio = float(sample.reference_logprobs[t]) - logprob
+                    token_loss = token_loss + training.reference_kl * (log_ratio.exp() - 1 - log_ratio)
+                token_losses.append(token_loss)
+            trajectory_loss = sum(token_losses) / len(response)
+            if sample.soft_targets is not None:
+                target = sample.soft_targets
+                for n, position in enumerate(target.positions.tolist()):
+                    row = logits[len(prompt) + position - 1].log_softmax(-1)
+                    for token, probability in zip(target.token_ids[n].tolist(), target.probabilities[n], strict=True):
+                        trajectory_loss = trajectory_loss - float(target.weights[n]) * float(probability) * row[token]
+            share = 1 / len(batch) if training.loss_aggregation == "sequence_mean" else len(response) / total_tokens
+            loss = loss + share * trajectory_loss
+        return loss
+
+    return loss_of

@@ -1,0 +1,71 @@
+"""Who trains what and at which rate: mini-batches, ranks' shares, micro-batches, the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import get_cosine_schedule_with_warmup
+
+from spot_async.config import TrainingConfig
+from spot_async.trainer.batching import input_length, micro_batches, mini_batches, rank_share
+from spot_async.trainer.schedule import learning_rate
+from spot_async.types import Supervision
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    per_prompt=st.integers(1, 3),
+    size=st.integers(1, 12),
+    ranks=st.integers(1, 4),
+    budget=st.integers(1, 400),
+)
+def test_every_sample_is_trained_exactly_once(
+    supervision: Callable[..., Supervision], lengths: list[int], per_prompt: int, size: int, ranks: int, budget: int
+) -> None:
+    batch = [supervision(i // per_prompt, n) for i, n in enumerate(lengths)]
+    prompts = -(-len(lengths) // per_prompt)
+    updates = mini_batches(batch, size, seed=1)
+
+    assert len(updates) == -(-prompts // size)
+    ordinals = [{sample.prompt_ordinal for sample in update} for update in updates]
+    assert sum(map(len, ordinals)) == len(set.union(*ordinals)) == prompts  # a prompt's trajectories stay together
+    assert max(map(len, ordinals)) <= size
+    assert max(map(len, ordinals)) - min(map(len, ordinals)) <= 1
+
+    trained = []
+    for update in updates:
+        shares = [rank_share(update, rank, ranks) for rank in range(ranks)]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 2
+        for share in shares:
+            for group in micro_batches(share, budget):
+                assert len(group) == 1 or len(group) * max(map(input_length, group)) <= budget
+                trained += group
+    assert sorted(map(id, trained)) == sorted(map(id, batch))
+
+
+def test_mini_batch_order_depends_on_the_seed_and_not_on_arrival(supervision: Callable[..., Supervision]) -> None:
+    batch = [supervision(i, 2) for i in range(32)]
+    order = [[s.prompt_ordinal for s in update] for update in mini_batches(batch, 8, seed=5)]
+    arrived_backwards = [supervision(i, 2) for i in reversed(range(32))]
+    assert [[s.prompt_ordinal for s in update] for update in mini_batches(arrived_backwards, 8, seed=5)] == order
+    assert [[s.prompt_ordinal for s in update] for update in mini_batches(batch, 8, seed=6)] != order
+
+
+def test_learning_rate_is_the_cosine_to_zero_that_the_paper_used() -> None:
+    training = TrainingConfig(iterations=174, learning_rate=3e-6)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-6)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=174)
+    for iteration in range(175):
+        assert learning_rate(training, iteration, 174) == pytest.approx(schedule.get_last_lr()[0], abs=1e-15)
+        optimizer.step()
+        schedule.step()
+
+
+def test_warm_up_rises_to_the_full_rate_and_constant_keeps_it() -> None:
+    training = TrainingConfig(iterations=10, learning_rate=1.0, warmup_iterations=3, schedule="constant")
+    assert [learning_rate(training, i, 10) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]

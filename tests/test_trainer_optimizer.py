@@ -1,0 +1,70 @@
+"""The trainer's updates against plain torch, and what decides which mini-batches they are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from spot_async.seeds import derive_seed
+from spot_async.trainer.batching import mini_batches
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.types import Supervision
+
+RATE, DECAY, NORM = 3e-4, 1.0, 12.0
+
+
+def test_iterations_are_clipped_adamw_steps_over_their_mini_batches_at_the_scheduled_rate(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    mixed_batch: Callable[[], list[Supervision]],
+    dense_loss: Callable[..., torch.Tensor],
+    trainer_settings: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    choices = {"iterations": 4, "warmup_iterations": 1, "mini_batch_size": 2}
+    choices |= {"learning_rate": RATE, "weight_decay": DECAY, "max_grad_norm": NORM}
+    trainer = make_trainer(student, tmp_path, **choices)
+    training = trainer_settings(student, tmp_path, **choices).training
+
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY)
+    norms = []
+    # One iteration of warm-up; then the cosine falls from its peak to 0 after the fourth.
+    for iteration, rate in enumerate([RATE / 2, RATE, RATE * (1 + math.cos(math.pi / 3)) / 2]):
+        batch = mixed_batch()
+        metrics = trainer.train(Batch(iteration, tuple(batch))).metrics
+        assert metrics["updates"] == 4
+        optimizer.param_groups[0]["lr"] = rate
+        for mini_batch in mini_batches(batch, 2, derive_seed(0, "mini-batches", iteration)):
+            optimizer.zero_grad()
+            dense_loss(model, mini_batch, training, 1.0).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)))
+            optimizer.step()
+        expected = model.state_dict()
+        for name, tensor in trainer.model.state_dict().items():
+            torch.testing.assert_close(tensor.double(), expected[name], rtol=0, atol=1e-6)
+    assert min(norms) < NORM < max(norms)  # some updates were clipped and some were not
+
+
+def test_mini_batches_are_drawn_anew_for_every_iteration_and_run_seed(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+) -> None:
+    """Told by the mean gradient norm of an iteration's updates, with steps too small to move a weight."""
+
+    def norms(name: str, seed: int) -> list[float]:
+        trainer = make_trainer(student, tmp_path / name, seed=seed, mini_batch_size=2, learning_rate=1e-15)
+        return [trainer.train(Batch(i, tuple(mixed_batch()))).metrics["grad_norm"] for i in range(2)]
+
+    first = norms("first", seed=0)
+    assert norms("same seed", seed=0) == first
+    found = first + norms("other seed", seed=1)
+    assert len({round(norm, 4) for norm in found}) == 4
