@@ -7,6 +7,7 @@ returns, and the run directory is complete up to the last finished iteration.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -87,6 +88,7 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
         screen.phase("starting student, teacher and trainer")
         # Whatever starts last decides when it begins, so all start at once.
         await gather(_enter(stack, each) for each in (student, teacher, trainer, verifier))
+        gc.freeze()  # or each full collection walks the libraries' objects, as often as a run makes its own
 
         async def run() -> TrainOutcome:
             found_student, found_teacher = await gather([_capabilities(student), _capabilities(teacher)])
