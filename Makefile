@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 TORCH_FLAGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 
-.PHONY: install quickstart test lint types clean
+.PHONY: install quickstart test lint types docs clean
 
 install: $(VENV)/installed
 
@@ -29,6 +29,9 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python -m spot_async.config_docs > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

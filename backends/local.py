@@ -175,9 +175,15 @@ class LocalBackend:
     def _check_generation(self, request: api.GenerateRequest, reply: Generation) -> None:
         check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
-    async def score(self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, deadline: float) -> TokenScores:
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
         request = api.ScoreRequest(
-            prompt_ids=prompt_ids, response_ids=response_ids, top_k=top_k, timeout_s=_time_left(deadline)
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            top_k=top_k,
+            temperature=temperature,
+            timeout_s=_time_left(deadline),
         )
         return await self._post(
             api.SCORE,
@@ -194,6 +200,7 @@ class LocalBackend:
         positions: IntArray,
         candidate_ids: IntArray,
         *,
+        temperature: float,
         expected_version: WeightVersion,
         deadline: float,
     ) -> FloatArray:
@@ -204,6 +211,7 @@ class LocalBackend:
             response_ids=response_ids,
             positions=positions,
             candidate_ids=candidate_ids,
+            temperature=temperature,
             expected_version=expected_version,
             timeout_s=_time_left(deadline),
         )

@@ -61,7 +61,7 @@ def _check_topk(ids: IntArray | None, logprobs: FloatArray | None, shape: tuple[
         raise PoisonedReplyError("no top-k although it was asked for")
     _check_ids("topk_ids", ids, shape, vocab_size)
     _check_logprobs("topk_logprobs", logprobs, shape)
-    _require(bool((np.diff(logprobs, axis=-1) <= 0).all()), "topk_logprobs do not descend")
+    _require(bool((logprobs[:, 1:] <= logprobs[:, :-1]).all()), "topk_logprobs do not descend")
 
 
 def _check_ids(name: str, ids: IntArray, shape: tuple[int, ...], vocab_size: int) -> None:

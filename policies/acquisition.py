@@ -92,6 +92,11 @@ def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) ->
     return np.sort(best_first[eligible[best_first]][:budget]).astype(np.int64)
 
 
+def random_scores(count: int, seed: int) -> npt.NDArray[np.float64]:
+    """Scores (count,) in (0, 1] of a selection that looks at nothing: the control for every other one."""
+    return 1.0 - np.random.default_rng(seed).random(count)
+
+
 def entropy_bounds(
     topk_logprobs: npt.ArrayLike, vocab_size: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -1,14 +1,11 @@
-"""What all distilling policies share: the sample made of a rollout and the teacher's scores of it."""
+"""What policies share: the sample made of a rollout and the teacher's scores, and what any sample shows people."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from spot_async.protocols import PromptStages
-from spot_async.types import Generation, Prompt, Sample, SoftTargets, Supervision, TokenScores, Verdict
+from spot_async.types import Generation, Prompt, Sample, SoftTargets, Supervision, TokenScores, Verdict, WeightVersion
 
 
 def distillation_sample(
@@ -29,7 +26,7 @@ def distillation_sample(
         prompt_ids=prompt.token_ids,
         response_ids=rollout.token_ids,
         behavior_logprobs=rollout.logprobs,
-        version=min(span.version for span in rollout.version_spans),
+        version=oldest_version(rollout),
         teacher_logprobs=scores.logprobs,
         soft_targets=soft_targets,
     )
@@ -38,22 +35,31 @@ def distillation_sample(
         metrics=rollout_metrics(rollout, verdict)
         | {"teacher/entropy_nats": float(scores.entropy.mean())}
         | (metrics or {}),
-        record={
-            "problem_id": prompt.problem.id,
-            "problem": prompt.problem.text,
-            "answer": prompt.problem.answer,
-            "tier": prompt.problem.tier,
-            "response": stages.decode(rollout.token_ids),
-            "verdict": verdict.value,
-            "finish_reason": rollout.finish_reason,
-            "version": str(supervision.version),
-            "response_ids": rollout.token_ids.tolist(),
-            "behavior_logprobs": rounded(rollout.logprobs),
-            "teacher_logprobs": rounded(scores.logprobs),
-            "teacher_entropy_nats": rounded(scores.entropy),
-        }
+        record=rollout_record(prompt, stages, rollout, verdict)
+        | {"teacher_logprobs": scores.logprobs, "teacher_entropy_nats": scores.entropy}
         | (record or {}),
     )
+
+
+def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, verdict: Verdict) -> dict[str, Any]:
+    """The problem, the response and its verdict: what every line of `samples.jsonl` starts with."""
+    return {
+        "problem_id": prompt.problem.id,
+        "problem": prompt.problem.text,
+        "answer": prompt.problem.answer,
+        "tier": prompt.problem.tier,
+        "response": stages.decode(rollout.token_ids),
+        "verdict": verdict.value,
+        "finish_reason": rollout.finish_reason,
+        "version": str(oldest_version(rollout)),
+        "response_ids": rollout.token_ids,
+        "behavior_logprobs": rollout.logprobs,
+    }
+
+
+def oldest_version(rollout: Generation) -> WeightVersion:
+    """The oldest weights that sampled one of its tokens."""
+    return min(span.version for span in rollout.version_spans)
 
 
 def rollout_metrics(rollout: Generation, verdict: Verdict) -> dict[str, float]:
@@ -66,8 +72,3 @@ def rollout_metrics(rollout: Generation, verdict: Verdict) -> dict[str, float]:
     if verdict.reward is not None:
         metrics["rollout/accuracy"] = verdict.reward
     return metrics
-
-
-def rounded(values: npt.NDArray[np.floating[Any]]) -> list[float]:
-    """For people: six digits after the point."""
-    return [round(float(value), 6) for value in values]

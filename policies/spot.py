@@ -1,7 +1,8 @@
 """SPOT: sparse probing and outcome calibration (Algorithm 1's inner loop).
 
 Acquisition decides where to probe, exploration what each teacher candidate leads to when the student
-carries on, exploitation tilts the teacher's prior by those outcomes. With `positions: 0` it is OPD.
+carries on, exploitation tilts the teacher's prior by those outcomes. With `positions: 0` it is OPD. The
+paper's ablations and two controls for the choice of positions are settings.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import Field, model_validator
 from spot_async.concurrency import both, gather
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
+from spot_async.seeds import derive_seed
 from spot_async.types import (
     Generation,
     PolicyContext,
@@ -29,9 +31,16 @@ from spot_async.types import (
     Verdict,
 )
 
-from .acquisition import PositionScores, ScoreVariant, probeable_tokens, score_positions, select_positions
-from .distillation import distillation_sample, rounded
-from .targets import calibrated_target
+from .acquisition import (
+    PositionScores,
+    ScoreVariant,
+    probeable_tokens,
+    random_scores,
+    score_positions,
+    select_positions,
+)
+from .distillation import distillation_sample
+from .targets import calibrated_target, teacher_prior
 
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
@@ -47,6 +56,12 @@ class SpotSettings(PluginSettings):
     lambda_mass: Lambda = Field(0.5, description="weight of the student's missing mass in the gap G")
     lambda_shape: Lambda = Field(0.5, description="weight of the shape mismatch (JS) in the gap G")
     score_variant: ScoreVariant = Field("Full", description="acquisition score; the others are its ablations")
+    selection: Literal["score", "random", "entropy"] = Field(
+        "score", description="positions by acquisition score or, as controls, at random or by teacher entropy alone"
+    )
+    verifier_guidance: bool = Field(
+        True, description="false: no probes; the teacher's prior is the target at every selected position"
+    )
     gamma: NonNegativeFloat = Field(1.0, description="inverse temperature of the outcome tilt")
     beta: NonNegativeFloat = Field(0.1, description="weight of the branch loss")
 
@@ -71,10 +86,12 @@ class Selection:
 
     positions: npt.NDArray[np.int64]  # (N,) response positions, ascending
     eligible: npt.NDArray[np.int64]  # (E,) response positions that were scored
-    scores: PositionScores | None  # of the eligible positions; None when there were none
+    score: npt.NDArray[np.float64]  # (E,)
+    parts: PositionScores | None = None  # of the acquisition score; None for the controls
+    student_logprobs: npt.NDArray[np.float32] | None = None  # (E, k_s) at the teacher's candidates
 
 
-NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), scores=None)
+NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), score=np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -84,7 +101,7 @@ class Branch:
     position: int
     candidate_ids: npt.NDArray[np.int32]  # (k_p,)
     teacher_logprobs: npt.NDArray[np.float32]  # (k_p,) full-vocabulary
-    verdicts: list[list[Verdict]]  # k_p x N_p
+    verdicts: list[list[Verdict]]  # k_p x N_p; N_p is 0 without verifier guidance
     continuations: list[list[Generation]]  # k_p x N_p
 
     @cached_property
@@ -117,13 +134,15 @@ class SpotPolicy:
     def __init__(self, settings: SpotSettings, context: PolicyContext) -> None:
         self.settings = settings
         probing = settings.positions > 0
+        self._probes = settings.probes if settings.verifier_guidance else 0  # N_p
+        self._run_seed = context.run_seed
         self._vocab_size = context.vocab_size
         self._probeable = probeable_tokens(context.tokenizer, context.vocab_size) if probing else None  # (V,)
         self.needs = PolicyNeeds(
             teacher_top_k=settings.score_top_k if probing else 1,
-            exact_entropy=probing,
-            candidate_logprobs=probing,
-            probes_per_prompt=settings.positions * settings.probe_top_k * settings.probes,
+            exact_entropy=probing and settings.selection != "random",
+            candidate_logprobs=probing and settings.selection == "score",
+            probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
             soft_target_bytes=settings.positions * (8 + 8 * settings.probe_top_k),
         )
 
@@ -132,11 +151,11 @@ class SpotPolicy:
         scores, verdict = await both(
             stages.score(rollout.token_ids, top_k=self.needs.teacher_top_k), stages.verify(rollout.token_ids)
         )
-        selection = await self._acquire(rollout, scores, stages)
+        selection = await self._acquire(prompt, rollout, scores, stages)
         branches = await gather(
             self._explore(rollout, scores, int(position), stages) for position in selection.positions
         )
-        retained = [branch for branch in branches if branch.viable]  # B+
+        retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
         return [
             distillation_sample(
@@ -151,20 +170,39 @@ class SpotPolicy:
             )
         ]
 
-    async def _acquire(self, rollout: Generation, scores: TokenScores, stages: PromptStages) -> Selection:
-        """Where to probe: the top M of s = H C G over the eligible positions (equations 5 to 7)."""
+    async def _acquire(
+        self, prompt: Prompt, rollout: Generation, scores: TokenScores, stages: PromptStages
+    ) -> Selection:
+        """Where to probe: the M best of the eligible positions."""
         if self._probeable is None:
             return NOTHING_SELECTED
         eligible = np.flatnonzero(self._probeable[rollout.token_ids])
         if len(eligible) == 0:
             return NOTHING_SELECTED
+        student_logprobs, parts = None, None
+        match self.settings.selection:
+            case "score":
+                student_logprobs, parts = await self._acquisition_score(eligible, rollout, scores, stages)
+                score = parts.score
+            case "entropy":
+                score = scores.entropy[eligible] / np.log(self._vocab_size)
+            case "random":
+                score = random_scores(len(eligible), derive_seed(self._run_seed, prompt.ordinal, "random positions"))
+        valid = np.ones(len(eligible), dtype=np.bool_)
+        selected = select_positions(score, valid, self.settings.positions)
+        return Selection(eligible[selected], eligible, score, parts, student_logprobs)
+
+    async def _acquisition_score(
+        self, eligible: npt.NDArray[np.int64], rollout: Generation, scores: TokenScores, stages: PromptStages
+    ) -> tuple[npt.NDArray[np.float32], PositionScores]:
+        """The student's log-probabilities (E, k_s), and s = H C G with its parts (equations 5 to 7)."""
         student_logprobs = await stages.candidate_logprobs(
             rollout.token_ids,
             eligible.astype(np.int32),
             scores.topk_ids[eligible],
             version=rollout.version_spans[0].version,
         )
-        position_scores = score_positions(
+        parts = score_positions(
             scores.topk_logprobs[eligible],
             student_logprobs,
             scores.entropy[eligible],
@@ -173,13 +211,11 @@ class SpotPolicy:
             lambda_shape=self.settings.lambda_shape,
             variant=self.settings.score_variant,
         )
-        valid = np.ones(len(eligible), dtype=np.bool_)
-        selected = select_positions(position_scores.score, valid, self.settings.positions)
-        return Selection(positions=eligible[selected], eligible=eligible, scores=position_scores)
+        return student_logprobs, parts
 
     async def _explore(self, rollout: Generation, scores: TokenScores, position: int, stages: PromptStages) -> Branch:
         """What each of the teacher's top k_p candidates leads to (equation 8)."""
-        k, n = self.settings.probe_top_k, self.settings.probes
+        k, n = self.settings.probe_top_k, self._probes
         candidate_ids = scores.topk_ids[position, :k]
 
         async def outcome(candidate_id: int, n: int) -> tuple[Generation, Verdict]:
@@ -209,10 +245,14 @@ class SpotPolicy:
             weights=np.full(len(retained), self.settings.beta / len(retained), dtype=np.float32),
         )
 
-    def _target(self, branch: Branch, gamma: float | None = None) -> npt.NDArray[np.float64]:
-        values = branch.values
-        assert values is not None
-        return calibrated_target(branch.teacher_logprobs, values, self.settings.gamma if gamma is None else gamma)
+    def _keeps(self, branch: Branch) -> bool:
+        return branch.viable or not self.settings.verifier_guidance
+
+    def _target(self, branch: Branch) -> npt.NDArray[np.float64]:
+        """(k_p,) of a branch that is kept; without verifier guidance the prior itself."""
+        if branch.values is None:
+            return teacher_prior(branch.teacher_logprobs)
+        return calibrated_target(branch.teacher_logprobs, branch.values, self.settings.gamma)
 
     def _metrics(
         self, selection: Selection, branches: Sequence[Branch], targets: SoftTargets | None
@@ -222,16 +262,16 @@ class SpotPolicy:
         metrics = {
             "spot/selected": float(len(selection.positions)),
             "spot/retained": 0.0 if targets is None else float(len(targets.positions)),
-            "spot/no_evidence": float(sum(branch.values is None for branch in branches)),
+            "spot/no_evidence": float(sum(branch.values is None for branch in branches) if self._probes else 0),
             "probe/tokens": float(sum(len(continuation.token_ids) for continuation in probes)),
             "probe/requests": float(len(probes)),
         }
         rewards = outcome_rewards(verdicts)
         if rewards:
             metrics["probe/accuracy"] = sum(rewards) / len(rewards)
-        viable = [branch for branch in branches if branch.viable]
-        if viable:
-            shifts = [np.abs(self._target(branch) - self._target(branch, gamma=0.0)).sum() / 2 for branch in viable]
+        kept = [branch for branch in branches if self._keeps(branch)]
+        if kept:
+            shifts = [np.abs(self._target(b) - teacher_prior(b.teacher_logprobs)).sum() / 2 for b in kept]
             metrics["spot/calibration_shift"] = float(np.mean(shifts))
         return metrics
 
@@ -239,28 +279,35 @@ class SpotPolicy:
         self, rollout: Generation, stages: PromptStages, selection: Selection, branches: Sequence[Branch]
     ) -> dict[str, Any]:
         """What SPOT saw, for `samples.jsonl`: the score of each position (null where masked) and each branch."""
-        score: list[float | None] = [None] * len(rollout.token_ids)
-        if selection.scores is not None:
-            for position, value in zip(selection.eligible, rounded(selection.scores.score), strict=True):
-                score[int(position)] = value
+        score = np.full(len(rollout.token_ids), np.nan, dtype=np.float32)
+        score[selection.eligible] = selection.score
         return {
             "acquisition_score": score,
             "selected_positions": selection.positions.tolist(),
-            "branches": [self._branch_record(rollout, stages, branch) for branch in branches],
+            "branches": [self._branch_record(rollout, stages, selection, branch) for branch in branches],
         }
 
-    def _branch_record(self, rollout: Generation, stages: PromptStages, branch: Branch) -> dict[str, Any]:
+    def _branch_record(
+        self, rollout: Generation, stages: PromptStages, selection: Selection, branch: Branch
+    ) -> dict[str, Any]:
+        """Probabilities are of the full vocabulary but for `prior` and `target`, which sum to 1 over the candidates."""
+        row = int(np.searchsorted(selection.eligible, branch.position))
+        parts = {} if selection.parts is None else selection.parts._asdict()
+        student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])
         values = branch.values
-        target = None if values is None else self._target(branch)
-        prior = calibrated_target(branch.teacher_logprobs, np.zeros(len(branch.candidate_ids)), 0.0)
+        target = self._target(branch) if values is not None or self._keeps(branch) else None
+        prior = teacher_prior(branch.teacher_logprobs)
         return {
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
-            "retained": branch.viable,
+            "retained": self._keeps(branch),
+            "score_parts": {name: round(float(part[row]), 6) for name, part in parts.items()},
             "candidates": [
                 {
                     "token_id": int(token_id),
                     "token": stages.decode(np.array([token_id], dtype=np.int32)),
+                    "teacher": round(float(np.exp(branch.teacher_logprobs[c])), 6),
+                    "student": None if student is None else round(float(student[c]), 6),
                     "prior": round(float(prior[c]), 6),
                     "value": None if values is None else float(values[c]),
                     "target": None if target is None else round(float(target[c]), 6),

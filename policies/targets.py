@@ -1,7 +1,7 @@
-"""What to distil: the outcome-calibrated target at a probed position.
+"""What to distil: the teacher's prior over its best candidates, as it is or calibrated by outcomes.
 
-One formula, in float64. Which positions get a target (those with a positive value, B+) and how much a
-target weighs is the policy's business.
+A few formulas, in float64. Which positions get a target and how much a target weighs is the policy's
+business.
 """
 
 from __future__ import annotations
@@ -10,6 +10,18 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
+
+def teacher_prior(teacher_logprobs: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """The teacher renormalised on its candidates: (..., k) natural logs to (..., k) probabilities."""
+    logprobs = np.asarray(teacher_logprobs, dtype=np.float64)
+    return calibrated_target(logprobs, np.zeros_like(logprobs), gamma=0.0)
+
+
+def target_entropy(target: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Entropy of target distributions (..., k), in nats (...): cross-entropy minus this is the KL divergence."""
+    probabilities = np.asarray(target, dtype=np.float64)
+    return np.asarray(-(probabilities * np.log(np.where(probabilities > 0.0, probabilities, 1.0))).sum(axis=-1))
 
 
 def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, gamma: float) -> npt.NDArray[np.float64]:

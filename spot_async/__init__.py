@@ -1,0 +1,94 @@
+"""On-policy distillation of small reasoning models with sparse probing and outcome calibration.
+
+    outcome = spot_async.run("configs/quickstart.yaml")
+
+What is named here is the public API, with `spot_async.types`, `spot_async.protocols` and `spot_async.errors` behind
+it. Names are loaded when they are first used: importing the package loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spot_async.concurrency import both as both
+    from spot_async.concurrency import gather as gather
+    from spot_async.config import Config as Config
+    from spot_async.config import PluginSettings as PluginSettings
+    from spot_async.config import PromptConfig as PromptConfig
+    from spot_async.config import SamplingConfig as SamplingConfig
+    from spot_async.config import StagesConfig as StagesConfig
+    from spot_async.config_loading import load_config as load_config
+    from spot_async.errors import ConfigError as ConfigError
+    from spot_async.errors import DataError as DataError
+    from spot_async.errors import ProcessDiedError as ProcessDiedError
+    from spot_async.errors import RequestError as RequestError
+    from spot_async.errors import SpotError as SpotError
+    from spot_async.errors import StorageError as StorageError
+    from spot_async.errors import TrainerError as TrainerError
+    from spot_async.library import run as run
+    from spot_async.library import run_async as run_async
+    from spot_async.library import stages_for as stages_for
+    from spot_async.preflight import read_model as read_model
+    from spot_async.prompts import PromptRenderer as PromptRenderer
+    from spot_async.runtime import TrainOutcome as TrainOutcome
+    from spot_async.types import Capabilities as Capabilities
+    from spot_async.types import Generation as Generation
+    from spot_async.types import PolicyContext as PolicyContext
+    from spot_async.types import PolicyNeeds as PolicyNeeds
+    from spot_async.types import Problem as Problem
+    from spot_async.types import Prompt as Prompt
+    from spot_async.types import Sample as Sample
+    from spot_async.types import SoftTargets as SoftTargets
+    from spot_async.types import Supervision as Supervision
+    from spot_async.types import TokenScores as TokenScores
+    from spot_async.types import Verdict as Verdict
+    from spot_async.types import WeightVersion as WeightVersion
+    from spot_async.vocabulary import Vocabulary as Vocabulary
+
+_NAMES_OF_MODULE = {
+    "concurrency": ("both", "gather"),
+    "config": ("Config", "PluginSettings", "PromptConfig", "SamplingConfig", "StagesConfig"),
+    "config_loading": ("load_config",),
+    "errors": (
+        "ConfigError",
+        "DataError",
+        "ProcessDiedError",
+        "RequestError",
+        "SpotError",
+        "StorageError",
+        "TrainerError",
+    ),
+    "library": ("run", "run_async", "stages_for"),
+    "preflight": ("read_model",),
+    "prompts": ("PromptRenderer",),
+    "runtime": ("TrainOutcome",),
+    "types": (
+        "Capabilities",
+        "Generation",
+        "PolicyContext",
+        "PolicyNeeds",
+        "Problem",
+        "Prompt",
+        "Sample",
+        "SoftTargets",
+        "Supervision",
+        "TokenScores",
+        "Verdict",
+        "WeightVersion",
+    ),
+    "vocabulary": ("Vocabulary",),
+}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
+__all__ = sorted(_MODULE_OF_NAME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +19,7 @@ import structlog
 
 from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.retry import RetryPolicy
+from spot_async.timeline import RequestSpan, Timeline, Timelines
 
 T = TypeVar("T")
 Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordinal
@@ -91,6 +93,8 @@ class Stage:
         self.concurrency = concurrency
         self.counters = StageCounters()
         self.in_flight = 0
+        self.timeline: Timeline = Timelines()
+        self._askers: Counter[int] = Counter()  # requests here, by prompt
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
@@ -101,29 +105,49 @@ class Stage:
     def waiting(self) -> int:
         return len(self._mailbox)
 
+    @property
+    def prompts(self) -> int:
+        """How many different prompts have a request here, waiting or in flight."""
+        return len(self._askers)
+
     async def ask(self, priority: Priority, request: Callable[[float], Awaitable[T]]) -> T:
         """Run `request(deadline)` when its turn comes.
 
         Raises what the request raised once retries are used up, `DeadlineExceededError` at the deadline.
         """
+        self._askers[priority[0]] += 1
+        try:
+            return await self._serve(priority, request)
+        finally:
+            self._askers[priority[0]] -= 1
+            if not self._askers[priority[0]]:
+                del self._askers[priority[0]]
+
+    async def _serve(self, priority: Priority, request: Callable[[float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         await self._acquire(priority)
         started = loop.time()
         self.counters.waited_s += started - asked
         deadline = started + self._timeout_s
+        outcome = "cancelled"
         try:
             async with asyncio.timeout_at(deadline):
                 result = await self._attempt(request, deadline)
+            outcome = "done"
         except TimeoutError:
             self.counters.failed += 1
+            outcome = DeadlineExceededError.__name__
             raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
-        except RequestError:
+        except RequestError as error:
             self.counters.failed += 1
+            outcome = type(error).__name__
             raise
         finally:
+            ended = loop.time()
+            self.timeline.request_ended(RequestSpan(self.name, priority, asked, started, ended, outcome))
             self._release()
-            elapsed_s = loop.time() - started
+            elapsed_s = ended - started
             self.counters.busy_s += elapsed_s
             self.counters.longest_s = max(self.counters.longest_s, elapsed_s)
         self.counters.completed += 1

@@ -7,6 +7,8 @@ Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -16,10 +18,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.concurrency import leaves
+from spot_async.concurrency import root_cause
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, ProcessDiedError, SpotError, TrainerError
+from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -39,6 +41,8 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="override any key, e.g. training.learning_rate=1e-4"),
 ]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
+PagePath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="where the page goes")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="show configuration, a prompt and what would start; start nothing")
 ]
@@ -71,13 +75,15 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     outcome = run_until_stopped(run_training(settings, plan, directory, screen), directory)
     if outcome.after is not None:
-        screen.print(evaluation_table(outcome.before, outcome.after))
+        screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
         if note := unverified_note(outcome.after):
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{outcome.iterations} iterations; prompts: {states}", highlight=False)
     screen.print(Text(f"run directory: {path}"))
     screen.print(Text(f"trained student: {path / 'student'}"))
+    if outcome.best is not None:
+        screen.print(Text(f"best student: {path / 'best'}"))
 
 
 @app.command("eval")
@@ -94,7 +100,11 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
         student = read_model("student", settings.student.model)
         sources = plan_evaluation(settings, student)
         if dry_run:
-            screen.print(Text(dump_yaml(settings)), Text(f"would evaluate {len(sources)} problems into {path}"))
+            screen.print(Text(dump_yaml(settings)))
+            screen.rule(f"first prompt ({len(sources[0].token_ids)} tokens)", align="left")
+            screen.print(Text(student.vocabulary.tokenizer.decode(sources[0].token_ids.tolist())))
+            screen.rule("would start", align="left")
+            screen.print(Text(f"the student's server, and evaluate {len(sources)} problems into {path}"))
             return
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
@@ -122,6 +132,45 @@ def serve(context: typer.Context) -> None:
     serve_model(context.args, program="spot-async serve")
 
 
+@app.command("inspect")
+def inspect_run(
+    run: RunPath,
+    sample: Annotated[
+        str | None, typer.Argument(metavar="[SAMPLE]", help="a sample's number, or a problem's id for its latest one")
+    ] = None,
+    html: PagePath = None,
+    iteration: Annotated[int | None, typer.Option(help="list this one; default: the last")] = None,
+    verdict: Annotated[str | None, typer.Option(help="list only samples with this verdict")] = None,
+) -> None:
+    """List what a run sampled, or show one sample: scores, probed positions, probes, targets.
+
+    A sample is also written as a page, to RUN/inspect-NUMBER.html unless --html says otherwise.
+    """
+    from spot_async.inspection import commands
+
+    try:
+        if sample is None:
+            commands.list_samples(screen, run, iteration, verdict)
+        else:
+            commands.show_sample(screen, run, sample, html)
+    except DataError as error:
+        fail(error, code=2)
+
+
+@app.command()
+def report(run: RunPath, html: PagePath = None) -> None:
+    """Write one page about a run: curves, what was probed, where the time went and what to change about it.
+
+    It goes to RUN/report.html unless --html says otherwise.
+    """
+    from spot_async.inspection import commands
+
+    try:
+        commands.write_report(screen, run, html)
+    except DataError as error:
+        fail(error, code=2)
+
+
 def show_plan(config: Config, path: Path, plan: Any) -> None:
     """What `train --dry-run` prints."""
     first = next(iter(plan.schedule))
@@ -133,14 +182,29 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
     training = config.training
     lines = [
         f"student   {config.student.backend.kind} backend serving {config.student.model}",
-        f"teacher   {config.teacher.backend.kind} backend serving {config.teacher.model}",
+        *(
+            f"{role:<9} {model.backend.kind} backend serving {model.model}"
+            for role, model in (
+                ("teacher", config.teacher if plan.policy.needs.teacher else None),
+                ("reference", plan.reference),
+            )
+            if model is not None
+        ),
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
         f"run       {plan.schedule.iterations} iterations of {training.batch_size} prompts in mini-batches of "
         f"{training.mini_batch_size}, from {plan.problems - plan.filtered} problems ({plan.filtered} too long)",
-        f"evaluate  {len(plan.evaluation)} problems before and after" if plan.evaluation else "evaluate  nothing",
+        f"evaluate  {evaluations(config, len(plan.evaluation))}",
         f"write     {path}",
     ]
     screen.print(Text("\n".join(lines)))
+
+
+def evaluations(config: Config, problems: int) -> str:
+    """When `problems` held-out problems are evaluated."""
+    if config.evaluation is None:
+        return "nothing"
+    every = f", and every {config.evaluation.eval_every} iterations" if config.evaluation.eval_every else ""
+    return f"{problems} problems before and after{every}"
 
 
 def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
@@ -152,41 +216,31 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         assert task is not None
 
         def stop(number: signal.Signals) -> None:
+            if received:
+                os.kill(os.getpid(), signal.SIGKILL)  # the kernel ends the children with us
             received.append(number)
-            loop.remove_signal_handler(number)  # a second one ends the process at once, and the children with it
-            screen.print(f"{number.name}: stopping", highlight=False)
+            screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
             task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
         return await run
 
+    gc.freeze()  # or each full collection walks the libraries' objects, as often as a run makes its own
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:
         stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:
-        fail(root_cause(error), code=1, note=saved(directory))
-
-
-def root_cause(error: BaseException) -> SpotError:
-    """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
-    failures = leaves(error)
-    for failure in failures:
-        if not isinstance(failure, SpotError):
-            raise error
-    for kind in (ProcessDiedError, TrainerError, SpotError):
-        for failure in failures:
-            if isinstance(failure, kind):
-                return failure
-    raise error
+        cause = root_cause(error)
+        fail(cause, code=2 if isinstance(cause, ConfigError) else 1, note=saved(directory))
 
 
 def saved(directory: RunDirectory) -> str:
     """What a run that ended early leaves behind."""
     student = directory.path / "student"
-    if not student.exists():
+    if not student.is_symlink():
         return f"nothing was trained yet; logs are in {directory.path}"
     return f"saved: {student.resolve().name} as {student}, metrics and samples beside it"
 

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
+from spot_async.errors import ProcessDiedError, SpotError, TrainerError
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -39,3 +41,16 @@ def leaves(error: BaseException) -> list[BaseException]:
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+
+
+def root_cause(error: BaseException) -> SpotError:
+    """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
+    failures = leaves(error)
+    for failure in failures:
+        if not isinstance(failure, SpotError):
+            raise error
+    for kind in (ProcessDiedError, TrainerError, SpotError):
+        for failure in failures:
+            if isinstance(failure, kind):
+                return failure
+    raise error

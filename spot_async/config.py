@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationErr
 
 from spot_async import registry
 
+CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -30,7 +32,7 @@ class Section(BaseModel):
 class PluginSettings(Section):
     """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
 
-    kind: str = Field(description="name of an installed plug-in, or module:Class")
+    kind: str = Field(description="name of an installed plug-in, or `module:Class`")
 
 
 class PluginSettingsError(ValueError):
@@ -70,18 +72,25 @@ EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifi
 
 
 class RunConfig(Section):
-    directory: str | None = Field(None, description="run directory, new or empty; default runs/<config name>/<time>")
+    """Where the run writes, and its seed."""
+
+    directory: str | None = Field(None, description="run directory, new or empty; default `runs/<config name>/<time>`")
     seed: int = Field(0, ge=0, description="every seed of the run derives from it")
+    trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
 
 
 class ModelConfig(Section):
-    """A model in one role (student or teacher) and the backend that serves it."""
+    """A model in one role (student, teacher or reference) and the backend that serves it."""
 
     model: str = Field(description="Hugging Face model directory with tokenizer and chat template")
-    backend: BackendSettings = Field(default_factory=dict, validate_default=True)
+    backend: BackendSettings = Field(
+        default_factory=dict, validate_default=True, description="how the model is served; a backend's own settings"
+    )
 
 
 class DataConfig(Section):
+    """The problems to train on."""
+
     train: str = Field(description="JSONL file of problems: `problem`, `answer`, optionally `id` and `tier`")
     shuffle: bool = Field(True, description="draw problems in a new seeded order every epoch")
 
@@ -102,33 +111,47 @@ class PromptConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Rollouts and probes."""
+    """Rollouts, probes and responses of the teacher."""
 
-    temperature: PositiveFloat = 1.0
-    top_p: Probability = 1.0
+    temperature: PositiveFloat = Field(1.0, description="divides the logits; the trainer uses the same")
+    top_p: Probability = Field(1.0, description="share of probability that is sampled from; 1 is all of it")
     max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are filtered and counted")
-    max_response_tokens: PositiveInt = 4096
+    max_response_tokens: PositiveInt = Field(4096, description="longest response; a probe gets what its prefix leaves")
 
 
 class TrainingConfig(Section):
+    """The student's optimisation."""
+
     epochs: PositiveInt | None = Field(None, description="passes over the problems; exclusive with iterations")
     iterations: PositiveInt | None = Field(None, description="rollout-and-train iterations")
     batch_size: PositiveInt = Field(128, description="prompts per iteration")
     mini_batch_size: PositiveInt = Field(32, description="prompts per optimiser update; divides batch_size")
     micro_batch_tokens: PositiveInt = Field(16384, description="padded tokens per forward pass of one rank")
-    learning_rate: PositiveFloat = 3e-6
+    learning_rate: PositiveFloat = Field(3e-6, description="highest one, of AdamW")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="stepped once per iteration")
-    warmup_iterations: int = Field(0, ge=0)
-    weight_decay: NonNegativeFloat = 0.01
-    max_grad_norm: PositiveFloat = 1.0
+    warmup_iterations: int = Field(0, ge=0, description="over which the learning rate rises from 0")
+    weight_decay: NonNegativeFloat = Field(0.01, description="of AdamW")
+    max_grad_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
     clip: PositiveFloat = Field(0.2, description="epsilon of the clipped policy ratio")
     dual_clip: float | None = Field(None, gt=1, description="bound of the loss at negative advantages; off by default")
     reference_kl: NonNegativeFloat = Field(0.0, description="coefficient of the KL to the reference")
-    loss_aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    loss_aggregation: Literal["sequence_mean", "token_mean"] = Field(
+        "sequence_mean", description="mean of each response first, or of all tokens of a mini-batch alike"
+    )
+    behavior: Literal["served", "recomputed"] = Field(
+        "served",
+        description="pi_old of ratios and advantages: as the inference server reported it, or recomputed by the "
+        "trainer before an iteration's first update",
+    )
+    importance_cap: PositiveFloat | None = Field(
+        None,
+        description="weigh each token's policy term by min(recomputed / served probability, cap); off by default, "
+        "needs `behavior: recomputed`",
+    )
     ranks: PositiveInt = Field(1, description="trainer processes")
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    keep_weights: PositiveInt = Field(2, description="published weight directories kept on disk")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of forward passes and published weights")
+    keep_weights: int = Field(2, ge=2, description="published weight directories kept; the one served must stay")
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
     @pydantic.model_validator(mode="after")
@@ -138,11 +161,16 @@ class TrainingConfig(Section):
                 f"mini_batch_size={self.mini_batch_size} must divide batch_size={self.batch_size}: "
                 f"the nearest that does is {nearest_divisor(self.batch_size, self.mini_batch_size)}"
             )
+        if self.importance_cap is not None and self.behavior == "served":
+            raise ValueError(
+                f"importance_cap={self.importance_cap:g} needs behavior=recomputed: with the served pi_old there is "
+                "nothing to weigh it against"
+            )
         if (self.epochs is None) == (self.iterations is None):
             raise ValueError("give exactly one of epochs and iterations")
         if self.iterations is not None and self.warmup_iterations >= self.iterations:
             raise ValueError(
-                f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}"
+                f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"
             )
         return self
 
@@ -156,6 +184,8 @@ class QueueConfig(Section):
 
 
 class StageConfig(Section):
+    """One kind of request."""
+
     concurrency: PositiveInt = Field(64, description="requests in flight")
     timeout_s: PositiveFloat = Field(
         600.0, description="deadline of a request, all attempts included, from its first sending"
@@ -164,41 +194,90 @@ class StageConfig(Section):
 
 
 class StagesConfig(Section):
-    rollout: StageConfig = StageConfig()
-    score: StageConfig = StageConfig()
-    candidates: StageConfig = StageConfig()
-    probe: StageConfig = StageConfig(concurrency=256)
-    verify: StageConfig = StageConfig(timeout_s=60.0)
+    """What a prompt's coroutine asks for, each with limits of its own."""
+
+    rollout: StageConfig = Field(StageConfig(), description="responses of the student")
+    score: StageConfig = Field(StageConfig(), description="the teacher's log-probabilities of a response")
+    candidates: StageConfig = Field(StageConfig(), description="the student's log-probabilities of chosen tokens")
+    probe: StageConfig = Field(StageConfig(concurrency=256), description="continuations after a teacher candidate")
+    verify: StageConfig = Field(StageConfig(timeout_s=60.0), description="verdicts on responses and branches")
+    teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
+    reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
 
 
 class EvaluationConfig(Section):
+    """Figures on problems that are not trained on."""
+
     problems: str = Field(description="JSONL file of held-out problems")
     samples: PositiveInt = Field(8, description="responses per problem: the k of Avg@k and Pass@k")
-    temperature: PositiveFloat = 1.0
-    top_p: Probability = 0.8
-    max_response_tokens: PositiveInt = 8192
+    eval_every: int = Field(
+        0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 is off"
+    )
+    best_by: Literal["avg", "pass"] = Field("avg", description="which figure of all problems the best student has")
+    temperature: PositiveFloat = Field(1.0, description="divides the logits")
+    top_p: Probability = Field(0.8, description="share of probability that is sampled from; 1 is all of it")
+    max_response_tokens: PositiveInt = Field(8192, description="longest response")
     seed: int = Field(42, ge=0, description="sample i of problem j gets its own seed derived from it")
-    verifier: EvaluationVerifier = Field(default_factory=dict, validate_default=True)
+    verifier: EvaluationVerifier = Field(
+        default_factory=dict, validate_default=True, description="judges responses; a verifier's own settings"
+    )
     concurrency: PositiveInt = Field(256, description="responses in flight")
     timeout_s: PositiveFloat = Field(600.0, description="deadline of one response")
+
+
+class WandbConfig(Section):
+    """A run of Weights & Biases. The key comes from `wandb login` or the environment, never from here."""
+
+    project: str = Field(description="project that the run belongs to")
+    entity: str | None = Field(None, description="team or user; default: the account's own")
+    name: str | None = Field(None, description="name of the run; default: that of the run directory")
+    mode: Literal["online", "offline"] = Field("online", description="offline writes to the run directory only")
+
+
+class TelemetryConfig(Section):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    tensorboard: bool = Field(False, description="event files in `tensorboard/`; needs `spot-async[tensorboard]`")
+    wandb: WandbConfig | None = Field(None, description="Weights & Biases; needs `spot-async[wandb]`")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="loopback port that serves the newest metrics to Prometheus; default: none"
+    )
 
 
 class Config(Section):
     """A whole run."""
 
-    run: RunConfig = RunConfig()
-    student: ModelConfig
-    teacher: ModelConfig
-    data: DataConfig
-    prompt: PromptConfig = PromptConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    policy: PolicySettings
-    verifier: TrainingVerifier = Field(default_factory=dict, validate_default=True)
-    training: TrainingConfig
+    version: int = Field(CONFIG_VERSION, ge=1, description="of this file's format")
+    run: RunConfig = Field(RunConfig(), description="where the run writes, and its seed")
+    student: ModelConfig = Field(description="the model that is trained")
+    teacher: ModelConfig | None = Field(None, description="the model that is learned from; not every policy needs one")
+    reference: ModelConfig | None = Field(
+        None, description="frozen model of `training.reference_kl`; default: the initial student, served like it"
+    )
+    data: DataConfig = Field(description="the problems to train on")
+    prompt: PromptConfig = Field(PromptConfig(), description="how a problem becomes a prompt")
+    sampling: SamplingConfig = Field(SamplingConfig(), description="rollouts, probes and responses of the teacher")
+    policy: PolicySettings = Field(description="the method; a policy's own settings")
+    verifier: TrainingVerifier = Field(
+        default_factory=dict, validate_default=True, description="judges rollouts; a verifier's own settings"
+    )
+    training: TrainingConfig = Field(description="the student's optimisation")
     max_staleness: int = Field(0, ge=0, description="iterations by which a sample may lag behind the weights")
-    queue: QueueConfig = QueueConfig()
-    stages: StagesConfig = StagesConfig()
+    queue: QueueConfig = Field(QueueConfig(), description="finished supervision in front of the trainer")
+    stages: StagesConfig = Field(StagesConfig(), description="limits of each kind of request")
     evaluation: EvaluationConfig | None = Field(None, description="measured before and after training")
+    telemetry: TelemetryConfig = Field(TelemetryConfig(), description="where metrics go besides the run directory")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _check_version(cls, tree: Any) -> Any:
+        """First of all: a newer file's other keys would only be misunderstood."""
+        version = tree.get("version") if isinstance(tree, dict) else None
+        if isinstance(version, int) and version > CONFIG_VERSION:
+            raise ValueError(
+                f"version {version} is newer than this spot-async can read ({CONFIG_VERSION}): install a newer one"
+            )
+        return tree
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,10 +6,11 @@ included, as a `ConfigError`.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ _Loader.add_implicit_resolver(
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, override and validate. Relative paths in the file stay relative to the working directory."""
+    tree = read_tree(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return validate(tree)
+
+
+def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's plain values, laid over those of the file that its `base` names (relative to its own folder)."""
+    if path.resolve() in readers:
+        raise ConfigError(f"{path}: is its own `base`, through {', '.join(reader.name for reader in readers)}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -43,9 +54,30 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: `base` must name a configuration file, but is {base!r}")
+    return laid_over(tree, read_tree(path.parent / base, (*readers, path.resolve())))
+
+
+def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `tree` in their place: sections key by key, one that names its `kind` as a whole."""
+    merged = dict(base)
+    for key, value in tree.items():
+        below = base.get(key)
+        is_part = isinstance(value, dict) and "kind" not in value and isinstance(below, dict)
+        merged[key] = laid_over(value, below) if is_part and isinstance(below, dict) else value
+    return merged
+
+
+def config_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Override and validate plain values as a YAML file would hold them. `tree` stays as it is."""
+    values = copy.deepcopy(dict(tree))
     for override in overrides:
-        apply_override(tree, override)
-    return validate(tree)
+        apply_override(values, override)
+    return validate(values)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -56,7 +88,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: expected section.key=value")
     section = tree
     for depth, key in enumerate(keys[:-1]):
-        below = section.setdefault(key, {})
+        below = section.get(key)
+        if below is None:  # not there, or an optional section that is off
+            below = section[key] = {}
         if isinstance(below, str):  # the short form `verifier: boxed_match`
             below = section[key] = {"kind": below}
         if not isinstance(below, dict):

@@ -1,6 +1,6 @@
 """The account of every prompt: where it stands, and how many stand there. Pure.
 
-Each admitted prompt moves running -> queued -> trained, or ends in a terminal state with its reason.
+Each admitted prompt moves running -> queued -> trained, or ends in another terminal state.
 Counters follow from the transitions made here and are kept nowhere else.
 """
 
@@ -30,7 +30,6 @@ class Ledger:
     def __init__(self) -> None:
         self._states: dict[int, PromptState] = {}
         self._counts: Counter[PromptState] = Counter()
-        self.reasons: dict[int, str] = {}
 
     def admit(self, ordinal: int) -> None:
         """Raises ValueError when the prompt was admitted before."""
@@ -39,7 +38,7 @@ class Ledger:
         self._states[ordinal] = PromptState.RUNNING
         self._counts[PromptState.RUNNING] += 1
 
-    def move(self, ordinal: int, to: PromptState, reason: str | None = None) -> None:
+    def move(self, ordinal: int, to: PromptState) -> None:
         """Raises ValueError for a transition that cannot happen: a prompt trained twice, say."""
         state = self._states.get(ordinal)
         if state is None or to not in _ALLOWED.get(state, ()):
@@ -47,8 +46,6 @@ class Ledger:
         self._states[ordinal] = to
         self._counts[state] -= 1
         self._counts[to] += 1
-        if reason is not None:
-            self.reasons[ordinal] = reason
 
     def count(self, state: PromptState) -> int:
         return self._counts[state]

@@ -9,17 +9,19 @@ runs unchanged on the simulator's virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
 from spot_async.errors import PermanentError, PoisonedReplyError, SpotError
+from spot_async.evaluation.runner import EvaluationResult
 from spot_async.ledger import Ledger, PromptState
 from spot_async.protocols import Policy, Trainer, WeightSink
 from spot_async.stages import Stages
 from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
+from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, TrainReport, WeightVersion
 
 MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
@@ -45,6 +47,8 @@ class PhaseTimes:
     wait_for_batch: float = 0.0  # the trainer waits for supervision
     train: float = 0.0
     update_weights: float = 0.0
+    evaluate: float = 0.0
+    waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class IterationResult:
     samples: Sequence[Sample]
     report: TrainReport
     times_s: PhaseTimes
+    evaluation: EvaluationResult | None = None  # of the new weights, where one was due
+
+
+# Measures the live weights after an iteration (the first one is 1), or returns None when no evaluation is due.
+LiveEvaluation = Callable[[int], Awaitable[EvaluationResult | None]]
 
 
 class RunObserver(Protocol):
@@ -87,6 +96,7 @@ class Orchestrator:
         trainer: Trainer,
         weight_sinks: Sequence[WeightSink],
         observer: RunObserver,
+        evaluate: LiveEvaluation | None = None,
     ) -> None:
         self.state = OrchestratorState()
         self.stages = stages
@@ -97,6 +107,7 @@ class Orchestrator:
         self._trainer = trainer
         self._weight_sinks = weight_sinks
         self._observer = observer
+        self._evaluate = evaluate
         self._credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
         self._gate = AdmissionGate(
             self.state.ledger,
@@ -106,6 +117,14 @@ class Orchestrator:
         )
         self._version = WeightVersion(lineage=0, step=0)
         self._gate_changed = asyncio.Event()
+        self._waits = WaitClock(stages.all)
+        self._timelines = Timelines()
+        self._timelines.add(self._waits)
+        stages.report_to(self._timelines)
+
+    def report_to(self, timeline: Timeline) -> None:
+        """Tell one more listener of every request, prompt and phase as it ends."""
+        self._timelines.add(timeline)
 
     async def run(self) -> None:
         """Raises the failure that ended the run (an ExceptionGroup when several tasks failed)."""
@@ -130,18 +149,22 @@ class Orchestrator:
         self.queue.close()
 
     async def _supervise(self, prompt: Prompt) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
             samples = await self._policy.supervise(prompt, self.stages.for_prompt(prompt))
         except (PermanentError, PoisonedReplyError) as error:
+            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
             self._bury(prompt, str(error))
             return
+        self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
         self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
         self.queue.put(prompt.ordinal, samples)
 
     def _bury(self, prompt: Prompt, reason: str) -> None:
         """Give up a prompt whose request fails for good; another takes its place in the batch."""
         ledger = self.state.ledger
-        ledger.move(prompt.ordinal, PromptState.DEAD, reason)
+        ledger.move(prompt.ordinal, PromptState.DEAD)
         self._credits.release(prompt.ordinal)
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()
@@ -160,19 +183,32 @@ class Orchestrator:
             batch = await self.queue.take_batch(self._settings.batch_size)
             if batch is None:
                 return
-            times.wait_for_batch = loop.time() - started
+            ordinals = [ordinal for ordinal, _ in batch]
+            waits = self._waits.take(started, loop.time())
+            times.waited_for = seconds_by_stage(waits)
+            times.wait_for_batch = self._phase_ended(iteration, "wait for batch", started, ordinals, waits)
             samples = [sample for _, group in batch for sample in group]
 
             started = loop.time()
             self.state.waiting_for = "the trainer"
-            report = await self._trainer.train(iteration, [sample.supervision for sample in samples])
-            times.train = loop.time() - started
+            trained = [sample.supervision for sample in samples if sample.supervision is not None]
+            report = await self._trainer.train(iteration, trained)
+            times.train = self._phase_ended(iteration, "train", started, ordinals)
 
             started = loop.time()
             self.state.waiting_for = "the weight update"
             deadline = started + self._settings.weight_update_timeout_s
             await gather(sink.update_weights(report.snapshot, deadline=deadline) for sink in self._weight_sinks)
-            times.update_weights = loop.time() - started
+            times.update_weights = self._phase_ended(iteration, "update weights", started, ordinals)
+
+            started = loop.time()
+            evaluation = None
+            if self._evaluate is not None:  # before the gate opens: nothing else is asked of the student meanwhile
+                self.state.waiting_for = "the evaluation"
+                evaluation = await self._evaluate(iteration + 1)
+            times.evaluate = loop.time() - started
+            if evaluation is not None:  # there was one due
+                self._phase_ended(iteration, "evaluate", started, ordinals)
 
             self._version = report.snapshot.version
             for ordinal, _ in batch:
@@ -180,9 +216,15 @@ class Orchestrator:
                 self._credits.release(ordinal)
             self.state.iteration = iteration + 1
             self._gate_changed.set()
-            self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times))
+            self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
+
+    def _phase_ended(
+        self, iteration: int, name: Phase, started: float, ordinals: Sequence[int], waits: Sequence[Wait] = ()
+    ) -> float:
+        """Report a phase that ends now; returns its seconds."""
+        ended = asyncio.get_running_loop().time()
+        self._timelines.phase_ended(PhaseSpan(iteration + 1, name, started, ended, ordinals, waits))
+        return ended - started
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
-        return worst_case_bytes(
-            len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs.soft_target_bytes
-        )
+        return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)

@@ -6,7 +6,7 @@ Everything here is read from files: no server, no process, no GPU. What only a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 
 from spot_async import registry
-from spot_async.config import Config
+from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, DataError
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
-from spot_async.protocols import Policy
+from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
+from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyContext, PolicyNeeds
-from spot_async.vocabulary import Vocabulary
+from spot_async.vocabulary import Vocabulary, first_line, stop_token_ids
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
@@ -34,13 +35,19 @@ class ModelFiles:
     max_context_tokens: int
     vocabulary: Vocabulary
 
+    @property
+    def policy_context(self) -> PolicyContext:
+        """What a policy may know, when these are the teacher's files (the student's in a run without a teacher)."""
+        return PolicyContext(vocab_size=self.vocab_size, tokenizer=self.vocabulary.tokenizer)
+
 
 @dataclass(frozen=True)
 class TrainPlan:
     """A training run that can start."""
 
     student: ModelFiles
-    teacher: ModelFiles
+    teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
+    reference: ModelConfig | None  # what to serve as the frozen reference; None when the policy asks for none
     renderer: PromptRenderer
     schedule: PromptSchedule
     problems: int
@@ -48,16 +55,26 @@ class TrainPlan:
     policy: Policy
     evaluation: Sequence[PromptSource]  # empty without an evaluation section
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_token_ids(self.student.vocabulary, (self.teacher or self.student).vocabulary)
+
 
 def plan_training(config: Config) -> TrainPlan:
     """Raises ConfigError or DataError, one line each, for everything that would fail later."""
+    check_packages(config.telemetry)
     student = read_model("student", config.student.model)
-    teacher = read_model("teacher", config.teacher.model)
-    _check_same_vocabulary(student, teacher)
-    _check_context(config, student, teacher)
+    teacher = read_model("teacher", config.teacher.model) if config.teacher is not None else None
+    others = {"teacher": teacher} if teacher is not None else {}
+    if config.reference is not None:
+        others["reference"] = read_model("reference", config.reference.model)
+    for role, model in others.items():
+        _check_same_vocabulary(student, role, model)
+    _check_context(config, {"student": student, **others})
+    policy = make_policy(config, teacher or student)
+    _check_roles(config, policy.needs)
     problems = load_problems(Path(config.data.train))
-    template_owner = teacher if config.prompt.template == "teacher" else student
-    renderer = PromptRenderer(template_owner.vocabulary, config.prompt)
+    renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     schedule = PromptSchedule(
         sources,
@@ -67,11 +84,11 @@ def plan_training(config: Config) -> TrainPlan:
         epochs=config.training.epochs,
         iterations=config.training.iterations,
     )
-    policy = make_policy(config, teacher)
     _check_queue_bytes(config, policy.needs)
     return TrainPlan(
         student=student,
         teacher=teacher,
+        reference=(config.reference or config.student) if policy.needs.reference else None,
         renderer=renderer,
         schedule=schedule,
         problems=len(problems),
@@ -98,8 +115,11 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     return sources
 
 
-def make_policy(config: Config, teacher: ModelFiles) -> Policy:
-    context = PolicyContext(vocab_size=teacher.vocab_size, tokenizer=teacher.vocabulary.tokenizer)
+def make_policy(config: Config, model: ModelFiles) -> Policy:
+    """The configured policy; `model` is the teacher, or the student in a run without one."""
+    context = msgspec.structs.replace(
+        model.policy_context, run_seed=config.run.seed, reference_kl=config.training.reference_kl > 0
+    )
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
     return policy
 
@@ -110,11 +130,11 @@ def read_model(role: str, name: str) -> ModelFiles:
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: no directory {name!r}; give the path of a Hugging Face model directory")
     try:
-        raw: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes())
+        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         raise DataError(f"{role}.model: {name} has no config.json, so it is no Hugging Face model directory") from None
-    except msgspec.DecodeError as error:
-        raise DataError(f"{role}.model: {name}/config.json is not valid JSON: {error}") from None
+    except (msgspec.DecodeError, OSError) as error:
+        raise DataError(f"{role}.model: cannot read {name}/config.json: {first_line(error)}") from None
     text_config = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
     context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
     if context is None or "vocab_size" not in text_config:
@@ -127,48 +147,108 @@ def read_model(role: str, name: str) -> ModelFiles:
     )
 
 
-def check_capabilities(config: Config, needs: PolicyNeeds, student: Capabilities, teacher: Capabilities) -> None:
-    """Whether running backends offer what the policy needs. Raises ConfigError with the key to change."""
-    if student.vocab_fingerprint != teacher.vocab_fingerprint:
-        raise ConfigError(
-            f"teacher.model: the vocabularies that student ({student.model}) and teacher ({teacher.model}) serve differ"
-        )
+def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> None:
+    """Whether running backends, by role, offer what the policy needs. Raises ConfigError with the key to change."""
+    student, teacher = found["student"], found.get("teacher")
+    for role, other in found.items():
+        if student.vocab_fingerprint != other.vocab_fingerprint:
+            raise ConfigError(
+                f"{role}.model: the vocabularies that student ({student.model}) and {role} ({other.model}) serve differ"
+            )
     missing = [
-        (teacher.max_top_k < needs.teacher_top_k, f"teacher.backend serves top-{teacher.max_top_k}, "
-         f"policy {config.policy.kind} needs top-{needs.teacher_top_k}"),
-        (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         (needs.candidate_logprobs and not student.candidate_logprobs,
          "student.backend does not serve log-probabilities of chosen candidates"),
         (not student.weight_update, "student.backend takes no new weights"),
-        ("truncated" in (student.logprob_convention, teacher.logprob_convention),
+        ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),
-        (student.max_context_tokens < config.sampling.max_prompt_tokens + config.sampling.max_response_tokens,
-         f"student.backend holds {student.max_context_tokens} tokens of context, fewer than "
-         "sampling.max_prompt_tokens + sampling.max_response_tokens"),
+        *_context_too_small(config, found),
     ]  # fmt: skip
+    if teacher is not None:
+        missing += [
+            (teacher.max_top_k < needs.teacher_top_k, f"teacher.backend serves top-{teacher.max_top_k}, "
+             f"policy {config.policy.kind} needs top-{needs.teacher_top_k}"),
+            (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
+        ]  # fmt: skip
     for is_missing, message in missing:
         if is_missing:
             raise ConfigError(message)
 
 
-def _check_same_vocabulary(student: ModelFiles, teacher: ModelFiles) -> None:
-    if student.vocabulary.fingerprint == teacher.vocabulary.fingerprint:
+def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
+    sampling, evaluation = config.sampling, config.evaluation
+    rollout = (
+        sampling.max_prompt_tokens + sampling.max_response_tokens,
+        f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + "
+        f"sampling.max_response_tokens={sampling.max_response_tokens}",
+    )
+    needs = [(role, served, *rollout) for role, served in found.items()]
+    if evaluation is not None:
+        tokens = evaluation.max_response_tokens
+        needs.append(("student", found["student"], tokens + 1, f"evaluation.max_response_tokens={tokens} and a prompt"))
+    return [
+        (served.max_context_tokens < tokens, f"{role}.backend serves a context of {served.max_context_tokens} tokens, "
+         f"fewer than {what}: raise {role}.backend.max_context_tokens or lower those")
+        for role, served, tokens, what in needs
+    ]  # fmt: skip
+
+
+def _check_roles(config: Config, needs: PolicyNeeds) -> None:
+    """Whether every model that the policy asks for is given, with a backend that can do what it asks."""
+    kind = config.policy.kind
+    if needs.teacher and config.teacher is None:
+        raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
+    if config.training.reference_kl > 0 and not needs.reference:
+        raise ConfigError(
+            f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
+        )
+    if needs.reference and config.reference is None and getattr(config.student.backend, "port", None) is not None:
+        raise ConfigError(
+            f"reference: required when student.backend.port={config.student.backend.port} is fixed, since the initial "  # type: ignore[attr-defined]
+            "student is served once more; name its model and backend"
+        )
+    reference = (config.reference or config.student) if needs.reference else None
+    asked = [
+        ("student", config.student, Generator, "generate", True),
+        ("student", config.student, WeightSink, "update_weights", True),
+        ("student", config.student, CandidateScorer, "candidate_logprobs", needs.candidate_logprobs),
+        ("teacher", config.teacher, Scorer, "score", needs.teacher_top_k > 0),
+        ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
+        ("reference", reference, Scorer, "score", needs.reference),
+    ]
+    for role, model, protocol, method, is_needed in asked:
+        if is_needed and model is not None and not issubclass(registry.load("backends", model.backend.kind), protocol):
+            raise ConfigError(
+                f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
+                "choose another backend"
+            )
+
+
+def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
+    if config.prompt.template == "student":
+        return student
+    if teacher is None:
+        raise ConfigError("prompt.template=teacher: the run has no teacher section; set prompt.template=student")
+    return teacher
+
+
+def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) -> None:
+    if student.vocabulary.fingerprint == other.vocabulary.fingerprint:
         return
-    ours, theirs = (model.vocabulary.tokenizer.get_vocab() for model in (student, teacher))
+    ours, theirs = (model.vocabulary.tokenizer.get_vocab() for model in (student, other))
     different = sorted(
         (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
         key=lambda token: (ours.get(token, theirs.get(token)), token),
     )
     raise ConfigError(
-        f"teacher.model: {teacher.directory} and student {student.directory} have different vocabularies "
-        f"({len(different)} tokens, the first is {different[0]!r}); distillation needs the same token ids"
+        f"{role}.model: {other.directory} and student {student.directory} have different vocabularies "
+        f"({len(different)} tokens, the first is {different[0]!r}); both must mean the same by the same token ids"
     )
 
 
-def _check_context(config: Config, student: ModelFiles, teacher: ModelFiles) -> None:
+def _check_context(config: Config, models: Mapping[str, ModelFiles]) -> None:
     sampling = config.sampling
     needed = sampling.max_prompt_tokens + sampling.max_response_tokens
-    for role, model in (("student", student), ("teacher", teacher)):
+    for role, model in models.items():
         if needed > model.max_context_tokens:
             raise ConfigError(
                 f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + sampling.max_response_tokens="
@@ -179,7 +259,7 @@ def _check_context(config: Config, student: ModelFiles, teacher: ModelFiles) -> 
 
 def _check_queue_bytes(config: Config, needs: PolicyNeeds) -> None:
     sampling, batch = config.sampling, config.training.batch_size
-    each = worst_case_bytes(sampling.max_prompt_tokens, sampling.max_response_tokens, needs.soft_target_bytes)
+    each = worst_case_bytes(sampling.max_prompt_tokens, sampling.max_response_tokens, needs)
     if config.queue.capacity_bytes < batch * each:
         raise ConfigError(
             f"queue.capacity_bytes={config.queue.capacity_bytes} holds less than one batch in the worst case: "

@@ -15,10 +15,11 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import structlog
 
-from spot_async.errors import ProcessDiedError
+from spot_async.errors import ProcessDiedError, StorageError
 
 LOG_TAIL_BYTES = 4096
 STOP_GRACE_S = 5.0
@@ -39,8 +40,7 @@ class ChildProcess:
         cls, name: str, argv: Sequence[str], *, log_path: Path, environment: Mapping[str, str] | None = None
     ) -> ChildProcess:
         """Start `argv` in a session of its own; stdout and stderr go to `log_path`."""
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        with _open_log(log_path) as log:
             process = await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -77,18 +77,29 @@ class ChildProcess:
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the child and everything in its group; returns when it is gone. Idempotent."""
         self._stopping = True
-        if self._process.returncode is None:
-            structlog.get_logger().info("stopping", process=self.name, pid=self.pid, cpu_s=tree_cpu_s(self.pid))
-            self._signal_group(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self._process.wait()
-        self._signal_group(signal.SIGKILL)
-        await self._process.wait()
+        cpu_s = tree_cpu_s(self.pid)
+        try:
+            if self._process.returncode is None:
+                self._signal_group(signal.SIGTERM)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace_s):
+                        await self._process.wait()
+        finally:
+            self._signal_group(signal.SIGKILL)
+            await self._process.wait()
+        structlog.get_logger().info("stopped", process=self.name, pid=self.pid, cpu_s=cpu_s)
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def tree_cpu_s(root: int) -> float:

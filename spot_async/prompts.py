@@ -84,6 +84,10 @@ class PromptRenderer:
         encoded = self._apply(problem, tokenize=True, return_dict=True)
         return np.array(encoded["input_ids"], dtype=np.int32)
 
+    def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
+        """A prompt outside any schedule; its seeds and priority derive from `ordinal`."""
+        return Prompt(ordinal=ordinal, problem=problem, token_ids=self.token_ids(problem))
+
     def _apply(self, problem: Problem, **arguments: Any) -> Any:
         content = f"{problem.text.strip()} {self._config.instruction}".strip()
         try:

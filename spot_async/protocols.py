@@ -31,7 +31,7 @@ from spot_async.types import (
 
 @runtime_checkable
 class Generator(Protocol):
-    """Student rollouts and probes, evaluation."""
+    """Student rollouts and probes, the teacher's responses, evaluation."""
 
     async def generate(
         self,
@@ -51,8 +51,10 @@ class Scorer(Protocol):
     """Log-probabilities of given tokens: the teacher, a frozen reference."""
 
     async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, deadline: float
-    ) -> TokenScores: ...
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        """Scores at `temperature`: that of the rollouts, so that equal models give equal log-probabilities."""
+        ...
 
 
 @runtime_checkable
@@ -66,10 +68,11 @@ class CandidateScorer(Protocol):
         positions: IntArray,
         candidate_ids: IntArray,
         *,
+        temperature: float,
         expected_version: WeightVersion,
         deadline: float,
     ) -> FloatArray:
-        """(N, k) for positions (N,) and candidate_ids (N, k).
+        """(N, k) for positions (N,) and candidate_ids (N, k), at `temperature`.
 
         Raises `VersionMismatchError` when the server holds other weights than `expected_version`.
         """
@@ -110,12 +113,20 @@ class Verifier(Protocol):
 class PromptStages(Protocol):
     """The stages as one prompt's coroutine sees them: priority, seed and deadline are already its own."""
 
-    async def rollout(self) -> Generation:
-        """Sample the prompt's response from the behaviour policy."""
+    async def rollout(self, *, n: int = 0) -> Generation:
+        """Sample the prompt's n-th response from the behaviour policy."""
+        ...
+
+    async def teacher_response(self) -> Generation:
+        """Sample a response from the teacher, with the rollouts' settings."""
         ...
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         """Score the response under the teacher."""
+        ...
+
+    async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
+        """Log-probabilities (T,) of the response under the frozen reference."""
         ...
 
     async def candidate_logprobs(

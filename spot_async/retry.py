@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from spot_async.errors import RequestError, ThrottledError, TransientError
+from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError, TransientError
 
 BASE_DELAY_S = 0.25
 MAX_DELAY_S = 8.0
@@ -20,7 +20,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
         `jitter` is uniform in [0, 1). A throttled endpoint is left alone for as long as it asks.
         """
-        if attempt >= self.attempts:
+        if attempt >= self.attempts or isinstance(error, DeadlineExceededError):
             return None
         backoff_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0 ** (attempt - 1)) * (0.5 + jitter / 2)
         if isinstance(error, ThrottledError):

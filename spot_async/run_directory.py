@@ -1,32 +1,48 @@
 """Where a run writes, and in which form. Everything in it is complete up to the last finished iteration.
 
+run.json                 format of this directory, and what wrote it
 config.yaml              the resolved configuration; `train` reads it back
 metrics.jsonl            one line per iteration
 samples.jsonl            one line per trained trajectory: what the policy saw
+trace.json               when what ran, for ui.perfetto.dev
 dead_letters.jsonl       prompts given up for good, with the reason
-evaluation-*.jsonl       every judged response, before and after
+evaluation-*.jsonl       every judged response: before, after, and of each evaluation in between (000020)
 summary.json             figures of the table
 weights/step-000012/     published students; `student` points to the newest
+weights/best-000010/     the best of those evaluated; `best` points to it
 logs/                    the run's own events, and one log per child process
 """
 
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml
-from spot_async.errors import ConfigError, StorageError
+from spot_async.errors import ConfigError, DataError, StorageError
+
+DECIMALS = 6  # of numbers in arrays: what people read
+RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
+
+
+class _RunFile(msgspec.Struct):
+    """Contents of `run.json`."""
+
+    format: int
+    spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
 
 
 class RunDirectory:
-    """Made by `create`; append-only but for the `student` link."""
+    """Made by `create`, or found by `open`; append-only but for the links `student` and `best`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,14 +62,28 @@ class RunDirectory:
             if any(path.iterdir()):
                 raise ConfigError(f"run.directory: {path} is not empty; give another or leave the key out")
             (path / "logs").mkdir()
+            (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"run.directory: cannot use {path}: {error.strerror}") from None
         return cls(path.resolve())
 
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """A run that was made before. Raises DataError when it is none, or newer than this program."""
+        try:
+            found = msgspec.json.decode((path / "run.json").read_bytes(), type=_RunFile).format
+        except (OSError, msgspec.DecodeError):
+            raise DataError(f"{path} is no run directory: it has no readable run.json") from None
+        if found > RUN_FORMAT:
+            raise DataError(
+                f"{path} has format {found}, newer than this spot-async can read ({RUN_FORMAT}): install a newer one"
+            )
+        return cls(path.resolve())
+
     def append(self, name: str, rows: list[Any]) -> None:
         """Append rows to a JSONL file: all of them, or on a full disk none (StorageError)."""
-        encoder = msgspec.json.Encoder()
+        encoder = msgspec.json.Encoder(enc_hook=_plain)
         data = b"".join(encoder.encode(row) + b"\n" for row in rows)
         path = self.path / name
         try:
@@ -69,14 +99,57 @@ class RunDirectory:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        (self.path / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        path, new = self.path / "summary.json", self.path / ".summary.json.new"
+        try:
+            new.write_bytes(_json(summary))
+            new.replace(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
     def point_student_to(self, directory: Path) -> None:
         """Let `student` name the newest published weights; the switch is atomic."""
-        new = self.path / ".student.new"
+        self._point("student", directory)
+
+    def keep_best(self, weights: Path) -> None:
+        """Let `best` name a copy of published weights that the trainer does not prune.
+
+        The trainer owns the `step-*` directories; the copy has a name of its own beside them and costs no space
+        while the original is there, since its files are hard links. The copy before it goes.
+        """
+        kept = weights.with_name(weights.name.replace("step-", "best-"))
+        previous = list(weights.parent.glob("best-*"))
+        try:
+            shutil.copytree(weights, kept, copy_function=_link_or_copy)
+        except OSError as error:
+            raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
+        self._point("best", kept)
+        for each in previous:
+            shutil.rmtree(each)
+
+    def _point(self, name: str, directory: Path) -> None:
+        new = self.path / f".{name}.new"
         try:
             new.unlink(missing_ok=True)
             new.symlink_to(os.path.relpath(directory, self.path))
-            new.replace(self.path / "student")
+            new.replace(self.path / name)
         except OSError as error:
-            raise StorageError(f"cannot write {self.path / 'student'}: {error.strerror}") from None
+            raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+
+def _link_or_copy(source: str, destination: str) -> None:
+    """A hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, destination)
+    except OSError:
+        shutil.copy2(source, destination)
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def _plain(value: object) -> object:
+    """Arrays as lists of numbers."""
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float64).round(DECIMALS).tolist() if value.dtype.kind == "f" else value.tolist()
+    raise NotImplementedError(f"no JSON form for {type(value).__name__}")

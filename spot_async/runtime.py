@@ -7,11 +7,10 @@ returns, and the run directory is complete up to the last finished iteration.
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,17 +22,27 @@ from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.ledger import PromptState
-from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.orchestrator import (
+    IterationResult,
+    LiveEvaluation,
+    Orchestrator,
+    OrchestratorSettings,
+    RunObserver,
+)
 from spot_async.preflight import ModelFiles, TrainPlan, check_capabilities
 from spot_async.prompts import PromptSource
-from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Verifier, WeightSink
+from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
 from spot_async.telemetry.run_log import RunLog, log_events_to
+from spot_async.telemetry.sinks import open_sinks
+from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Capabilities, Prompt
+from spot_async.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -45,25 +54,48 @@ class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
     """What the student's backend must be."""
 
 
-class TeacherBackend(Backend, Scorer, Protocol):
-    """What the teacher's backend must be."""
+class TeacherBackend(Backend, Scorer, Generator, Protocol):
+    """What the teacher's backend must be, as far as the policy's needs go."""
+
+
+class ReferenceBackend(Backend, Scorer, Protocol):
+    """What the frozen reference's backend must be."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The inference services of a training run, by role; None where the policy asks for none."""
+
+    student: StudentBackend
+    teacher: TeacherBackend | None
+    reference: ReferenceBackend | None
+
+    def by_role(self) -> dict[str, Backend]:
+        return {role: backend for role, backend in vars(self).items() if backend is not None}
 
 
 @dataclass(frozen=True)
 class TrainOutcome:
     """What a finished run amounts to."""
 
+    directory: Path  # of the run
     iterations: int
     before: EvaluationResult | None
     after: EvaluationResult | None
+    best: BestCheckpoint | None  # None without evaluations during the run
     prompts: dict[str, int]  # how many ended in which state
+
+    @property
+    def student(self) -> Path:
+        """The trained student, a Hugging Face directory. Missing when not one iteration was finished."""
+        return self.directory / "student"
 
 
 class Observers:
-    """Passes each event to the files first, then to the screen."""
+    """Passes each event on, in the order given: the files first, then the screen."""
 
-    def __init__(self, log: RunLog, console: RunConsole) -> None:
-        self._observers = (log, console)
+    def __init__(self, *observers: RunObserver) -> None:
+        self._observers = observers
 
     def iteration_finished(self, result: IterationResult) -> None:
         for observer in self._observers:
@@ -76,33 +108,55 @@ class Observers:
 
 async def train(config: Config, plan: TrainPlan, directory: RunDirectory, console: Console) -> TrainOutcome:
     """One training run, evaluated before and after where the configuration says so."""
-    log_events_to(directory.path / "logs" / "run.jsonl")
     screen = RunConsole(console, plan.schedule.iterations)
-    student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    teacher = cast(TeacherBackend, make_backend(config.teacher, "teacher", directory))
+    backends = make_backends(config, plan, directory)
+    student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
+    stages = make_stages(config, plan, backends, verifier)
+    history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
 
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
+        stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
         stack.enter_context(screen.live())
-        screen.phase("starting student, teacher and trainer")
-        # Whatever starts last decides when it begins, so all start at once.
-        await gather(_enter(stack, each) for each in (student, teacher, trainer, verifier))
-        gc.freeze()  # or each full collection walks the libraries' objects, as often as a run makes its own
+        screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
 
         async def run() -> TrainOutcome:
-            found_student, found_teacher = await gather([_capabilities(student), _capabilities(teacher)])
-            check_capabilities(config, plan.policy.needs, found_student, found_teacher)
-            before = await measure(config, plan.evaluation, plan.student, student, directory, screen, "before")
-            orchestrator = make_orchestrator(config, plan, directory, screen, student, teacher, trainer, verifier)
-            screen.phase(f"training with {config.policy.kind}", orchestrator)
-            await orchestrator.run()
-            after = await measure(config, plan.evaluation, plan.student, student, directory, screen, "after")
-            ledger = orchestrator.state.ledger
-            prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
-            return TrainOutcome(orchestrator.state.iteration, before, after, prompts)
+            found = await gather(_capabilities(backend) for backend in backends.by_role().values())
+            check_capabilities(config, plan.policy.needs, dict(zip(backends.by_role(), found, strict=True)))
+            vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
-        outcome = await watched(run(), [student.watch, teacher.watch, trainer.watch])
+            async def evaluated(when: str) -> EvaluationResult | None:
+                return await measure(config, plan.evaluation, vocabulary, student, directory, screen, when)
+
+            async def evaluate_live(iteration: int) -> EvaluationResult | None:
+                if not evaluation_is_due(config, iteration):
+                    return None
+                result = await evaluated(f"{iteration:06d}")
+                screen.phase(f"training with {config.policy.kind}", orchestrator)
+                return result
+
+            before = await evaluated("before")
+            observer = Observers(RunLog(directory, stages.all, sinks), history, screen)
+            orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
+            screen.phase(f"training with {config.policy.kind}", orchestrator)
+            with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
+                await orchestrator.run()
+            iterations, ledger = orchestrator.state.iteration, orchestrator.state.ledger
+            after = history.result_after(iterations)
+            if after is not None:  # the same weights, problems and seeds: asking again would give it again
+                write_responses(directory, "after", after)
+            else:
+                after = await evaluated("after")
+                if after is not None and history.best is not None:
+                    history.add(iterations, after, (directory.path / "student").resolve())
+            prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
+            return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
+
+        servers = list(backends.by_role().values())
+        async with running(*servers, trainer, verifier):
+            outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -116,14 +170,13 @@ async def evaluate_student(
     console: Console,
 ) -> EvaluationResult:
     """Only the student's server and one evaluation."""
-    log_events_to(directory.path / "logs" / "run.jsonl")
     screen = RunConsole(console, 0)
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    async with AsyncExitStack() as stack:
-        stack.enter_context(screen.live())
+    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
         screen.phase("starting the student")
-        await stack.enter_async_context(student)
-        result = await watched(measure(config, sources, student_files, student, directory, screen, ""), [student.watch])
+        async with running(student):
+            evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+            result = await watched(evaluation, [student.watch])
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -146,7 +199,7 @@ async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaita
 async def measure(
     config: Config,
     sources: Sequence[PromptSource],
-    student_files: ModelFiles,
+    vocabulary: Vocabulary,
     generator: Generator,
     directory: RunDirectory,
     screen: RunConsole,
@@ -155,7 +208,7 @@ async def measure(
     """One evaluation, its responses written; None when the configuration has no evaluation."""
     if config.evaluation is None:
         return None
-    screen.phase(f"evaluating {when}".strip())
+    screen.phase(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
     settings = config.evaluation.verifier
     async with registry.load("verifiers", settings.kind)(settings) as verifier:
         result = await evaluate(
@@ -163,13 +216,23 @@ async def measure(
             config.evaluation,
             generator=generator,
             verifier=verifier,
-            vocabulary=student_files.vocabulary,
+            vocabulary=vocabulary,
             on_progress=screen.progress,
         )
-    name = f"evaluation-{when}.jsonl" if when else "evaluation.jsonl"
-    directory.append(name, [response for row in result.responses for response in row])
+    write_responses(directory, when, result)
     structlog.get_logger().info("evaluated", when=when, avg=result.figures("all").avg, tokens=result.tokens)
     return result
+
+
+def write_responses(directory: RunDirectory, when: str, result: EvaluationResult) -> None:
+    name = f"evaluation-{when}.jsonl" if when else "evaluation.jsonl"
+    directory.append(name, [response for row in result.responses for response in row])
+
+
+def evaluation_is_due(config: Config, iteration: int) -> bool:
+    """Whether the weights of this iteration (the first one is 1) are evaluated during training."""
+    every = config.evaluation.eval_every if config.evaluation is not None else 0
+    return every > 0 and iteration % every == 0
 
 
 def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Backend:
@@ -179,26 +242,50 @@ def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Bac
     return backend
 
 
-def make_orchestrator(
-    config: Config,
-    plan: TrainPlan,
-    directory: RunDirectory,
-    screen: RunConsole,
-    student: StudentBackend,
-    teacher: TeacherBackend,
-    trainer: TrainerProcess,
-    verifier: Verifier,
-) -> Orchestrator:
-    stages = Stages(
-        Services(generator=student, scorer=teacher, candidate_scorer=student, verifier=verifier),
+def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> Backends:
+    """What the plan says must be served, not yet started."""
+
+    def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
+        return make_backend(model, role, directory) if needed and model is not None else None
+
+    return Backends(
+        student=make("student", config.student, True),
+        teacher=make("teacher", config.teacher, plan.policy.needs.teacher),
+        reference=make("reference", plan.reference, True),
+    )
+
+
+def make_stages(config: Config, plan: TrainPlan, backends: Backends, verifier: Verifier) -> Stages:
+    student, teacher, needs = backends.student, backends.teacher, plan.policy.needs
+    return Stages(
+        Services(
+            generator=student,
+            scorer=teacher,
+            candidate_scorer=student,
+            verifier=verifier,
+            teacher_generator=teacher if needs.teacher_responses else None,
+            reference=backends.reference,
+        ),
         config.stages,
         config.sampling,
         student=plan.student.vocabulary,
-        teacher=plan.teacher.vocabulary,
+        teacher=(plan.teacher or plan.student).vocabulary,
         run_seed=config.run.seed,
         max_running_prompts=config.queue_capacity_prompts,
-        max_probes_per_prompt=plan.policy.needs.probes_per_prompt,
+        max_probes_per_prompt=needs.probes_per_prompt,
+        max_samples_per_prompt=needs.samples_per_prompt,
     )
+
+
+def make_orchestrator(
+    config: Config,
+    plan: TrainPlan,
+    stages: Stages,
+    trainer: Trainer,
+    weight_sinks: Sequence[WeightSink],
+    observer: RunObserver,
+    evaluate: LiveEvaluation,
+) -> Orchestrator:
     return Orchestrator(
         OrchestratorSettings(
             iterations=plan.schedule.iterations,
@@ -213,8 +300,9 @@ def make_orchestrator(
         policy=plan.policy,
         stages=stages,
         trainer=trainer,
-        weight_sinks=[student],
-        observer=Observers(RunLog(directory, stages.all), screen),
+        weight_sinks=weight_sinks,
+        observer=observer,
+        evaluate=evaluate,
     )
 
 
@@ -226,6 +314,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
+        end_token_ids=plan.stop_token_ids,
     )
 
 
@@ -235,9 +324,20 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "policy": config.policy.kind,
         "iterations": outcome.iterations,
         "prompts": outcome.prompts | {"filtered": plan.filtered},
+        "problems": {
+            "usable": plan.problems - plan.filtered,
+            "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
+        },
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
+        "best": best_summary(outcome.best),
     }
+
+
+def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
+    if best is None:
+        return None
+    return asdict(best) | {"optimistic": "picked by the problems it is measured on"}
 
 
 def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None:
@@ -260,8 +360,23 @@ def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None
     }
 
 
-async def _enter(stack: AsyncExitStack, resource: Any) -> None:
-    await stack.enter_async_context(resource)
+@asynccontextmanager
+async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+    """All of them entered at once and left at once; what entered is left whatever happens to the others."""
+    entered: list[AbstractAsyncContextManager[Any]] = []
+
+    async def enter(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aenter__()
+        entered.append(resource)
+
+    async def leave(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aexit__(None, None, None)
+
+    try:
+        await gather(enter(resource) for resource in resources)
+        yield
+    finally:
+        await gather(leave(resource) for resource in entered)
 
 
 async def _capabilities(backend: Backend) -> Capabilities:

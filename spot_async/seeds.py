@@ -1,6 +1,6 @@
 """Seeds that depend on what a request is, never on when or how often it is sent.
 
-`derive_seed(run_seed, "probe", ordinal, position, candidate, n)` is the same in every attempt, at
+`derive_seed(run_seed, ordinal, "probe", position, candidate, n)` is the same in every attempt, at
 every concurrency and arrival order, so sampled tokens repeat (design: Determinism).
 """
 

@@ -10,26 +10,43 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
-from spot_async.actor import Stage
+from spot_async.actor import Priority, Stage
+from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.errors import DeadlineExceededError
 from spot_async.protocols import CandidateScorer, Generator, Scorer, Verifier
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
+from spot_async.timeline import Timeline
 from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Problem,
     Prompt,
     SamplingSettings,
     TokenScores,
     Verdict,
     WeightVersion,
 )
-from spot_async.vocabulary import Vocabulary
+from spot_async.vocabulary import Vocabulary, stop_token_ids
 
+T = TypeVar("T")
+
+STAGE_SERVERS = {
+    "rollout": "student",
+    "score": "teacher",
+    "candidates": "student",
+    "probe": "student",
+    "verify": "verifier",
+    "teacher_response": "teacher",
+    "reference": "reference",
+}  # whose time a stage's requests take
 VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
 
 
@@ -38,9 +55,11 @@ class Services:
     """The backends and the verifier that stages send their requests to."""
 
     generator: Generator
-    scorer: Scorer
+    scorer: Scorer | None  # the teacher; None when the policy needs no scores of it
     candidate_scorer: CandidateScorer
     verifier: Verifier
+    teacher_generator: Generator | None = None  # None when the policy needs no responses of the teacher
+    reference: Scorer | None = None  # None when the policy needs no reference
 
 
 class Stages:
@@ -57,16 +76,19 @@ class Stages:
         run_seed: int,
         max_running_prompts: int,
         max_probes_per_prompt: int,
+        max_samples_per_prompt: int = 1,
     ) -> None:
         self.services = services
         self.sampling = sampling
         self.run_seed = run_seed
         self.student = student
         self.tokens_generated = 0  # by rollouts and probes so far
-        # The student may end with its own token or, once distilled, with the teacher's.
-        self.stop_token_ids = tuple(dict.fromkeys((*student.end_token_ids, *teacher.end_token_ids)))
-        self.foreign_end_ids = frozenset(student.end_token_ids) - frozenset(teacher.end_token_ids)
+        self.stop_token_ids = stop_token_ids(student, teacher)
+        # What ends a response is one decision, whichever token each model spells it with. A teacher that only
+        # tolerates the student's token among its stop ids would score it as nearly impossible all the same.
         self.teacher_end_id = teacher.end_token_ids[0]
+        self.student_end_id = student.end_token_ids[0]
+        self.foreign_end_ids = ({*student.end_token_ids} - {*teacher.end_token_ids}) | {self.student_end_id}
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
         def stage(name: str, stage_config: StageConfig, requests_per_prompt: int) -> Stage:
@@ -79,13 +101,23 @@ class Stages:
                 jitter=jitter,
             )
 
-        probes = max(1, max_probes_per_prompt)
-        self.rollout = stage("rollout", config.rollout, 1)
-        self.score = stage("score", config.score, 1)
-        self.candidates = stage("candidates", config.candidates, 1)
+        samples, probes = max_samples_per_prompt, max(1, max_probes_per_prompt)
+        self.rollout = stage("rollout", config.rollout, samples)
+        self.score = stage("score", config.score, samples)
+        self.candidates = stage("candidates", config.candidates, samples)
         self.probe = stage("probe", config.probe, probes)
-        self.verify = stage("verify", config.verify, probes + 1)
-        self.all = (self.rollout, self.score, self.candidates, self.probe, self.verify)
+        self.verify = stage("verify", config.verify, probes + samples)
+        self.teacher_response = stage("teacher_response", config.teacher_response, 1)
+        self.reference = stage("reference", config.reference, samples)
+        used = [self.rollout, self.score, self.candidates, self.probe, self.verify]
+        used += [self.teacher_response] if services.teacher_generator is not None else []
+        used += [self.reference] if services.reference is not None else []
+        self.all = tuple(used)
+
+    def report_to(self, timeline: Timeline) -> None:
+        """Let every stage tell `timeline` of its requests."""
+        for stage in self.all:
+            stage.timeline = timeline
 
     def for_prompt(self, prompt: Prompt) -> BoundStages:
         return BoundStages(self, prompt)
@@ -98,22 +130,54 @@ class BoundStages:
         self._stages = stages
         self._prompt = prompt
 
-    async def rollout(self) -> Generation:
+    async def rollout(self, *, n: int = 0) -> Generation:
+        nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
         return await self._generate(
             self._stages.rollout,
+            self._stages.services.generator,
             (self._prompt.ordinal,),
             self._prompt.token_ids,
-            self._settings(self._stages.sampling.max_response_tokens, "rollout"),
+            self._settings(self._stages.sampling.max_response_tokens, "rollout", *nth),
         )
 
-    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        scored_ids = self._as_teacher_ends(response_ids)
-        return await self._stages.score.ask(
+    async def teacher_response(self) -> Generation:
+        response = await self._generate(
+            self._stages.teacher_response,
+            _given(self._stages.services.teacher_generator, "teacher_responses"),
             (self._prompt.ordinal,),
-            lambda deadline: self._stages.services.scorer.score(
-                self._prompt.token_ids, scored_ids, top_k=top_k, deadline=deadline
+            self._prompt.token_ids,
+            self._settings(self._stages.sampling.max_response_tokens, "teacher response"),
+        )
+        return msgspec.structs.replace(response, token_ids=self._with_swapped_ends(response.token_ids))
+
+    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        scorer = _given(self._stages.services.scorer, "teacher_top_k")
+        scored_ids = self._as_teacher_ends(response_ids)
+        scores = await self._stages.score.ask(
+            (self._prompt.ordinal,),
+            lambda deadline: scorer.score(
+                self._prompt.token_ids,
+                scored_ids,
+                top_k=top_k,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
             ),
         )
+        return msgspec.structs.replace(scores, topk_ids=self._with_swapped_ends(scores.topk_ids))
+
+    async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
+        reference = _given(self._stages.services.reference, "reference")
+        scores = await self._stages.reference.ask(
+            (self._prompt.ordinal,),
+            lambda deadline: reference.score(
+                self._prompt.token_ids,
+                response_ids,
+                top_k=1,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
+            ),
+        )
+        return scores.logprobs
 
     async def candidate_logprobs(
         self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
@@ -125,6 +189,7 @@ class BoundStages:
                 response_ids,
                 positions,
                 candidate_ids,
+                temperature=self._stages.sampling.temperature,
                 expected_version=version,
                 deadline=deadline,
             ),
@@ -134,37 +199,40 @@ class BoundStages:
         budget = self._stages.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
             return _empty_generation()  # verified as it stands (method.md section 2)
-        prefix_ids = np.concatenate(
-            [self._prompt.token_ids, response_ids[:position], np.array([candidate_id])], dtype=np.int32
-        )
+        context_length = branch_prefix_length(len(self._prompt.token_ids), position)
+        context_ids = np.concatenate([self._prompt.token_ids, response_ids])[:context_length]
+        prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
             self._stages.probe,
+            self._stages.services.generator,
             (self._prompt.ordinal, position),
             prefix_ids,
             self._settings(budget, "probe", position, candidate_id, n),
         )
 
     async def verify(self, response_ids: IntArray) -> Verdict:
-        text = self.decode(response_ids)
-        verdict = Verdict.ERROR
-        for _ in range(VERIFY_ATTEMPTS):
-            verdict = await self._stages.verify.ask(
-                (self._prompt.ordinal,),
-                lambda deadline: self._stages.services.verifier.verify(self._prompt.problem, text, deadline=deadline),
-            )
-            if verdict.reward is not None:
-                break
-        return verdict
+        return await ask_verdict(
+            self._stages.verify,
+            (self._prompt.ordinal,),
+            self._stages.services.verifier,
+            self._prompt.problem,
+            self.decode(response_ids),
+        )
 
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.student.decode(token_ids)
 
     async def _generate(
-        self, stage: Stage, priority: tuple[int, ...], prefix_ids: IntArray, settings: SamplingSettings
+        self,
+        stage: Stage,
+        generator: Generator,
+        priority: tuple[int, ...],
+        prefix_ids: IntArray,
+        settings: SamplingSettings,
     ) -> Generation:
         generation = await stage.ask(
             priority,
-            lambda deadline: self._stages.services.generator.generate(
+            lambda deadline: generator.generate(
                 prefix_ids, settings, session=f"prompt-{self._prompt.ordinal}", deadline=deadline
             ),
         )
@@ -186,6 +254,41 @@ class BoundStages:
         if len(response_ids) == 0 or int(response_ids[-1]) not in self._stages.foreign_end_ids:
             return response_ids
         return np.concatenate([response_ids[:-1], np.array([self._stages.teacher_end_id])], dtype=np.int32)
+
+    def _with_swapped_ends(self, token_ids: IntArray) -> IntArray:
+        """What the teacher says of its own end token, said of the student's: candidates, targets, KD's responses.
+
+        A swap, so that candidates stay different from one another when the teacher's top-k holds both.
+        """
+        ours, theirs = self._stages.student_end_id, self._stages.teacher_end_id
+        if ours == theirs:
+            return token_ids
+        swapped = np.where(token_ids == theirs, ours, np.where(token_ids == ours, theirs, token_ids))
+        return swapped.astype(np.int32)
+
+
+async def ask_verdict(
+    stage: Stage, priority: Priority, verifier: Verifier, problem: Problem, response_text: str
+) -> Verdict:
+    """A verdict; missing evidence is asked for once more. A deadline that passes is missing evidence too."""
+    verdict = Verdict.TIMEOUT
+    for _ in range(VERIFY_ATTEMPTS):
+        try:
+            verdict = await stage.ask(
+                priority, lambda deadline: verifier.verify(problem, response_text, deadline=deadline)
+            )
+        except DeadlineExceededError:
+            verdict = Verdict.TIMEOUT
+        if verdict.reward is not None:
+            break
+    return verdict
+
+
+def _given(service: T | None, need: str) -> T:
+    """A service that only some policies have; asking for one that was not stated as a need is a bug."""
+    if service is None:
+        raise LookupError(f"the policy asks for what its needs do not state: {need}")
+    return service
 
 
 @functools.cache

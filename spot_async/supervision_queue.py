@@ -10,16 +10,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from spot_async.types import Sample
+from spot_async.types import PolicyNeeds, Sample
 
 # int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, per response token
 BYTES_PER_RESPONSE_TOKEN = 4 * 4
-BYTES_PER_SAMPLE = 512  # names, versions, array headers
+BYTES_PER_RECORD_TOKEN = 2 * 4  # float32 entropy and score; the record's other arrays are the supervision's
+BYTES_PER_TEXT_TOKEN = 8  # most tokens are shorter
+BYTES_PER_SAMPLE = 4096  # names, versions, array headers, the record's plain values
 
 
-def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, soft_target_bytes: int = 0) -> int:
-    """Upper bound of one trajectory's supervision on the wire."""
-    return 4 * prompt_tokens + BYTES_PER_RESPONSE_TOKEN * max_response_tokens + soft_target_bytes + BYTES_PER_SAMPLE
+def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
+    """Upper bound of what one prompt holds in the queue: its trajectories' supervision and their records."""
+    per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.soft_target_bytes_per_token
+    texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens
+    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.soft_target_bytes + BYTES_PER_SAMPLE
+    return needs.samples_per_prompt * (trajectory + texts)
 
 
 class AdmissionOrder:
@@ -28,15 +33,17 @@ class AdmissionOrder:
     def __init__(self) -> None:
         self._next = 0
         self._finished: dict[int, Sequence[Sample] | None] = {}  # None: the prompt died
+        self._living = 0  # of the finished; counted, since a console thread asks at any moment
 
     def __len__(self) -> int:
-        return sum(samples is not None for samples in self._finished.values())
+        return self._living
 
     def put(self, ordinal: int, samples: Sequence[Sample] | None) -> None:
         """A prompt finished with its samples, or died (None). Raises ValueError the second time."""
         if ordinal < self._next or ordinal in self._finished:
             raise ValueError(f"prompt {ordinal} finished twice")
         self._finished[ordinal] = samples
+        self._living += samples is not None
 
     def ready(self) -> list[int]:
         """Living prompts that no unfinished prompt stands before, in order."""
@@ -59,12 +66,14 @@ class AdmissionOrder:
             if samples is not None:
                 batch.append((self._next, samples))
             self._next += 1
+        self._living -= count
         return batch
 
     def drain(self) -> list[int]:
         """Drop all living prompts that wait, for the end of a run; returns their ordinals."""
         left = sorted(ordinal for ordinal, samples in self._finished.items() if samples is not None)
         self._finished.clear()
+        self._living = 0
         return left
 
 

@@ -120,6 +120,9 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: IntArray  # (N, k)
     probabilities: FloatArray  # (N, k) rows sum to 1
     weights: FloatArray  # (N,) factor of each position's cross-entropy in the trajectory's loss
+    # (N,) added to each cross-entropy before it is weighted; without a gradient. Minus the target's entropy
+    # makes the reported loss the KL divergence that a method is defined by.
+    offsets: FloatArray | None = None
 
 
 class Supervision(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +133,7 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: IntArray  # (P,)
     response_ids: IntArray  # (T,)
     behavior_logprobs: FloatArray  # (T,) log pi_old of the sampled tokens
-    version: WeightVersion  # oldest weights that sampled a token
+    version: WeightVersion | None  # oldest student weights that sampled a token; None when none did (off-policy)
     teacher_logprobs: FloatArray | None = None  # (T,) advantages follow as teacher - behaviour
     advantages: FloatArray | None = None  # (T,) given directly; exclusive with teacher_logprobs
     reference_logprobs: FloatArray | None = None  # (T,) for the reference KL
@@ -140,11 +143,12 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy returns for one trajectory: the trainer's part, and what people look at.
 
-    `metrics` are averaged over the iteration under their own names; `record` becomes one line of
-    `samples.jsonl` and holds JSON-encodable values only.
+    `supervision` is None for a trajectory that is not trained on; its record says why. `metrics` are
+    averaged over the iteration under their own names; `record` becomes one line of `samples.jsonl` and
+    holds plain values and arrays (NaN is written as null).
     """
 
-    supervision: Supervision
+    supervision: Supervision | None
     metrics: dict[str, float]
     record: dict[str, Any]
 
@@ -152,18 +156,29 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy asks of the backends; checked against `Capabilities` before the first request."""
 
-    teacher_top_k: int
+    teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing
+    teacher_responses: bool = False  # the teacher writes responses of its own
+    reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False
     candidate_logprobs: bool = False
+    samples_per_prompt: int = 1  # trajectories, at most
     probes_per_prompt: int = 0  # at most
     soft_target_bytes: int = 0  # at most, per trajectory on the wire
+    soft_target_bytes_per_token: int = 0  # the same, growing with the response
+
+    @property
+    def teacher(self) -> bool:
+        """Whether a teacher must be served at all."""
+        return self.teacher_top_k > 0 or self.teacher_responses
 
 
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of the run it is part of."""
 
-    vocab_size: int  # of the teacher's softmax
-    tokenizer: Any  # the teacher's, a transformers tokenizer; ids mean the same to the student
+    vocab_size: int  # of the teacher's softmax; the student's in a run without a teacher
+    tokenizer: Any  # the same model's, a transformers tokenizer; ids mean the same to the student
+    run_seed: int = 0  # what a policy draws by itself derives from it and the prompt's ordinal
+    reference_kl: bool = False  # whether the run's loss has a KL to the reference
 
 
 class WeightSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,10 @@ class Vocabulary:
         tokenizer = load_tokenizer(directory)
         ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         if (directory / "generation_config.json").exists():
-            configured = GenerationConfig.from_pretrained(directory).eos_token_id
+            try:
+                configured = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+            except (OSError, ValueError) as error:
+                raise DataError(f"{directory}: cannot read generation_config.json: {first_line(error)}") from None
             if configured is not None:
                 ends += configured if isinstance(configured, list) else [configured]
         if not ends:
@@ -40,6 +43,11 @@ class Vocabulary:
     @property
     def fingerprint(self) -> str:
         return tokenizer_fingerprint(self.tokenizer)
+
+
+def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
+    """What ends a response: a student may end with its own token or, once distilled, with its teacher's."""
+    return tuple(dict.fromkeys(end for vocabulary in vocabularies for end in vocabulary.end_token_ids))
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -46,7 +46,7 @@ def complaint(path: Path, *overrides: str) -> str:
         ("training.learning_rate=.inf", "training.learning_rate: input should be a"),
         ("policy=spt", "policy: no policy called 'spt'; did you mean 'spot'?"),
         ("student.backend=locl", "student.backend: no backend called 'locl'; did you mean 'local'?"),
-        ("policy={}", "policy: needs a `kind`, one of: opd, spot"),
+        ("policy={}", "policy: needs a `kind`, one of: eopd, grpo, kd, opd, spot"),
         ("policy=no.such.module:Policy", "policy: cannot load 'no.such.module:Policy'"),
         (
             "training.mini_batch_size=3",
@@ -66,6 +66,7 @@ def complaint(path: Path, *overrides: str) -> str:
             "override 'training.batch_size.x=1': training.batch_size is a value, not a section",
         ),
         ("data.train=", "data.train: input should be a valid string, but got None"),
+        ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
         ("policy.beta=[1", "override 'policy.beta=[1': line 1 not valid YAML"),
     ],
 )
@@ -73,6 +74,10 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, 
     line = complaint(config_path, override)
     assert expected in line
     assert "\n" not in line
+
+
+def test_of_a_newer_file_nothing_but_its_version_is_complained_about(config_path):
+    assert complaint(config_path, "version=2", "training.fancy_new_key=1").count("\n") == 0
 
 
 def test_every_mistake_is_reported_in_its_own_line(config_path):
@@ -83,7 +88,7 @@ def test_every_mistake_is_reported_in_its_own_line(config_path):
 def test_a_missing_section_is_named(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("student: {model: s}")
-    assert "teacher: required, but not given" in complaint(path)
+    assert "data: required, but not given" in complaint(path)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,7 @@ def test_the_written_configuration_reads_back_to_the_same_one(config_path, tmp_p
     written.write_text(dump_yaml(config))
     again = load_config(written)
     assert again == config
+    assert written.read_text().startswith("version: 1\n")
     assert again.student.backend.slots == 7
 
 
@@ -132,9 +138,38 @@ def test_a_plugin_can_be_named_by_module_and_class(config_path):
     assert config.verifier.workers == 1
 
 
+def test_a_section_that_is_off_can_be_turned_on_by_an_override(config_path):
+    config = load_config(config_path, ["telemetry.wandb=null", "telemetry.wandb.project=mine"])
+    assert config.telemetry.wandb.project == "mine"
+
+
 def test_sections_left_out_of_the_file_can_be_overridden_in_part(config_path):
     config = load_config(
         config_path, ["teacher.backend.slots=3", "evaluation.problems=x", "evaluation.verifier.workers=5"]
     )
     assert (config.teacher.backend.kind, config.teacher.backend.slots) == ("local", 3)
     assert (config.evaluation.verifier.kind, config.evaluation.verifier.workers) == ("math_verify", 5)
+
+
+def test_a_file_lies_over_the_one_that_its_base_names(config_path, tmp_path):
+    (tmp_path / "below").mkdir()
+    over = tmp_path / "below" / "over.yaml"
+    over.write_text("base: ../run.yaml\npolicy: {kind: opd}\ntraining: {batch_size: 16}\nteacher: null\n")
+    config_path.write_text(MINIMAL.replace("policy: spot", "policy: {kind: spot, gamma: 2.0}"))
+    config = load_config(over, ["training.mini_batch_size=2"])
+    assert config.policy.kind == "opd"  # as a whole: gamma is no key of it
+    assert (config.training.iterations, config.training.batch_size, config.training.mini_batch_size) == (3, 16, 2)
+    assert config.student.model == "s"
+    assert config.teacher is None
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [("nowhere.yaml", "nowhere.yaml: cannot read"), ("over.yaml", "is its own `base`"), ("[1]", "`base` must name")],
+)
+def test_a_base_that_cannot_be_read_is_one_line(tmp_path, base, expected):
+    over = tmp_path / "over.yaml"
+    over.write_text(f"base: {base}")
+    line = complaint(over)
+    assert expected in line
+    assert "\n" not in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from rich.console import Console
 from spot_async.config import EvaluationConfig
 from spot_async.evaluation.runner import EvaluationResult, JudgedResponse, evaluate, paired_change
 from spot_async.prompts import PromptSource
+from spot_async.seeds import derive_seed
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.telemetry.console import evaluation_table, unverified_note
 from spot_async.types import Generation, Problem, Verdict
@@ -73,7 +75,7 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
         PromptSource(problem=Problem(id=str(j), text="", answer=str(j)), token_ids=np.array([j], np.int32))
         for j in range(5)
     ]
-    seeds, peak, running = [], 0, 0
+    seeds, peak, running, asked = [], 0, 0, Counter()
 
     class Student:
         async def generate(self, prompt_ids, sampling, **rest):
@@ -81,24 +83,40 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
             running += 1
             peak = max(peak, running)
             seeds.append(sampling.seed)
+            assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.9, 0.8, 77)
+            assert sampling.stop_token_ids == (1, 6)
+            assert sampling.seed == derive_seed(42, int(prompt_ids[0]), asked[int(prompt_ids[0])])
+            asked[int(prompt_ids[0])] += 1
             await asyncio.sleep(1 + sampling.seed % 3)
             running -= 1
             ids = np.array([int(prompt_ids[0]) if len(seeds) % 2 else 99], np.int32)
             return Generation(token_ids=ids, logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=())
 
     class Exact:
+        hesitated = False
+
         async def verify(self, problem, text, *, deadline):
+            if not self.hesitated:
+                self.hesitated = True
+                return Verdict.ERROR  # missing evidence: asked once more
             return Verdict.CORRECT if text == problem.answer else Verdict.WRONG
 
     progress = []
-    config = EvaluationConfig(problems="", samples=4, concurrency=3, verifier={"kind": "boxed_match"})
+    config = EvaluationConfig(
+        problems="",
+        samples=4,
+        temperature=0.9,
+        max_response_tokens=77,
+        concurrency=3,
+        verifier={"kind": "boxed_match"},
+    )
     found = run_on_virtual_time(
         evaluate(
             sources,
             config,
             generator=Student(),
             verifier=Exact(),
-            vocabulary=SimpleNamespace(end_token_ids=(1,), decode=lambda ids: str(ids[0])),
+            vocabulary=SimpleNamespace(end_token_ids=(1, 6), decode=lambda ids: str(ids[0])),
             on_progress=lambda done, total: progress.append((done, total)),
         )
     )
@@ -106,3 +124,4 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
     assert peak == 3
     assert progress[-1] == (20, 20)
     assert found.correct.shape == (5, 4)
+    assert found.count(Verdict.ERROR) == 0

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 
+from spot_async import wire
 from spot_async.concurrency import leaves
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import PermanentError, SpotError, TransientError
@@ -28,6 +30,7 @@ from spot_async.simulation.services import (
 )
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.stages import Services, Stages
+from spot_async.supervision_queue import worst_case_bytes
 from spot_async.types import PolicyContext, Problem, Prompt
 
 
@@ -90,6 +93,7 @@ def build(
     capacity_prompts=None,
     concurrency=64,
     run_seed=0,
+    evaluate=None,
 ):
     policy = policy or SpotPolicy(SpotPolicy.Settings(), context())
     student = student or SimulatedStudent()
@@ -128,6 +132,7 @@ def build(
         trainer=trainer,
         weight_sinks=[student],
         observer=journal,
+        evaluate=evaluate,
     )
     return orchestrator, trainer, journal
 
@@ -140,6 +145,24 @@ def test_a_thousand_prompts_are_trained_once_in_admission_order_from_the_live_we
         assert {s.version.step for s in batch} == {step}  # strict: iteration i from v_i
     assert orchestrator.state.ledger.count(PromptState.TRAINED) == 1000
     assert len(journal.results) == 10
+
+
+def test_an_evaluation_has_the_student_to_itself_and_measures_the_weights_just_trained():
+    student = SimulatedStudent()
+    seen = []
+
+    async def evaluate(iteration):
+        requests = student.requests
+        await asyncio.sleep(1000)
+        assert student.requests == requests
+        seen.append((iteration, student.version.step))
+        return f"result {iteration}" if iteration == 2 else None
+
+    orchestrator, _, journal = build(student=student, iterations=3, evaluate=evaluate)
+    run_on_virtual_time(orchestrator.run())
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+    assert [result.evaluation for result in journal.results] == [None, "result 2", None]
+    assert [result.times_s.evaluate for result in journal.results] == pytest.approx([1000] * 3)
 
 
 def test_the_same_seed_gives_the_same_supervision_at_any_concurrency_and_latency():
@@ -286,3 +309,16 @@ def test_spot_without_positions_is_opd_bit_for_bit():
         assert theirs.soft_targets is None
         for name in ("prompt_ids", "response_ids", "behavior_logprobs", "teacher_logprobs"):
             assert getattr(ours, name).tobytes() == getattr(theirs, name).tobytes()
+
+
+def test_what_a_prompt_holds_in_the_queue_stays_within_what_it_reserved():
+    policy = SpotPolicy(SpotPolicy.Settings(), context())
+    orchestrator, _, journal = build(policy=policy)
+    run_on_virtual_time(orchestrator.run())
+    for result in journal.results:
+        for sample in result.samples:
+            shared = sum(v.nbytes for v in sample.record.values() if isinstance(v, np.ndarray))
+            plain = {k: v for k, v in sample.record.items() if not isinstance(v, np.ndarray)}
+            held = len(wire.encode(sample.supervision)) + shared + len(msgspec.json.encode(plain, enc_hook=str))
+            prompt_tokens = len(sample.supervision.prompt_ids)
+            assert 0.02 < held / worst_case_bytes(prompt_tokens, 128, policy.needs) < 1

@@ -23,9 +23,11 @@ from spot_async.types import (
 VOCAB = 12
 RESPONSE = np.array([5, 2, 6, 7, 1], dtype=np.int32)  # 2 is punctuation, 1 ends
 PROMPT = Prompt(ordinal=7, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
-# teacher probabilities over the candidates (8, 9, 10, 11): the same at every position, the entropy is not
-CANDIDATES = np.array([8, 9, 10, 11], dtype=np.int32)
-TEACHER = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
+# Every position has candidates and probabilities of its own, so that reading a neighbour's row shows.
+CANDIDATES = np.array([np.roll([8, 9, 10, 11], t) for t in range(5)], dtype=np.int32)  # (T, k)
+TEACHER = np.log(np.array([[0.4, 0.3, 0.2, 0.1]]) + 0.001 * np.arange(5)[:, None])  # (T, k)
+TEACHER_SAMPLED = np.array([-0.5, -0.6, -0.7, -0.8, -0.9], np.float32)
+BEHAVIOR = np.array([-1.0, -1.1, -1.2, -1.3, -1.4], np.float32)
 ENTROPY = np.array([1.0, 9.9, 2.0, 3.0, 9.9], dtype=np.float32)
 
 
@@ -45,25 +47,24 @@ class ScriptedStages:
     """Answers as told and remembers what was asked."""
 
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)  # by branch ids; default WRONG
-    student: np.ndarray = field(default_factory=lambda: np.log(np.full(4, 0.05)))
     probes: list = field(default_factory=list)
     verified: list = field(default_factory=list)
-    scored_positions: list | None = None
+    candidates: tuple | None = None  # positions and ids the student was asked about
 
     async def rollout(self):
         version = WeightVersion(0, 3)
         return Generation(
             token_ids=RESPONSE,
-            logprobs=np.full(5, -1.0, np.float32),
+            logprobs=BEHAVIOR,
             finish_reason="stop",
             version_spans=(VersionSpan(0, 5, version),),
         )
 
     async def score(self, response_ids, *, top_k):
         return TokenScores(
-            logprobs=np.full(5, -0.5, np.float32),
-            topk_ids=np.tile(CANDIDATES, (5, 1)),
-            topk_logprobs=np.tile(TEACHER, (5, 1)).astype(np.float32),
+            logprobs=TEACHER_SAMPLED,
+            topk_ids=CANDIDATES,
+            topk_logprobs=TEACHER.astype(np.float32),
             entropy=ENTROPY,
             entropy_lower=ENTROPY,
             entropy_upper=ENTROPY,
@@ -72,8 +73,8 @@ class ScriptedStages:
 
     async def candidate_logprobs(self, response_ids, positions, candidate_ids, *, version):
         assert version == WeightVersion(0, 3)
-        self.scored_positions = positions.tolist()
-        return np.tile(self.student, (len(positions), 1)).astype(np.float32)
+        self.candidates = (positions.tolist(), candidate_ids.tolist())
+        return np.full(candidate_ids.shape, np.log(0.05), np.float32)
 
     async def probe(self, response_ids, position, candidate_id, *, n):
         self.probes.append((position, candidate_id, n))
@@ -105,8 +106,9 @@ async def supervise(stages, **settings):
 async def test_only_unmasked_positions_are_scored_and_the_best_are_probed_with_the_teachers_candidates():
     stages = ScriptedStages()
     await supervise(stages)
-    assert stages.scored_positions == [0, 2, 3]  # the punctuation and the end token are masked
-    assert sorted(stages.probes) == [(p, int(c), 0) for p in (2, 3) for c in CANDIDATES]
+    # the punctuation and the end token are masked
+    assert stages.candidates == ([0, 2, 3], CANDIDATES[[0, 2, 3]].tolist())
+    assert sorted(stages.probes) == [(p, c, 0) for p in (2, 3) for c in sorted(CANDIDATES[p].tolist())]
     assert tuple(RESPONSE.tolist()) in stages.verified
     assert branch(3, 9) in stages.verified
 
@@ -115,9 +117,9 @@ async def test_positions_without_a_correct_branch_are_left_out_and_the_weight_is
     stages = ScriptedStages(verdicts={branch(2, 9): Verdict.CORRECT})
     targets = (await supervise(stages, beta=0.3)).supervision.soft_targets
     assert targets.positions.tolist() == [2]
-    assert targets.token_ids.tolist() == [CANDIDATES.tolist()]
+    assert targets.token_ids.tolist() == [CANDIDATES[2].tolist()]
     assert targets.weights == pytest.approx([0.3])
-    tilted = np.exp(TEACHER) * np.exp([0, 1, 0, 0])
+    tilted = np.exp(TEACHER[2]) * np.where(CANDIDATES[2] == 9, np.e, 1.0)
     assert targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
 
     stages = ScriptedStages(verdicts={branch(2, 9): Verdict.CORRECT, branch(3, 8): Verdict.CORRECT})
@@ -128,20 +130,25 @@ async def test_positions_without_a_correct_branch_are_left_out_and_the_weight_is
 async def test_gamma_zero_distils_the_teachers_prior():
     stages = ScriptedStages(verdicts={branch(2, 11): Verdict.CORRECT})
     targets = (await supervise(stages, gamma=0.0)).supervision.soft_targets
-    assert targets.probabilities[0] == pytest.approx(np.exp(TEACHER), abs=1e-6)
+    assert targets.probabilities[0] == pytest.approx(np.exp(TEACHER[2]) / np.exp(TEACHER[2]).sum(), abs=1e-6)
 
 
 async def test_nothing_correct_is_plain_opd():
     sample = await supervise(ScriptedStages())
     assert sample.supervision.soft_targets is None
-    assert sample.supervision.teacher_logprobs.tolist() == [-0.5] * 5
     assert sample.metrics["spot/retained"] == 0
+    supervision = sample.supervision
+    assert supervision.prompt_ids.tolist() == PROMPT.token_ids.tolist()
+    assert supervision.response_ids.tolist() == RESPONSE.tolist()
+    assert supervision.behavior_logprobs.tolist() == BEHAVIOR.tolist()
+    assert supervision.teacher_logprobs.tolist() == TEACHER_SAMPLED.tolist()
+    assert supervision.version == WeightVersion(0, 3)
 
 
 async def test_missing_evidence_is_left_out_of_the_mean_and_a_candidate_without_any_drops_its_position():
     one_left = {branch(2, 9, 0): Verdict.TIMEOUT, branch(2, 9, 1): Verdict.CORRECT}
     sample = await supervise(ScriptedStages(verdicts=one_left), probes=2)
-    tilted = np.exp(TEACHER) * np.exp([0, 1, 0, 0])  # the mean of one reward, not of two
+    tilted = np.exp(TEACHER[2]) * np.where(CANDIDATES[2] == 9, np.e, 1.0)  # the mean of one reward, not of two
     assert sample.supervision.soft_targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
 
     none_left = {branch(2, 9): Verdict.ERROR, branch(2, 8): Verdict.CORRECT}
@@ -153,9 +160,13 @@ async def test_missing_evidence_is_left_out_of_the_mean_and_a_candidate_without_
 async def test_the_record_holds_what_spot_saw():
     stages = ScriptedStages(verdicts={branch(2, 9): Verdict.CORRECT})
     record = (await supervise(stages)).record
-    assert [score is None for score in record["acquisition_score"]] == [False, True, False, False, True]
+    assert np.isnan(record["acquisition_score"]).tolist() == [False, True, False, False, True]
     assert record["selected_positions"] == [2, 3]
-    second = record["branches"][0]["candidates"][1]
-    assert (second["token_id"], second["value"], second["verdicts"]) == (9, 1.0, ["correct"])
-    assert second["target"] > second["prior"] == pytest.approx(0.3)
+    (nine,) = [c for c in record["branches"][0]["candidates"] if c["token_id"] == 9]
+    assert (nine["value"], nine["verdicts"]) == (1.0, ["correct"])
+    prior = np.exp(TEACHER[2]) / np.exp(TEACHER[2]).sum()
+    assert nine["target"] > nine["prior"] == pytest.approx(prior[CANDIDATES[2].tolist().index(9)], abs=1e-6)
+    assert nine["teacher"] == pytest.approx(np.exp(TEACHER[2][CANDIDATES[2].tolist().index(9)]), abs=1e-6)
+    assert nine["student"] == pytest.approx(0.05)
+    assert record["branches"][0]["score_parts"]["coverage"] == pytest.approx(0.2)  # four candidates of 0.05
     assert [b["retained"] for b in record["branches"]] == [True, False]

@@ -118,13 +118,14 @@ async def test_generation_scores_and_candidates_agree_over_the_wire(backend: Loc
     )
     assert len({tuple(reply.token_ids) for reply in replies}) == 12
     for reply in replies[:2]:
-        scores = await backend.score(PROMPT, reply.token_ids, top_k=3, deadline=soon())
+        scores = await backend.score(PROMPT, reply.token_ids, top_k=3, temperature=1.0, deadline=soon())
         version = reply.version_spans[0].version
         candidates = await backend.candidate_logprobs(
             PROMPT,
             reply.token_ids,
             np.array([6, 2], np.int32),
             reply.token_ids[[[6, 0], [2, 1]]],
+            temperature=1.0,
             expected_version=version,
             deadline=soon(),
         )
@@ -138,17 +139,17 @@ async def test_generation_scores_and_candidates_agree_over_the_wire(backend: Loc
 async def test_an_update_changes_weights_and_version_or_nothing(
     backend: LocalBackend, new_weights: Path, tmp_path: Path
 ) -> None:
-    before = await backend.score(PROMPT, RESPONSE, top_k=0, deadline=soon())
+    before = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
     with pytest.raises(PermanentError, match=r"student: .*holds neither model\.safetensors"):
         await backend.update_weights(
             WeightSnapshot(directory=str(tmp_path), version=WeightVersion(9, 9)), deadline=soon()
         )
-    unchanged = await backend.score(PROMPT, RESPONSE, top_k=0, deadline=soon())
+    unchanged = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
     np.testing.assert_array_equal(unchanged.logprobs, before.logprobs)
     assert unchanged.version == before.version
     version = WeightVersion(1, 4)
     await backend.update_weights(WeightSnapshot(directory=str(new_weights), version=version), deadline=soon())
-    after = await backend.score(PROMPT, RESPONSE, top_k=0, deadline=soon())
+    after = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
     assert after.version == version
     assert not np.allclose(after.logprobs, before.logprobs)
     with pytest.raises(VersionMismatchError, match=rf"asked of weights {before.version}.*holds 1\.4"):
@@ -157,6 +158,7 @@ async def test_an_update_changes_weights_and_version_or_nothing(
             RESPONSE,
             np.array([0], np.int32),
             np.array([[3]], np.int32),
+            temperature=1.0,
             expected_version=before.version,
             deadline=soon(),
         )
@@ -167,7 +169,7 @@ async def test_bad_requests_are_refused_in_one_line_and_never_retried(backend: L
     with pytest.raises(PermanentError, match=r"^student: prompt_ids holds 53: the vocabulary has 53 tokens$"):
         await backend.generate(np.array([VOCAB], np.int32), sampling(), deadline=soon())
     with pytest.raises(PermanentError, match="exceed the context of 20000 tokens"):
-        await backend.score(PROMPT, np.zeros(20000, np.int32), top_k=0, deadline=soon())
+        await backend.score(PROMPT, np.zeros(20000, np.int32), top_k=0, temperature=1.0, deadline=soon())
     with pytest.raises(PermanentError, match="temperature=nan"):
         await backend.generate(PROMPT, sampling(temperature=float("nan")), deadline=soon())
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.errors import DeadlineExceededError
+from spot_async.seeds import derive_seed
 from spot_async.stages import Services, Stages
-from spot_async.types import Generation, Problem, Prompt, Verdict
+from spot_async.types import Generation, Problem, Prompt, TokenScores, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
@@ -21,6 +23,7 @@ class Recorder:
     def __init__(self, verdicts=()):
         self.generated = []
         self.scored = []
+        self.temperatures = []
         self.verdicts = list(verdicts)
         self.verified = 0
 
@@ -30,18 +33,33 @@ class Recorder:
             token_ids=np.array([9], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=()
         )
 
-    async def score(self, prompt_ids, response_ids, *, top_k, deadline):
+    async def score(self, prompt_ids, response_ids, *, top_k, temperature, deadline):
         self.scored.append(response_ids.tolist())
+        self.temperatures.append(temperature)
+        zeros = np.zeros(len(response_ids), np.float32)
+        topk_ids = np.tile(np.array([[6, 2, 1]], np.int32), (len(response_ids), 1))
+        return TokenScores(
+            logprobs=zeros,
+            topk_ids=topk_ids,
+            topk_logprobs=np.zeros(topk_ids.shape, np.float32),
+            entropy=zeros,
+            entropy_lower=zeros,
+            entropy_upper=zeros,
+            version=WeightVersion(0, 0),
+        )
+
+    async def candidate_logprobs(self, prompt_ids, response_ids, positions, candidate_ids, *, temperature, **rest):
+        self.temperatures.append(temperature)
 
     async def verify(self, problem, text, *, deadline):
         self.verified += 1
         return self.verdicts.pop(0)
 
 
-def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT):
+def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, reference=None):
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
-        Services(recorder, recorder, recorder, recorder),
+        Services(recorder, recorder, recorder, recorder, reference=reference),
         StagesConfig(),
         SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
         student=vocabulary(student_ends),
@@ -95,9 +113,70 @@ async def test_an_end_token_the_teacher_lacks_is_scored_as_the_teachers():
     assert recorder.generated[0][1].stop_token_ids == (1, 2, 8)
 
 
+async def test_a_teacher_that_only_tolerates_the_students_end_token_scores_its_own():
+    """A Base student and its chat teacher: the teacher's stop ids often hold both, but it writes the first."""
+    recorder = Recorder()
+    await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
+    await bound(recorder, student_ends=(2, 1), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
+    assert recorder.scored == [[5, 6, 7, 2], [5, 6, 7, 1]]
+
+
+async def test_the_teachers_end_token_among_candidates_stands_for_the_students():
+    recorder = Recorder()
+    scores = await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=3)
+    assert scores.topk_ids.tolist() == [[6, 1, 2]] * 4  # swapped, so that candidates stay different
+    scores = await bound(recorder, student_ends=(2, 1), teacher_ends=(2,)).score(RESPONSE, top_k=3)
+    assert scores.topk_ids.tolist() == [[6, 2, 1]] * 4
+
+
 async def test_missing_evidence_is_asked_for_once_more():
     recorder = Recorder([Verdict.TIMEOUT, Verdict.CORRECT])
     assert await bound(recorder).verify(RESPONSE) is Verdict.CORRECT
     recorder = Recorder([Verdict.ERROR, Verdict.TIMEOUT, Verdict.CORRECT])
     assert await bound(recorder).verify(RESPONSE) is Verdict.TIMEOUT
     assert recorder.verified == 2
+
+
+async def test_a_verification_that_passes_its_deadline_is_missing_evidence():
+    class Busy(Recorder):
+        async def verify(self, problem, text, *, deadline):
+            self.verified += 1
+            raise DeadlineExceededError("no worker was free")
+
+    recorder = Busy()
+    assert await bound(recorder).verify(RESPONSE) is Verdict.TIMEOUT
+    assert recorder.verified == 2
+
+
+async def test_all_log_probabilities_are_asked_for_at_the_rollouts_temperature():
+    recorder = Recorder()
+    stages = bound(recorder)
+    await stages.rollout()
+    await stages.score(RESPONSE, top_k=1)
+    positions, candidates = np.zeros(1, np.int32), np.zeros((1, 2), np.int32)
+    await stages.candidate_logprobs(RESPONSE, positions, candidates, version=WeightVersion(0, 0))
+    assert recorder.generated[0][1].temperature == 0.7
+    assert recorder.temperatures == [0.7, 0.7]
+
+
+async def test_samples_of_a_group_have_seeds_of_their_own_and_the_first_has_a_single_rollouts():
+    recorder = Recorder()
+    stages = bound(recorder, run_seed=3)
+    for n in range(3):
+        await stages.rollout(n=n)
+    first, *others = [sampling.seed for _, sampling in recorder.generated]
+    assert first == derive_seed(3, PROMPT.ordinal, "rollout")  # a run's tokens stay the same from version to version
+    assert len({first, *others}) == 3
+
+
+async def test_the_reference_scores_what_was_sampled_end_token_included():
+    reference = Recorder()
+    stages = bound(Recorder(), student_ends=(1,), teacher_ends=(2,), reference=reference)
+    await stages.reference_logprobs(RESPONSE)
+    assert reference.temperatures == [0.7]
+    assert reference.scored == [RESPONSE.tolist()]  # not as the teacher ends
+
+
+async def test_asking_for_what_the_needs_did_not_state_is_an_error():
+    with pytest.raises(LookupError, match="teacher_responses"):
+        await bound(Recorder()).teacher_response()

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -37,17 +38,20 @@ class Command:
     def __init__(self, *arguments: str) -> None:
         self.marker = f"SPOT_ASYNC_TEST={uuid.uuid4().hex}"
         name, _, value = self.marker.partition("=")
+        scratch = tempfile.mkdtemp(prefix="spot-test-")  # what a killed owner leaves is swept up by `finish`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "spot_async", *arguments],
             cwd=ROOT,
-            env={**os.environ, name: value, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, name: value, "OMP_NUM_THREADS": "1", "TMPDIR": scratch},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.scratch = scratch
 
     def finish(self, timeout_s: float = START_TIMEOUT_S) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout_s)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         return self.process.returncode, out, err
 
     def processes(self) -> dict[int, str]:
@@ -105,6 +109,7 @@ def finished_run(tmp_path_factory):
         f"run.directory={run}",
         *QUICK[:-1],
         "evaluation.samples=2",
+        "evaluation.eval_every=1",
         f"evaluation.problems={few_problems(run.parent)}",
         "training.ranks=2",
     )
@@ -134,6 +139,26 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     assert AutoTokenizer.from_pretrained(run / "student").chat_template
 
 
+def test_a_run_can_be_looked_at(finished_run, tmp_path):
+    run, _ = finished_run
+    events = json.loads((run / "trace.json").read_bytes())
+    names = [event["name"] for event in events]
+    assert names.count("wait for batch") == 2
+    assert sum(name.startswith("rollout ") for name in names) == 16
+
+    code, out, _ = Command("inspect", str(run), "0", "--html", str(tmp_path / "sample.html")).finish()
+    assert code == 0
+    (first, *_) = (json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines())
+    candidate = first["branches"][0]["candidates"][0]
+    assert candidate["continuations"][0][:20] in out
+    assert 0 <= candidate["student"] <= 1
+    assert "&lt;|end|&gt;" in (tmp_path / "sample.html").read_text()  # tokens by the trained student's tokenizer
+
+    code, _, _ = Command("report", str(run), "--html", str(tmp_path / "report.html")).finish()
+    assert code == 0
+    assert "bound: " in (tmp_path / "report.html").read_text()
+
+
 def test_a_run_records_what_spot_saw(finished_run):
     run, _ = finished_run
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
@@ -154,6 +179,22 @@ def test_a_run_records_what_spot_saw(finished_run):
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m["iteration"] for m in metrics] == [1, 2]
     assert all(m["train/trajectories"] == 8 for m in metrics)
+
+
+def test_evaluations_during_the_run_are_recorded_and_keep_the_best_student(finished_run):
+    from transformers import AutoModelForCausalLM
+
+    run, out = finished_run
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = json.loads((run / "summary.json").read_text())["best"]
+    assert best["value"] == max(row["evaluation/avg@2"] for row in rows)
+    assert best["value"] == rows[best["iteration"] - 1]["evaluation/avg@2"]
+    assert (run / "best").resolve() == run / "weights" / f"best-{best['iteration']:06d}"
+    AutoModelForCausalLM.from_pretrained(run / "best")
+    assert (run / "evaluation-000002.jsonl").read_bytes() == (run / "evaluation-after.jsonl").read_bytes()
+    assert len((run / "evaluation-000001.jsonl").read_text().splitlines()) == 12
+    assert f"Best by Avg@2: iteration {best['iteration']}" in out
+    assert "optimistic" in out
 
 
 def test_the_written_configuration_runs_again(finished_run, tmp_path):

@@ -141,12 +141,15 @@ def alive(pid: int) -> bool:
 
 
 @needs_proc
+@pytest.mark.parametrize(
+    "training", [{}, {"behavior": "recomputed", "importance_cap": 2.0}], ids=["served", "recomputed"]
+)
 async def test_two_ranks_train_what_one_rank_trains_and_a_resent_batch_is_not_trained_again(
-    student: Path, tmp_path: Path
+    student: Path, tmp_path: Path, training: dict[str, Any]
 ) -> None:
     reports: dict[int, list[TrainReport]] = {}
     for ranks in (1, 2):
-        settings = trainer_settings(student, tmp_path / str(ranks), ranks=ranks)
+        settings = trainer_settings(student, tmp_path / str(ranks), ranks=ranks, **training)
         async with TrainerProcess(settings) as trainer:
             reports[ranks] = [await trainer.train(0, unequal_batch(0))]
             if ranks == 1:
@@ -159,7 +162,8 @@ async def test_two_ranks_train_what_one_rank_trains_and_a_resent_batch_is_not_tr
         wait_until_gone(pids, timeout_s=5)
 
     for one, two in zip(reports[1], reports[2], strict=True):
-        for name in ("loss", "loss_policy", "loss_branch", "grad_norm", "ratio_mean", "ratio_max", "advantage_mean"):
+        means = ("loss", "loss_policy", "loss_branch", "grad_norm", "ratio_mean", "ratio_max", "advantage_mean")
+        for name in (*means, "mismatch_mean", "mismatch_max", "importance_weight_mean"):
             assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5, abs=1e-7), name
         for name in ("tokens", "trajectories", "updates", "branch_positions"):
             assert two.metrics[name] == one.metrics[name], name

@@ -1,7 +1,7 @@
 """Samples k responses to each held-out problem, judges them, and makes the figures of a table.
 
 Protocol of method.md section 6: native chat template, temperature 1.0, top-p 0.8, one seed per
-(problem, sample). A response without evidence after all retries counts as not correct, and is counted.
+(problem, sample). A response without evidence after a second try counts as not correct, and is counted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from spot_async.prompts import PromptSource
 from spot_async.protocols import Generator, Verifier
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
+from spot_async.stages import ask_verdict
 from spot_async.types import BoolArray, SamplingSettings, Verdict
 from spot_async.vocabulary import Vocabulary
 
@@ -104,13 +105,16 @@ async def evaluate(
     on_progress: Callable[[int, int], None],
 ) -> EvaluationResult:
     """Run one evaluation. `on_progress(finished, total)` is called after each response."""
-    stage = Stage(
-        "evaluation",
-        concurrency=config.concurrency,
-        timeout_s=config.timeout_s,
-        retry=RetryPolicy(REQUEST_ATTEMPTS),
-        mailbox_capacity=1,
-        jitter=lambda: 0.5,
+    generation_stage, verification = (
+        Stage(
+            name,
+            concurrency=config.concurrency,
+            timeout_s=config.timeout_s,
+            retry=RetryPolicy(REQUEST_ATTEMPTS),
+            mailbox_capacity=1,
+            jitter=lambda: 0.5,
+        )
+        for name in ("evaluation", "evaluation verify")
     )
     total = len(sources) * config.samples
     judged: dict[tuple[int, int], JudgedResponse] = {}
@@ -130,11 +134,11 @@ async def evaluate(
             seed=derive_seed(config.seed, j, i),
         )
         problem, prompt_ids = sources[j].problem, sources[j].token_ids
-        generation = await stage.ask(
+        generation = await generation_stage.ask(
             (j, i), lambda deadline: generator.generate(prompt_ids, sampling, session=f"eval-{j}", deadline=deadline)
         )
         text = vocabulary.decode(generation.token_ids)
-        verdict = await stage.ask((j, i), lambda deadline: verifier.verify(problem, text, deadline=deadline))
+        verdict = await ask_verdict(verification, (j, i), verifier, problem, text)
         return JudgedResponse(
             problem_id=problem.id,
             sample=i,

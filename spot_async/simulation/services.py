@@ -91,6 +91,7 @@ class SimulatedStudent:
         positions: IntArray,
         candidate_ids: IntArray,
         *,
+        temperature: float,
         expected_version: WeightVersion,
         deadline: float,
     ) -> FloatArray:
@@ -115,7 +116,9 @@ class SimulatedTeacher:
 
     latency: Latency = field(default_factory=Latency)
 
-    async def score(self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, deadline: float) -> TokenScores:
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
         rng = _rng("teacher", prompt_ids.tobytes() + response_ids.tobytes())
         await asyncio.sleep(self.latency.of(len(response_ids), rng))
         logits = rng.normal(scale=2.0, size=(len(response_ids), VOCAB_SIZE))
@@ -158,4 +161,4 @@ class SimulatedTrainer:
         await asyncio.sleep(self.step_s)
         self.batches.append(list(batch))
         snapshot = WeightSnapshot(directory=f"weights/{iteration + 1}", version=WeightVersion(0, iteration + 1))
-        return TrainReport(snapshot=snapshot, metrics={"loss/total": 0.0})
+        return TrainReport(snapshot=snapshot, metrics={"loss": 0.0})

@@ -18,9 +18,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.evaluation.runner import EvaluationResult, paired_change
+from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
+from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.run_log import mean_metrics
+from spot_async.timeline import busiest
 from spot_async.types import Prompt, Verdict
 
 REFRESH_PER_S = 4
@@ -74,6 +76,7 @@ class RunConsole:
             f"loss {train.get('loss', math.nan):.4f}",
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
+            evaluation_words(result.evaluation),
         ]
         self._say(" · ".join(part for part in parts if part))
 
@@ -123,12 +126,12 @@ class TokenRate:
 
 
 def describe_wait(orchestrator: Orchestrator) -> str:
-    """What holds the trainer up, the busiest stage named."""
+    """What holds the trainer up, the stage that most prompts are at named."""
     waiting_for = orchestrator.state.waiting_for
     if waiting_for != "supervision":
         return waiting_for
-    busiest = max(orchestrator.stages.all, key=lambda stage: stage.waiting + stage.in_flight)
-    return f"supervision: {busiest.name}" if busiest.waiting + busiest.in_flight else waiting_for
+    stage = busiest(orchestrator.stages.all)
+    return f"supervision: {stage}" if stage else waiting_for
 
 
 def stage_table(orchestrator: Orchestrator) -> Table:
@@ -142,14 +145,48 @@ def stage_table(orchestrator: Orchestrator) -> Table:
     return table
 
 
-def evaluation_table(before: EvaluationResult | None, after: EvaluationResult | None) -> Table:
-    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems."""
+def evaluation_words(result: EvaluationResult | None) -> str:
+    """The two figures of all problems, for a line of progress."""
+    if result is None:
+        return ""
+    figures = result.figures(ALL_TIERS)
+    return f"held out: Avg@{result.samples} {percent(figures.avg)}, Pass@{result.samples} {percent(figures.pass_)}"
+
+
+def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
+    """The best student and its figure, with what the figure is worth."""
+    metric = f"{best.criterion.capitalize()}@{best.samples}"
+    if before is not None:
+        start = before.figures(ALL_TIERS)
+        if best.value <= (start.avg if best.criterion == "avg" else start.pass_):
+            return (
+                f"No student was better by {metric} than the one it started from; best was iteration {best.iteration}."
+            )
+    return (
+        f"Best by {metric}: iteration {best.iteration}, {with_error(best.value, best.standard_error)} on all problems. "
+        "It was picked by these same problems, so this figure is optimistic: measure it on others before comparing."
+    )
+
+
+def evaluation_table(
+    before: EvaluationResult | None, after: EvaluationResult | None, best: BestCheckpoint | None = None
+) -> Table:
+    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems. The best student below."""
     result = after or before
     assert result is not None
     k = result.samples
     columns = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
     title = "Held-out problems: percent ± standard error over the n problems of a tier"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=None if best is None else best_words(best, before),
+        caption_justify="left",
+        caption_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     headings = [metric if len(columns) == 1 else f"{metric}\n{name}"
                 for metric in (f"Avg@{k}", f"Pass@{k}") for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:

@@ -1,41 +1,50 @@
 """Writes what happened in a run to its directory: metrics, samples, dead letters, events.
 
-Metric names are `area/name`; `docs/metrics` explains how to read them. Values that samples carry are
+Metric names are `area/name`; docs/metrics.md explains how to read them. Values that samples carry are
 averaged over those samples that have them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 
 from spot_async.actor import Stage
+from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
+from spot_async.telemetry.sinks import MetricSink
 from spot_async.types import Prompt, Sample
 
 
 class RunLog:
     """`RunObserver` that keeps the files of a run directory up to date."""
 
-    def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
+    def __init__(self, directory: RunDirectory, stages: Sequence[Stage], sinks: Sequence[MetricSink] = ()) -> None:
         self._directory = directory
+        self._sinks = sinks
         self._stages = stages
-        self._last_counters = {stage.name: (0, 0.0) for stage in stages}
+        self._last_counters = {stage.name: (0, 0.0, 0.0) for stage in stages}
         self._iteration_started_s = time.monotonic()
 
     def iteration_finished(self, result: IterationResult) -> None:
         now_s = time.monotonic()
-        metrics = iteration_metrics(result, now_s - self._iteration_started_s) | self._stage_metrics()
+        elapsed_s = now_s - self._iteration_started_s
+        metrics = iteration_metrics(result, elapsed_s) | self._stage_metrics(elapsed_s - result.times_s.evaluate)
         self._iteration_started_s = now_s
         self._directory.append(
             "samples.jsonl", [{"iteration": result.iteration, **sample.record} for sample in result.samples]
         )
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
+        for sink in self._sinks:
+            sink.write(result.iteration, metrics)
         self._directory.point_student_to(Path(result.report.snapshot.directory))
 
     def prompt_died(self, prompt: Prompt, reason: str) -> None:
@@ -45,23 +54,31 @@ class RunLog:
         )
         structlog.get_logger().warning("prompt died", problem_id=prompt.problem.id, reason=reason)
 
-    def _stage_metrics(self) -> dict[str, float]:
-        """Requests of the iteration just finished, and how long they took on average."""
+    def _stage_metrics(self, elapsed_s: float) -> dict[str, float]:
+        """Requests of the iteration just finished, how long they took, and how many there were at a time.
+
+        Means over the iteration: time spent by all requests together, over the time that passed.
+        """
         metrics: dict[str, float] = {}
         for stage in self._stages:
-            completed, busy_s = stage.counters.completed, stage.counters.busy_s
-            last_completed, last_busy_s = self._last_counters[stage.name]
-            self._last_counters[stage.name] = (completed, busy_s)
+            counters = stage.counters
+            completed, busy_s, waited_s = counters.completed, counters.busy_s, counters.waited_s
+            last_completed, last_busy_s, last_waited_s = self._last_counters[stage.name]
+            self._last_counters[stage.name] = (completed, busy_s, waited_s)
             requests = completed - last_completed
             metrics[f"stage/{stage.name}/requests"] = float(requests)
             if requests:
                 metrics[f"stage/{stage.name}/mean_latency_s"] = (busy_s - last_busy_s) / requests
+            if elapsed_s > 0:
+                metrics[f"stage/{stage.name}/mean_in_flight"] = (busy_s - last_busy_s) / elapsed_s
+                metrics[f"stage/{stage.name}/mean_queued"] = (waited_s - last_waited_s) / elapsed_s
         return metrics
 
 
 def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, float]:
-    """One iteration as `area/name` figures."""
+    """One iteration as `area/name` figures: what `metrics.jsonl` and every other sink get."""
     means = mean_metrics(result.samples)
+    training_s = elapsed_s - result.times_s.evaluate
     generated = sum(s.metrics.get("rollout/tokens", 0.0) + s.metrics.get("probe/tokens", 0.0) for s in result.samples)
     return {
         **means,
@@ -70,8 +87,29 @@ def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, fl
         "time/wait_for_batch_s": result.times_s.wait_for_batch,
         "time/train_s": result.times_s.train,
         "time/update_weights_s": result.times_s.update_weights,
-        "throughput/generated_tokens_per_s": generated / elapsed_s if elapsed_s > 0 else 0.0,
+        **{f"wait/{stage}_s": seconds for stage, seconds in result.times_s.waited_for.items()},
+        "throughput/generated_tokens_per_s": generated / training_s if training_s > 0 else 0.0,
+        **({} if result.evaluation is None else {"time/evaluate_s": result.times_s.evaluate}),
+        **evaluation_metrics(result.evaluation),
     }
+
+
+def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
+    """Figures of all problems, then of each tier. A standard error over one problem does not exist."""
+    if evaluation is None:
+        return {}
+    k = evaluation.samples
+    metrics: dict[str, float] = {}
+    for tier in evaluation.tier_names():
+        figures = evaluation.figures(tier)
+        area = "evaluation" if tier == ALL_TIERS else f"evaluation/{tier}"
+        metrics |= {
+            f"{area}/avg@{k}": figures.avg,
+            f"{area}/pass@{k}": figures.pass_,
+            f"{area}/avg@{k}_standard_error": figures.avg_error,
+            f"{area}/pass@{k}_standard_error": figures.pass_error,
+        }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
@@ -83,14 +121,59 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in values.items()}
 
 
-def log_events_to(path: Path) -> None:
-    """Send structlog events of this process to a JSONL file."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.WriteLoggerFactory(file=path.open("a", encoding="utf-8", buffering=1)),
-    )
+class _EventFile:
+    """A line-buffered file that drops what a full disk does not take: a log must not end what it reports on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+@contextlib.contextmanager
+def log_events_to(path: Path) -> Iterator[None]:
+    """Send structlog events of this process to a JSONL file while inside, and where they went before afterwards."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    with contextlib.closing(_EventFile(path)) as file:
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ],
+            logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, file)),
+        )
+        try:
+            yield
+        finally:
+            structlog.reset_defaults()
+            if before is not None:
+                structlog.configure(**before)
+
+
+def log_events_to_python_logging() -> None:
+    """Unless the program configured structlog itself, events go to the logger of the module they come from.
+
+    structlog's own default prints them, which is no library's business.
+    """
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+            ],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )

@@ -7,7 +7,7 @@ trains what. Nothing here runs the model or knows about losses.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,10 @@ class MicroBatch:
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
     has_policy_term: Tensor  # (B,) bool
-    behavior_logprobs: Tensor  # (B, T); 0 for trajectories without a policy term
+    served_logprobs: Tensor  # (B, T) of the inference server; 0 for trajectories without a policy term
+    behavior_logprobs: Tensor  # (B, T) log pi_old of ratios and advantages: the served ones, or recomputed
+    teacher_logprobs: Tensor  # (B, T); 0 for trajectories whose advantages do not follow from them
+    follows_teacher: Tensor  # (B,) bool: advantages are teacher minus behaviour
     advantages: Tensor  # (B, T); 0 for trajectories without a policy term
     reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
     soft_rows: Tensor  # (N,) int64, of R, ascending
@@ -81,9 +84,22 @@ class MicroBatch:
     soft_ids: Tensor  # (N, k) int64; k the widest target, the rest has probability 0
     soft_probabilities: Tensor  # (N, k)
     soft_weights: Tensor  # (N,)
+    soft_offsets: Tensor  # (N,); 0 where the target gives none
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
+
+    @property
+    def policy_mask(self) -> Tensor:
+        """(B, T) bool: response tokens that have a policy term."""
+        return self.mask & self.has_policy_term[:, None]
+
+    def with_behavior(self, logprobs: Tensor) -> MicroBatch:
+        """The same trajectories with other log pi_old (B, T); advantages that follow from it follow."""
+        behavior = torch.where(self.policy_mask, logprobs, 0.0)
+        follows = self.mask & self.follows_teacher[:, None]
+        advantages = torch.where(follows, self.teacher_logprobs - behavior, self.advantages)
+        return replace(self, behavior_logprobs=behavior, advantages=advantages)
 
 
 def advantages_of(sample: Supervision) -> np.ndarray[Any, Any] | None:
@@ -98,7 +114,7 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
     inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples]
     longest = max(map(len, inputs))
     advantages = [advantages_of(s) for s in samples]
-    behavior = [s.behavior_logprobs if a is not None else None for s, a in zip(samples, advantages, strict=True)]
+    served = [s.behavior_logprobs if a is not None else None for s, a in zip(samples, advantages, strict=True)]
     lengths = [len(s.response_ids) for s in samples]
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
     return MicroBatch(
@@ -107,7 +123,10 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
         sampled_ids=torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64)),
         mask=_padded([np.ones(n) for n in lengths], max(lengths), np.bool_),
         has_policy_term=torch.tensor([a is not None for a in advantages]),
-        behavior_logprobs=_padded(behavior, max(lengths), np.float32),
+        served_logprobs=_padded(served, max(lengths), np.float32),
+        behavior_logprobs=_padded(served, max(lengths), np.float32),
+        teacher_logprobs=_padded([s.teacher_logprobs for s in samples], max(lengths), np.float32),
+        follows_teacher=torch.tensor([s.teacher_logprobs is not None for s in samples]),
         advantages=_padded(advantages, max(lengths), np.float32),
         reference_logprobs=_padded([s.reference_logprobs for s in samples], max(lengths), np.float32),
         **_collate_soft_targets([s.soft_targets for s in samples], lengths),
@@ -129,7 +148,7 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
     width = max((t.token_ids.shape[1] for _, t in present), default=0)
     rows, trajectories = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
     ids, probabilities = np.zeros((positions, width), np.int64), np.zeros((positions, width), np.float32)
-    weights = np.zeros(positions, np.float32)
+    weights, offsets = np.zeros(positions, np.float32), np.zeros(positions, np.float32)
     start = 0
     for i, target in present:
         here, k = slice(start, start + len(target.positions)), target.token_ids.shape[1]
@@ -137,6 +156,8 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
         rows[here], trajectories[here] = first_rows[i] + target.positions[order], i
         ids[here, :k], probabilities[here, :k] = target.token_ids[order], target.probabilities[order]
         weights[here] = target.weights[order]
+        if target.offsets is not None:
+            offsets[here] = target.offsets[order]
         start = here.stop
     return {
         "soft_rows": torch.from_numpy(rows),
@@ -144,6 +165,7 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
         "soft_ids": torch.from_numpy(ids),
         "soft_probabilities": torch.from_numpy(probabilities),
         "soft_weights": torch.from_numpy(weights),
+        "soft_offsets": torch.from_numpy(offsets),
     }
 
 
@@ -173,8 +195,9 @@ def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool)
     ids = [sample.prompt_ids, sample.response_ids]
     if (soft := sample.soft_targets) is not None:
         ids.append(soft.token_ids.ravel())
-        shapes = (soft.positions.shape, soft.token_ids.shape[:1], soft.probabilities.shape[:1], soft.weights.shape)
-        if len(set(shapes)) > 1 or soft.token_ids.shape != soft.probabilities.shape:
+        per_position = (soft.positions, soft.weights, soft.offsets)
+        shapes = {array.shape for array in per_position if array is not None}
+        if len(shapes | {soft.token_ids.shape[:1]}) > 1 or soft.token_ids.shape != soft.probabilities.shape:
             problems.append("the arrays of its soft_targets have different lengths")
         elif len(soft.positions) and not 0 <= soft.positions.min() <= soft.positions.max() < tokens:
             problems.append(f"a soft target lies outside its {tokens} response positions")

@@ -35,6 +35,36 @@ def clipped_policy_loss(
     return -objective
 
 
+def truncated_importance_weights(old_logprobs: Tensor, served_logprobs: Tensor, cap: float) -> Tensor:
+    """`min(pi_trainer / pi_served, cap)` per token: what sampling from the server's numbers is corrected by.
+
+    Both log-probabilities are of the same weights, computed by the trainer and by the inference server;
+    neither carries a gradient.
+    """
+    return torch.exp(old_logprobs - served_logprobs).clamp(max=cap)
+
+
+class MismatchStatistics(NamedTuple):
+    """How far trainer and inference server disagree on the same weights, over a micro-batch's tokens."""
+
+    tokens: Tensor
+    difference_sum: Tensor  # of absolute differences of log-probabilities, nats
+    difference_max: Tensor  # 0 when there is no token
+    kl_sum: Tensor  # k3 estimates of KL(served || trainer), nats
+
+
+@torch.no_grad()
+def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> MismatchStatistics:
+    """Statistics over the tokens where `mask` (same shape, bool) is true."""
+    log_ratio = (trainer_logprobs - served_logprobs)[mask]
+    return MismatchStatistics(
+        tokens=mask.sum(),
+        difference_sum=log_ratio.abs().sum(),
+        difference_max=torch.cat([log_ratio.abs(), log_ratio.new_zeros(1)]).max(),
+        kl_sum=(torch.expm1(log_ratio) - log_ratio).sum(),
+    )
+
+
 class RatioStatistics(NamedTuple):
     """How far the policy has moved from the behaviour policy, as scalars over a micro-batch's tokens.
 

@@ -11,10 +11,15 @@ from torch import Tensor
 METRICS: dict[str, str] = {
     "loss": "objective minimised, mean over the iteration's updates; the sum of the three parts below",
     "loss_policy": "clipped policy term; near the negative mean advantage when the data are on-policy",
-    "loss_branch": "weighted soft-target cross-entropy: SPOT's branches, EOPD's and KD's teacher distributions",
+    "loss_branch": "weighted soft-target loss: SPOT's branches (cross-entropy), EOPD's and KD's forward KL",
     "loss_reference": "KL to the reference, its coefficient included",
     "ratio_mean": "mean of pi_theta / pi_old per token; 1 on-policy, drifts over the iteration's updates",
     "ratio_max": "largest ratio of any token; a large one means that server and trainer disagree on pi_old",
+    "mismatch_mean": "mean |log pi| difference, trainer to inference server, same weights; 1e-2 is usual in bfloat16",
+    "mismatch_max": "the largest such difference of any token",
+    "mismatch_kl": "k3 estimate of KL(served || trainer) per token, nats; growing means that they drift apart",
+    "importance_weight_mean": "mean truncated importance weight; 1 without training.importance_cap",
+    "importance_capped": "share of tokens whose weight reached training.importance_cap",
     "clip_fraction": "share of tokens whose gradient the clip removed",
     "behavior_kl": "k3 estimate of KL(pi_old || pi_theta) per token, nats",
     "advantage_mean": "mean per-token advantage; for distillation the negative reverse KL to the teacher",
@@ -43,7 +48,14 @@ _SUMS = (
     "ratio",
     "clipped_tokens",
     "behavior_kl",
+    "importance_weight",
+    "importance_capped",
+    "mismatch_tokens",
+    "mismatch",
+    "mismatch_kl",
 )
+
+_MAXIMA = ("ratio", "mismatch")
 
 
 class Tally:
@@ -51,7 +63,7 @@ class Tally:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
+        self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
     def add(self, **amounts: Tensor | float) -> None:
         """Add to sums by name (`_SUMS`); those not named stay."""
@@ -61,17 +73,26 @@ class Tally:
         row = [torch.as_tensor(amounts.get(name, 0.0), dtype=torch.float64) for name in _SUMS]
         self.sums += torch.stack([value.to(self.sums.device) for value in row])
 
-    def see_ratio(self, ratio: Tensor) -> None:
-        self.ratio_max = torch.maximum(self.ratio_max, ratio.double())
+    def see(self, **values: Tensor) -> None:
+        """Raise maxima by name (`_MAXIMA`); those not named stay."""
+        row = [values[name].double() if name in values else self.maxima.new_zeros(()) for name in _MAXIMA]
+        self.maxima = torch.maximum(self.maxima, torch.stack(row))
 
     def report(self, *, updates: int, grad_norm: float, learning_rate: float, train_s: float) -> dict[str, float]:
         """The `METRICS`, except `publish_s`. Means over nothing are 0."""
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         policy_tokens = max(1.0, sums["policy_tokens"])
+        mismatch_tokens = max(1.0, sums["mismatch_tokens"])
         return {
             **{name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")},
             "ratio_mean": sums["ratio"] / policy_tokens,
-            "ratio_max": self.ratio_max.item(),
+            "ratio_max": maxima["ratio"],
+            "mismatch_mean": sums["mismatch"] / mismatch_tokens,
+            "mismatch_max": maxima["mismatch"],
+            "mismatch_kl": sums["mismatch_kl"] / mismatch_tokens,
+            "importance_weight_mean": sums["importance_weight"] / policy_tokens,
+            "importance_capped": sums["importance_capped"] / policy_tokens,
             "clip_fraction": sums["clipped_tokens"] / policy_tokens,
             "behavior_kl": sums["behavior_kl"] / policy_tokens,
             "advantage_mean": sums["advantage"] / policy_tokens,

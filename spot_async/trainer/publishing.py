@@ -25,9 +25,12 @@ COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 class WeightPublisher:
     """Writes `weights/step-NNNNNN` directories and keeps the newest few."""
 
-    def __init__(self, directory: Path, *, student_directory: Path, dtype: torch.dtype, keep: int) -> None:
+    def __init__(
+        self, directory: Path, *, student_directory: Path, end_token_ids: tuple[int, ...], dtype: torch.dtype, keep: int
+    ) -> None:
         self._directory = directory
         self._student_directory = student_directory
+        self._end_token_ids = end_token_ids
         self._dtype = dtype
         self._keep = keep
         directory.mkdir(parents=True, exist_ok=True)
@@ -64,6 +67,10 @@ class WeightPublisher:
         config = copy.deepcopy(model.config)
         config.dtype = self._dtype  # what was written, not what is trained
         config.save_pretrained(directory)
+        if self._end_token_ids:
+            generation = copy.deepcopy(model.generation_config)
+            generation.eos_token_id = list(self._end_token_ids)
+            generation.save_pretrained(directory)
         for file in directory.iterdir():
             _fsync(file)
         _fsync(directory)

@@ -21,6 +21,7 @@ from spot_async.errors import TrainerError
 from spot_async.memory import tune_malloc
 from spot_async.seeds import derive_seed
 from spot_async.trainer.batching import (
+    MicroBatch,
     check_sample,
     collate,
     micro_batches,
@@ -35,9 +36,11 @@ from spot_async.trainer.loss import (
     LossTerms,
     clipped_policy_loss,
     minibatch_share,
+    mismatch_statistics,
     ratio_statistics,
     reference_kl,
     soft_target_loss,
+    truncated_importance_weights,
 )
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import Tally
@@ -88,6 +91,7 @@ class StudentTrainer:
         self._publisher = WeightPublisher(
             settings.weights_directory,
             student_directory=Path(settings.model_directory),
+            end_token_ids=settings.end_token_ids,
             dtype=torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32,
             keep=self._training.keep_weights,
         )
@@ -103,12 +107,13 @@ class StudentTrainer:
         seed = derive_seed(self._settings.seed, "mini-batches", iteration)
         updates = mini_batches(batch.samples, training.mini_batch_size, seed)
         tally = Tally(self._device)
-        norms = [
-            self._update(mini_batch, tally, f"iteration {iteration}, mini-batch {number} of {len(updates)}")
-            for number, mini_batch in enumerate(updates, start=1)
-        ]
+        shares = [self._share(mini_batch) for mini_batch in updates]  # all of them before the weights move
+        norms = []
+        for number, (mini_batch, share) in enumerate(zip(updates, shares, strict=True), start=1):
+            where = f"iteration {iteration}, mini-batch {number} of {len(updates)}"
+            norms.append(self._update(mini_batch, share, tally, where, has_moved=number > 1))
         self._strategy.sum(tally.sums)
-        self._strategy.max(tally.ratio_max)
+        self._strategy.max(tally.maxima)
         metrics = tally.report(
             updates=len(updates),
             grad_norm=sum(norms) / len(norms),
@@ -129,14 +134,41 @@ class StudentTrainer:
                 needs_reference=self._training.reference_kl > 0,
             )
 
-    def _update(self, mini_batch: Sequence[Supervision], tally: Tally, where: str) -> float:
-        """One optimiser step over all ranks; returns the gradient norm. `where` names it in errors."""
-        self._optimizer.zero_grad()
+    def _share(self, mini_batch: Sequence[Supervision]) -> list[MicroBatch]:
+        """This rank's micro-batches of a mini-batch."""
         share = rank_share(mini_batch, self._strategy.rank, self._strategy.ranks)
-        losses = [
-            self._accumulate(samples, mini_batch, tally).total.detach()
-            for samples in micro_batches(share, self._training.micro_batch_tokens)
-        ]
+        return [self._micro_batch(samples) for samples in micro_batches(share, self._training.micro_batch_tokens)]
+
+    def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
+        """Collated, with pi_old as `training.behavior` wants it: recomputed ones are of the present weights."""
+        batch = collate(samples).to(self._device)
+        if self._training.behavior == "served":
+            return batch
+        with torch.no_grad():
+            logprobs, _ = self._logprobs(batch)
+        return batch.with_behavior(logprobs)
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The student's log-probabilities of sampled tokens (B, T), 0 on padding, and of candidates (N, k)."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._training.dtype == "bfloat16"):
+            sampled, candidates = response_logprobs(self.model, batch, self._settings.temperature)
+        return sampled.new_zeros(batch.mask.shape).masked_scatter(batch.mask, sampled), candidates
+
+    def _update(
+        self,
+        mini_batch: Sequence[Supervision],
+        share: Sequence[MicroBatch],
+        tally: Tally,
+        where: str,
+        *,
+        has_moved: bool,
+    ) -> float:
+        """One optimiser step over all ranks; returns the gradient norm.
+
+        `where` names it in errors; `has_moved` says that the weights are no longer those the iteration began with.
+        """
+        self._optimizer.zero_grad()
+        losses = [self._accumulate(batch, mini_batch, tally, has_moved=has_moved).total.detach() for batch in share]
         self._strategy.reduce_gradients(self.model)
         norm = self._strategy.clip_grad_norm(self.model, self._training.max_grad_norm)
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
@@ -145,16 +177,17 @@ class StudentTrainer:
         self._optimizer.step()
         return norm
 
-    def _accumulate(self, samples: Sequence[Supervision], mini_batch: Sequence[Supervision], tally: Tally) -> LossParts:
+    def _accumulate(
+        self, batch: MicroBatch, mini_batch: Sequence[Supervision], tally: Tally, *, has_moved: bool
+    ) -> LossParts:
         """Add the gradient of one micro-batch's share of its mini-batch's loss."""
         training = self._training
-        batch = collate(samples).to(self._device)
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=training.dtype == "bfloat16"):
-            sampled, candidates = response_logprobs(self.model, batch, self._settings.temperature)
-        logprobs = sampled.new_zeros(batch.mask.shape).masked_scatter(batch.mask, sampled)  # (B, T)
+        logprobs, candidates = self._logprobs(batch)
+        weights = self._importance_weights(batch)  # (B, T)
         terms = LossTerms(
             mask=batch.mask,
-            policy=clipped_policy_loss(
+            policy=weights
+            * clipped_policy_loss(
                 logprobs,
                 batch.behavior_logprobs,
                 batch.advantages,
@@ -164,7 +197,7 @@ class StudentTrainer:
             reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
             reference_coefficient=training.reference_kl,
             branch=BranchTerm(
-                losses=soft_target_loss(candidates, batch.soft_probabilities),
+                losses=soft_target_loss(candidates, batch.soft_probabilities) + batch.soft_offsets,
                 weights=batch.soft_weights,
                 rows=batch.soft_trajectories,
             ),
@@ -176,12 +209,11 @@ class StudentTrainer:
             minibatch_tokens=sum(len(sample.response_ids) for sample in mini_batch),
         )
         parts.total.backward()  # type: ignore[no-untyped-call]
-        policy_mask = batch.mask & batch.has_policy_term[:, None]
         ratios = ratio_statistics(
             logprobs,
             batch.behavior_logprobs,
             batch.advantages,
-            policy_mask,
+            batch.policy_mask,
             clip=training.clip,
             dual_clip=training.dual_clip,
         )
@@ -190,7 +222,7 @@ class StudentTrainer:
             loss_policy=parts.policy,
             loss_branch=parts.branch,
             loss_reference=parts.reference,
-            trajectories=len(samples),
+            trajectories=len(batch.mask),
             tokens=len(batch.rows),
             branch_positions=len(batch.soft_rows),
             policy_tokens=ratios.tokens,
@@ -198,9 +230,30 @@ class StudentTrainer:
             ratio=ratios.ratio_sum,
             clipped_tokens=ratios.clipped_tokens,
             behavior_kl=ratios.behavior_kl_sum,
+            importance_weight=weights[batch.policy_mask].sum(),
+            importance_capped=(weights[batch.policy_mask] >= (training.importance_cap or math.inf)).sum(),
         )
-        tally.see_ratio(ratios.ratio_max)
+        tally.see(ratio=ratios.ratio_max)
+        if training.behavior == "recomputed" or not has_moved:
+            self._tally_mismatch(batch, logprobs.detach(), tally)
         return parts
+
+    def _importance_weights(self, batch: MicroBatch) -> Tensor:
+        """(B, T), of 1 where no cap is set."""
+        cap = self._training.importance_cap
+        if cap is None:
+            return torch.ones_like(batch.behavior_logprobs)
+        return truncated_importance_weights(batch.behavior_logprobs, batch.served_logprobs, cap)
+
+    def _tally_mismatch(self, batch: MicroBatch, logprobs: Tensor, tally: Tally) -> None:
+        """Compare the server's log-probabilities with the trainer's of the same weights.
+
+        Those are the recomputed ones or, while the weights have not moved, those of the training pass itself.
+        """
+        own = batch.behavior_logprobs if self._training.behavior == "recomputed" else logprobs
+        mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask)
+        tally.add(mismatch_tokens=mismatch.tokens, mismatch=mismatch.difference_sum, mismatch_kl=mismatch.kl_sum)
+        tally.see(mismatch=mismatch.difference_max)
 
     def _culprits(self, mini_batch: Sequence[Supervision]) -> str:
         """Which samples give a loss or gradient that is not finite, found one by one.
@@ -210,7 +263,8 @@ class StudentTrainer:
         found = []
         for sample in mini_batch:
             self._optimizer.zero_grad()
-            parts = self._accumulate([sample], mini_batch, Tally(self._device))
+            batch = self._micro_batch([sample])
+            parts = self._accumulate(batch, mini_batch, Tally(self._device), has_moved=True)
             bad = [f"{name} loss" for name in ("policy", "branch", "reference") if not _finite(getattr(parts, name))]
             if not bad and not all(_finite(p.grad) for p in self.model.parameters() if p.grad is not None):
                 bad = ["gradient"]

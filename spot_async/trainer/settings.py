@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from spot_async.config import PositiveFloat, PositiveInt, Section, TrainingConfig
+from spot_async.errors import StorageError
 
 
 class TrainerSettings(Section):
@@ -19,6 +20,8 @@ class TrainerSettings(Section):
     seed: int = Field(ge=0, description="the run's seed: mini-batch orders derive from it")
     iterations: PositiveInt = Field(description="of the whole run: the learning rate reaches 0 after the last")
 
+    end_token_ids: tuple[int, ...] = Field((), description="what ends a response; published as the eos tokens")
+
     @property
     def weights_directory(self) -> Path:
         return Path(self.run_directory) / "weights"
@@ -26,9 +29,12 @@ class TrainerSettings(Section):
     def save(self) -> Path:
         """Write them to `trainer.json` in the run directory; returns the file."""
         directory = Path(self.run_directory)
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / "trainer.json"
-        path.write_text(self.model_dump_json(indent=2) + "\n")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.model_dump_json(indent=2) + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from None
         return path
 
     @classmethod

@@ -1,0 +1,81 @@
+"""Entropy-aware on-policy distillation: OPD, and where the teacher is uncertain its whole distribution as well.
+
+Method.md section 5, the paper's Eqs. (3) and (4): at positions whose teacher entropy exceeds tau, the
+forward KL from the teacher, renormalised on its top-k, to the student's full-vocabulary distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from spot_async.concurrency import both
+from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
+from spot_async.protocols import PromptStages
+from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
+
+from .distillation import distillation_sample
+from .targets import target_entropy, teacher_prior
+
+
+class EopdSettings(PluginSettings):
+    """Keys carry the paper's symbols in their descriptions."""
+
+    kind: Literal["eopd"] = "eopd"
+    top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
+    alpha: NonNegativeFloat = Field(1.0, description="alpha: weight of the forward KL")
+    tau_nats: NonNegativeFloat = Field(0.8, description="tau: entropy above which the forward KL is on, nats")
+
+
+class EopdPolicy:
+    """EOPD for one prompt."""
+
+    Settings = EopdSettings
+
+    def __init__(self, settings: EopdSettings, context: PolicyContext) -> None:
+        self.settings = settings
+        self.needs = PolicyNeeds(
+            teacher_top_k=settings.top_k,
+            soft_target_bytes_per_token=12 + 8 * settings.top_k,
+        )
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        rollout = await stages.rollout()
+        scores, verdict = await both(
+            stages.score(rollout.token_ids, top_k=self.settings.top_k), stages.verify(rollout.token_ids)
+        )
+        gated = np.flatnonzero(scores.entropy > self.settings.tau_nats)
+        return [
+            distillation_sample(
+                prompt,
+                stages,
+                rollout,
+                scores,
+                verdict,
+                soft_targets=self._forward_kl(scores, gated),
+                metrics={
+                    "eopd/gated": len(gated) / len(scores.entropy),
+                    "eopd/uncertain": float(self._uncertain(scores).mean()),
+                },
+                record={"gated_positions": gated.tolist()},
+            )
+        ]
+
+    def _uncertain(self, scores: TokenScores) -> BoolArray:
+        """(T,) where the entropy is known only within bounds that hold tau; its midpoint decides there."""
+        return (scores.entropy_lower <= self.settings.tau_nats) & (self.settings.tau_nats < scores.entropy_upper)
+
+    def _forward_kl(self, scores: TokenScores, gated: npt.NDArray[np.int64]) -> SoftTargets:
+        """alpha times the mean over all T positions: the trajectory's loss is a sum over soft targets."""
+        target = teacher_prior(scores.topk_logprobs[gated])  # (N, k)
+        return SoftTargets(
+            positions=gated.astype(np.int32),
+            token_ids=scores.topk_ids[gated],
+            probabilities=target.astype(np.float32),
+            weights=np.full(len(gated), self.settings.alpha / len(scores.entropy), dtype=np.float32),
+            offsets=-target_entropy(target).astype(np.float32),
+        )

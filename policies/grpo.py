@@ -1,0 +1,117 @@
+"""GRPO: outcome rewards relative to a group of samples of the same prompt; no teacher.
+
+Method.md section 5, as verl runs it: the advantage of every token is its response's reward, normalised
+in the group; the KL to the frozen initial student belongs to the run's loss (`training.reference_kl`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from spot_async.concurrency import both, gather
+from spot_async.config import PluginSettings
+from spot_async.protocols import PromptStages
+from spot_async.types import (
+    FloatArray,
+    Generation,
+    PolicyContext,
+    PolicyNeeds,
+    Prompt,
+    Sample,
+    Supervision,
+    Verdict,
+)
+
+from .distillation import oldest_version, rollout_metrics, rollout_record
+
+STANDARD_DEVIATION_FLOOR = 1e-6
+
+
+class GrpoSettings(PluginSettings):
+    kind: Literal["grpo"] = "grpo"
+    samples: int = Field(8, ge=2, description="responses per prompt: the group")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One response of the group."""
+
+    rollout: Generation
+    verdict: Verdict
+    reference_logprobs: FloatArray | None  # (T,)
+
+
+class GrpoPolicy:
+    """GRPO for one prompt."""
+
+    Settings = GrpoSettings
+
+    def __init__(self, settings: GrpoSettings, context: PolicyContext) -> None:
+        self.settings = settings
+        self.needs = PolicyNeeds(samples_per_prompt=settings.samples, reference=context.reference_kl)
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        group = await gather(self._attempt(n, stages) for n in range(self.settings.samples))
+        # Missing evidence is no reward of 0: such a response counts for no mean and is not trained.
+        rewards = np.array([a.verdict.reward for a in group if a.verdict.reward is not None])
+        advantages = iter(group_advantages(rewards))
+        return [
+            self._sample(prompt, stages, n, attempt, None if attempt.verdict.reward is None else next(advantages))
+            for n, attempt in enumerate(group)
+        ]
+
+    async def _attempt(self, n: int, stages: PromptStages) -> Attempt:
+        rollout = await stages.rollout(n=n)
+        verdict, reference = await both(stages.verify(rollout.token_ids), self._reference(rollout, stages))
+        return Attempt(rollout, verdict, reference)
+
+    async def _reference(self, rollout: Generation, stages: PromptStages) -> FloatArray | None:
+        return await stages.reference_logprobs(rollout.token_ids) if self.needs.reference else None
+
+    def _sample(
+        self, prompt: Prompt, stages: PromptStages, n: int, attempt: Attempt, advantage: float | None
+    ) -> Sample:
+        rollout = attempt.rollout
+        supervision = None
+        if advantage is not None:
+            supervision = Supervision(
+                prompt_ordinal=prompt.ordinal,
+                problem_id=prompt.problem.id,
+                prompt_ids=prompt.token_ids,
+                response_ids=rollout.token_ids,
+                behavior_logprobs=rollout.logprobs,
+                version=oldest_version(rollout),
+                advantages=np.full(len(rollout.token_ids), advantage, dtype=np.float32),
+                reference_logprobs=attempt.reference_logprobs,
+            )
+        metrics = rollout_metrics(rollout, attempt.verdict) | {"grpo/left_out": float(advantage is None)}
+        if advantage is not None:
+            metrics["grpo/no_signal"] = float(advantage == 0.0)
+        return Sample(
+            supervision=supervision,
+            metrics=metrics,
+            record=rollout_record(prompt, stages, rollout, attempt.verdict)
+            | {
+                "sample": n,
+                "advantage": None if advantage is None else round(advantage, 6),
+                "left_out": f"verifier: {attempt.verdict.value}" if advantage is None else None,
+            },
+        )
+
+
+def group_advantages(rewards: npt.ArrayLike) -> list[float]:
+    """`(R - mean) / (std + 1e-6)` of a group's rewards (N,), with the sample standard deviation (ddof 1).
+
+    All 0 where the group gives no direction: equal rewards, or a single response with evidence.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if len(values) < 2:
+        return [0.0] * len(values)
+    advantages: list[float] = ((values - values.mean()) / (values.std(ddof=1) + STANDARD_DEVIATION_FLOOR)).tolist()
+    return advantages

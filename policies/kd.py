@@ -1,0 +1,133 @@
+"""Knowledge distillation, off-policy: the student learns from what the teacher writes.
+
+Method.md section 5: one teacher response per problem, reused in every epoch; at each of its positions
+cross-entropy on the token written and forward KL to the teacher renormalised on its top-k. There is no
+policy term: everything is soft targets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from spot_async.concurrency import both
+from spot_async.config import PluginSettings, PositiveInt
+from spot_async.errors import DataError, PermanentError
+from spot_async.protocols import PromptStages
+from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, Supervision
+
+from .distillation import rollout_record
+from .targets import target_entropy, teacher_prior
+from .teacher_responses import ResponseFile, TeacherResponse
+
+
+class KdSettings(PluginSettings):
+    kind: Literal["kd"] = "kd"
+    top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
+    forward_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="weight of the forward KL; the cross-entropy on the teacher's tokens has the rest"
+    )
+    save: str | None = Field(None, description="new file that the teacher's responses and scores are written to")
+    load: str | None = Field(None, description="file written by `save`: train from it, without a teacher")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.save is not None and self.load is not None:
+            raise ValueError("give only one of save and load: a loaded file is complete")
+        return self
+
+
+class KdPolicy:
+    """KD for one prompt; remembers each problem's response for later epochs."""
+
+    Settings = KdSettings
+
+    def __init__(self, settings: KdSettings, context: PolicyContext) -> None:
+        self.settings = settings
+        self._responses: dict[str, TeacherResponse] = {}  # by problem
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # epochs may overlap
+        self._file: ResponseFile | None = None
+        if settings.load is not None:
+            self._responses = ResponseFile(Path(settings.load), context.tokenizer, settings.top_k).read()
+        elif settings.save is not None:
+            self._file = ResponseFile.new(Path(settings.save), context.tokenizer, settings.top_k)
+        asks_teacher = settings.load is None
+        self.needs = PolicyNeeds(
+            teacher_top_k=settings.top_k if asks_teacher else 0,
+            teacher_responses=asks_teacher,
+            soft_target_bytes_per_token=12 + 8 * (1 + settings.top_k),
+        )
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        async with self._turns[prompt.problem.id]:
+            taught = self._responses.get(prompt.problem.id) or await self._ask_teacher(prompt, stages)
+        if not np.array_equal(taught.prompt_ids, prompt.token_ids):
+            raise DataError(
+                f"policy.load: problem {prompt.problem.id!r} was rendered differently when {self.settings.load} was "
+                "written; use the same prompt section"
+            )
+        return [self._sample(prompt, stages, taught)]
+
+    async def _ask_teacher(self, prompt: Prompt, stages: PromptStages) -> TeacherResponse:
+        if self.settings.load is not None:
+            raise PermanentError(f"policy.load: {self.settings.load} has no response to problem {prompt.problem.id!r}")
+        response = await stages.teacher_response()
+        scores, verdict = await both(
+            stages.score(response.token_ids, top_k=self.settings.top_k), stages.verify(response.token_ids)
+        )
+        taught = TeacherResponse(
+            problem_id=prompt.problem.id,
+            prompt_ids=prompt.token_ids,
+            response=response,
+            scores=scores,
+            verdict=verdict,
+        )
+        self._responses[prompt.problem.id] = taught
+        if self._file is not None:
+            self._file.append(taught)
+        return taught
+
+    def _sample(self, prompt: Prompt, stages: PromptStages, taught: TeacherResponse) -> Sample:
+        response, scores = taught.response, taught.scores
+        supervision = Supervision(
+            prompt_ordinal=prompt.ordinal,
+            problem_id=prompt.problem.id,
+            prompt_ids=prompt.token_ids,
+            response_ids=response.token_ids,
+            behavior_logprobs=response.logprobs,
+            version=None,  # no student sampled it
+            soft_targets=self._targets(taught),
+        )
+        metrics = {
+            "teacher/tokens": float(len(response.token_ids)),
+            "teacher/truncated": float(response.finish_reason == "length"),
+            "teacher/entropy_nats": float(scores.entropy.mean()),
+        }
+        if taught.verdict.reward is not None:
+            metrics["teacher/accuracy"] = taught.verdict.reward
+        return Sample(
+            supervision=supervision,
+            metrics=metrics,
+            record=rollout_record(prompt, stages, response, taught.verdict)
+            | {"teacher_logprobs": scores.logprobs, "teacher_entropy_nats": scores.entropy},
+        )
+
+    def _targets(self, taught: TeacherResponse) -> SoftTargets:
+        """`(1 - w) CE + w FKL` at every position as one mixture: all of 1 - w on the token written, w on the prior."""
+        weight, k = self.settings.forward_kl_weight, self.settings.top_k
+        written = taught.response.token_ids[:, None]  # (T, 1); may be among the candidates, probabilities then add up
+        prior = teacher_prior(taught.scores.topk_logprobs[:, :k])  # (T, k)
+        tokens = len(written)
+        return SoftTargets(
+            positions=np.arange(tokens, dtype=np.int32),
+            token_ids=np.concatenate([written, taught.scores.topk_ids[:, :k]], axis=1),
+            probabilities=np.concatenate([np.full((tokens, 1), 1 - weight), weight * prior], axis=1, dtype=np.float32),
+            weights=np.full(tokens, 1 / tokens, dtype=np.float32),
+            offsets=(-weight * target_entropy(prior)).astype(np.float32),
+        )

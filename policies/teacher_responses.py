@@ -1,0 +1,121 @@
+"""The file that keeps a teacher's responses and scores, so that KD can train again without the teacher.
+
+A header, then one frame per problem, each a little-endian length and that many bytes of msgpack with raw
+arrays (`spot_async.wire`); never pickle. Frames are appended as responses come, so a run that was ended
+early leaves a file that can be used as far as it goes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from spot_async import wire
+from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.types import Generation, IntArray, TokenScores, Verdict
+from spot_async.vocabulary import tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 1
+LENGTH = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader must agree with."""
+
+    format_version: int
+    vocab_fingerprint: str
+    top_k: int
+
+
+class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What the teacher wrote for one problem, and how it scores its own tokens."""
+
+    problem_id: str
+    prompt_ids: IntArray  # (P,) as it was rendered
+    response: Generation
+    scores: TokenScores
+    verdict: Verdict
+
+
+class ResponseFile:
+    """Written by one run (`new`, `append`), read by later ones (`read`)."""
+
+    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, top_k: int) -> None:
+        self._path = path
+        self._header = Header(
+            format_version=FORMAT_VERSION,
+            vocab_fingerprint=tokenizer_fingerprint(tokenizer),
+            top_k=top_k,
+        )
+
+    @classmethod
+    def new(cls, path: Path, tokenizer: PreTrainedTokenizerBase, top_k: int) -> ResponseFile:
+        """A file that does not exist yet; nothing is written before the first response. Raises ConfigError."""
+        if path.exists():
+            raise ConfigError(f"policy.save: {path} exists already; train from it with policy.load or give another")
+        if not path.parent.is_dir():
+            raise ConfigError(f"policy.save: no directory {str(path.parent)!r} to write {path.name} to")
+        return cls(path, tokenizer, top_k)
+
+    def append(self, response: TeacherResponse) -> None:
+        """Raises StorageError when it cannot be written."""
+        try:
+            with self._path.open("ab") as file:
+                if file.tell() == 0:
+                    file.write(_frame(self._header))
+                file.write(_frame(response))
+        except OSError as error:
+            raise StorageError(f"cannot write {self._path}: {error.strerror}") from None
+
+    def read(self) -> dict[str, TeacherResponse]:
+        """All responses by problem. Raises ConfigError or DataError when the file is not for this run."""
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"policy.load: cannot read {self._path}: {error.strerror}") from None
+        try:
+            frames = _frames(data)
+            header = wire.decode(next(frames, memoryview(b"")), Header)
+            self._check(header)
+            responses = [wire.decode(frame, TeacherResponse) for frame in frames]
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise DataError(f"policy.load: {self._path} is no file of teacher responses: {error}") from None
+        return {response.problem_id: response for response in responses}
+
+    def _check(self, found: Header) -> None:
+        ours = self._header
+        if found.format_version != ours.format_version:
+            raise DataError(
+                f"policy.load: {self._path} has format {found.format_version}, this version reads {ours.format_version}"
+            )
+        if found.vocab_fingerprint != ours.vocab_fingerprint:
+            raise DataError(f"policy.load: {self._path} was written with another vocabulary than the student's")
+        if found.top_k < ours.top_k:
+            raise ConfigError(
+                f"policy.top_k={ours.top_k}: {self._path} holds the teacher's top-{found.top_k}; "
+                f"set it to {found.top_k} or less"
+            )
+
+
+def _frame(record: msgspec.Struct) -> bytes:
+    data = wire.encode(record)
+    return LENGTH.pack(len(data)) + data
+
+
+def _frames(data: bytes) -> Iterator[memoryview]:
+    """All whole frames; what an interrupted writer left unfinished at the end is passed over."""
+    view, start = memoryview(data), 0
+    while start + LENGTH.size <= len(view):
+        (size,) = LENGTH.unpack_from(view, start)
+        start += LENGTH.size
+        if start + size > len(view):
+            return
+        yield view[start : start + size]
+        start += size

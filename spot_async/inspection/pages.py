@@ -1,0 +1,56 @@
+"""Fills the HTML templates: self-contained pages without scripts, every value escaped by the template engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jinja2
+
+from spot_async.inspection.reading import SampleRecord
+from spot_async.inspection.view import (
+    Colouring,
+    branch_state,
+    probability,
+    remarks,
+    sampled_shares,
+    verdict_text,
+    verdict_tone,
+    visible,
+)
+
+if TYPE_CHECKING:
+    from spot_async.inspection.report import Report
+
+LONG_TEXT = 600  # characters of a probe that are shown unfolded
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("spot_async.inspection"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {"sampled_shares": sampled_shares, "remarks": remarks, "branch_state": branch_state}
+    environment.filters |= {
+        "visible": visible,
+        "probability": probability,
+        "verdict": verdict_text,
+        "tone": verdict_tone,
+    }
+    return environment
+
+
+def sample_page(number: int, sample: SampleRecord, colourings: Sequence[Colouring]) -> str:
+    """One rollout: problem, response in every colouring, branches."""
+    template = _templates().get_template("sample.html")
+    return template.render(number=number, sample=sample, colourings=colourings, long_text=LONG_TEXT)
+
+
+def report_page(report: Report) -> str:
+    """A whole run."""
+    return _templates().get_template("report.html").render(report=report)

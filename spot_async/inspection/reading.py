@@ -1,0 +1,187 @@
+"""Reads a run directory as it is: finished, still running, or killed in the middle of a line.
+
+Files grow with the run, so samples are read one line at a time. Every field a policy may leave out has
+a default; rendering decides what to do without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from spot_async.errors import DataError
+
+T = TypeVar("T")
+
+
+class Candidate(msgspec.Struct, kw_only=True):
+    """One teacher candidate of a probed position, and what it led to."""
+
+    token_id: int
+    token: str = ""
+    prior: float  # the teacher over the candidates
+    value: float | None = None  # mean reward; None without evidence
+    target: float | None = None  # the prior after the tilt
+    verdicts: list[str] = []
+    continuations: list[str] = []
+    teacher: float | None = None  # full-vocabulary probability
+    student: float | None = None  # likewise
+
+
+class Branch(msgspec.Struct, kw_only=True):
+    """One probed position."""
+
+    position: int
+    sampled: str = ""
+    retained: bool = False
+    candidates: list[Candidate] = []
+    score_parts: dict[str, float] = {}
+
+
+class SampleRecord(msgspec.Struct, kw_only=True):
+    """One line of `samples.jsonl`."""
+
+    iteration: int
+    problem_id: str
+    problem: str = ""
+    answer: str = ""
+    tier: str | None = None
+    response: str = ""
+    verdict: str = ""
+    finish_reason: str = ""
+    version: str = ""
+    response_ids: list[int] = []
+    behavior_logprobs: list[float] | None = None
+    teacher_logprobs: list[float] | None = None
+    teacher_entropy_nats: list[float] | None = None
+    acquisition_score: list[float | None] | None = None
+    advantage: float | None = None  # of the whole response, where the policy gives one
+    left_out: str | None = None  # why it was not trained
+    gated_positions: list[int] = []
+    branches: list[Branch] = []
+
+
+class BranchSummary(msgspec.Struct, kw_only=True):
+    """What tables and statistics need of a `Branch`."""
+
+    position: int
+    sampled: str = ""
+    retained: bool = False
+
+
+class SampleSummary(msgspec.Struct, kw_only=True):
+    """What tables and statistics need of a sample: the rest of the line is skipped, not decoded."""
+
+    iteration: int
+    problem_id: str
+    verdict: str = ""
+    finish_reason: str = ""
+    response_ids: list[int] = []
+    acquisition_score: list[float | None] | None = None
+    branches: list[BranchSummary] = []
+
+
+class RunFiles:
+    """The files of one run directory. Raises DataError when there is no such run."""
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "config.yaml").is_file():
+            raise DataError(f"{path} is no run directory: it holds no config.yaml")
+        self.path = path
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""
+        try:
+            loaded = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise DataError(f"{self.path / 'config.yaml'}: cannot be read: {error}") from None
+        return loaded if isinstance(loaded, dict) else {}
+
+    def metrics(self) -> list[dict[str, float]]:
+        """One mapping per finished iteration."""
+        return list(_lines(self.path / "metrics.jsonl", dict[str, float]))
+
+    def summary(self) -> dict[str, Any] | None:
+        """The figures at the end of the run; None when it has not come to its end."""
+        path = self.path / "summary.json"
+        if not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{path}: {error}") from None
+
+    def dead_letters(self) -> Counter[str]:
+        """Prompts given up, by reason."""
+        rows = _lines(self.path / "dead_letters.jsonl", dict[str, Any])
+        return Counter(str(row.get("reason", "")) for row in rows)
+
+    def samples(self) -> Iterator[SampleSummary]:
+        """All samples, in the order in which they were trained."""
+        return _lines(self.path / "samples.jsonl", SampleSummary)
+
+    def sample(self, wanted: str) -> tuple[int, SampleRecord]:
+        """A sample by its number (digits), or the latest of a problem. Returns its number and what it holds.
+
+        Raises DataError when there is none.
+        """
+        path = self.path / "samples.jsonl"
+        found: tuple[int, int] | None = None  # number, offset
+        count = 0
+        for count, (offset, summary) in enumerate(_lines_at(path, SampleSummary), start=1):
+            if wanted == (str(count - 1) if wanted.isdecimal() else summary.problem_id):
+                found = count - 1, offset
+        if found is None:
+            raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {count - 1}, or a problem's id")
+        number, offset = found
+        with path.open("rb") as file:
+            file.seek(offset)
+            try:
+                return number, msgspec.json.decode(file.readline(), type=SampleRecord)
+            except msgspec.MsgspecError as error:
+                raise DataError(f"{path}: sample {number}: {error}") from None
+
+
+def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:
+    """The text of each token by itself, from the tokenizer of the trained student or of the one it began as.
+
+    Ids in angle brackets when no tokenizer is there any more.
+    """
+    from spot_async.vocabulary import Vocabulary  # imports transformers
+
+    begun_as = str(run.config().get("student", {}).get("model", ""))
+    for directory in (run.path / "student", Path(begun_as)):
+        if not (directory / "tokenizer_config.json").exists():
+            continue
+        try:
+            tokenizer = Vocabulary.load(directory).tokenizer
+        except DataError:
+            continue
+        texts: list[str] = tokenizer.batch_decode([[token_id] for token_id in token_ids])
+        return texts
+    return [f"⟨{token_id}⟩" for token_id in token_ids]
+
+
+def _lines(path: Path, kind: type[T]) -> Iterator[T]:
+    return (value for _, value in _lines_at(path, kind))
+
+
+def _lines_at(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """Each line with its offset; nothing without the file. A last line cut short is left out."""
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        offset = 0
+        for number, line in enumerate(file, start=1):
+            try:
+                yield offset, decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                if line.endswith(b"\n"):
+                    raise DataError(f"{path}:{number}: {error}") from None
+            offset += len(line)

@@ -1,0 +1,380 @@
+"""Reads a run into what its report shows: figures, plots, and a verdict on where the time went.
+
+A run that was stopped, is still going, was not evaluated or trains another way has gaps: what is not
+there is left out, and the page says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from spot_async.inspection import svg
+from spot_async.inspection.bottleneck import RunTimes, StageUse, Verdict, judge, percent
+from spot_async.inspection.reading import RunFiles, SampleSummary
+from spot_async.inspection.view import visible
+from spot_async.stages import STAGE_SERVERS
+
+RELATIVE_BINS = 20
+LENGTH_BINS = 16
+TOP_TOKENS = 14
+
+Rows = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One card of the page."""
+
+    title: str
+    note: str  # how to read it
+    figure: Markup
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    plots: tuple[Plot, ...]
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """One tier before and after, in percent with standard errors."""
+
+    tier: str
+    problems: int
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything the page shows."""
+
+    name: str
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]  # what is missing, and why
+    verdict: Verdict
+    result_headings: tuple[str, ...]
+    results: tuple[ResultRow, ...]
+    sections: tuple[Section, ...]
+
+
+def read_report(files: RunFiles) -> Report:
+    """Read all files of a run. Raises DataError only for files that are damaged."""
+    config, rows, summary = files.config(), files.metrics(), files.summary()
+    statistics = SampleStatistics()
+    for sample in files.samples():
+        statistics.add(sample)
+    headings, results = result_table(summary)
+    sections = (
+        learning_section(rows),
+        probing_section(rows, statistics),
+        response_section(rows, statistics),
+        time_section(rows, config),
+        optimiser_section(rows),
+    )
+    return Report(
+        name=files.path.resolve().name,
+        facts=facts(config, rows, summary),
+        notes=notes(files, config, rows, summary),
+        verdict=judge(run_times(rows, config)),
+        result_headings=headings,
+        results=results,
+        sections=tuple(section for section in sections if section.plots),
+    )
+
+
+class SampleStatistics:
+    """What is summed up over all samples, one at a time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.score_sums = [0.0] * RELATIVE_BINS
+        self.score_counts = [0] * RELATIVE_BINS
+        self.selected = [0] * RELATIVE_BINS
+        self.probed_tokens: Counter[str] = Counter()
+        self.retained_tokens: Counter[str] = Counter()
+        self.lengths: list[tuple[int, int]] = []  # (iteration, tokens)
+
+    def add(self, sample: SampleSummary) -> None:
+        self.count += 1
+        length = len(sample.response_ids)
+        self.lengths.append((sample.iteration, length))
+        for position, score in enumerate(sample.acquisition_score or ()):
+            if score is not None:
+                bin_ = position * RELATIVE_BINS // length
+                self.score_sums[bin_] += score
+                self.score_counts[bin_] += 1
+        for branch in sample.branches:
+            self.selected[branch.position * RELATIVE_BINS // length] += 1
+            self.probed_tokens[branch.sampled] += 1
+            self.retained_tokens[branch.sampled] += branch.retained
+
+
+def learning_section(rows: Rows) -> Section:
+    return Section(
+        "Learning",
+        _present(
+            ("Accuracy in training", "Share of the sampled responses that are correct.",
+             _lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent)),
+            ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
+             _lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "branches": "train/loss_branch",
+                           "reference": "train/loss_reference"})),
+            ("Advantage and teacher entropy", "Nats per token. The advantage rises towards 0 as student meets teacher.",
+             _lines(rows, {"mean advantage": "train/advantage_mean", "teacher entropy": "teacher/entropy_nats"})),
+        ),
+    )  # fmt: skip
+
+
+def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
+    if not any("spot/selected" in row for row in rows):
+        return Section("Probing", ())
+    tokens = [token for token, _ in statistics.probed_tokens.most_common(TOP_TOKENS)]
+    names = [f"“{visible(token)}”".replace("\n", "⏎") for token in tokens]
+    retained = [float(statistics.retained_tokens[token]) for token in tokens]
+    dropped = [float(statistics.probed_tokens[token]) - kept for token, kept in zip(tokens, retained, strict=True)]
+    edges = [100 * i // RELATIVE_BINS for i in range(RELATIVE_BINS + 1)]
+    means = [total / count if count else 0.0
+             for total, count in zip(statistics.score_sums, statistics.score_counts, strict=True)]  # fmt: skip
+    place = "percent of the response"
+    probed = sum(statistics.selected)
+    shares = [count / probed for count in statistics.selected] if probed else []
+    return Section(
+        "Probing",
+        _present(
+            ("Positions probed and kept", "Per rollout. Kept (B+): at least one candidate led to a correct answer.",
+             _lines(rows, {"probed": "spot/selected", "kept": "spot/retained"}, from_zero=True)),
+            ("Accuracy of probes", "Share of continuations that end correct.",
+             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent)),
+            ("Calibration shift", "How far outcomes move the target from the teacher's prior: total variation, 0 to 1.",
+             _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True)),
+            ("Where the score looks", "Mean acquisition score by place in the response.",
+             svg.histogram(edges, [("", means)], x_name=place) if any(means) else None),
+            ("Where positions were probed", "Share of probed positions by place in the response.",
+             svg.histogram(edges, [("", shares)], x_name=place, format_y=percent) if shares else None),
+            ("Which tokens were probed", "The student's token at the position, most frequent first.",
+             svg.row_plot(names, [("kept", retained), ("left out", dropped)]) if names else None),
+        ),
+    )  # fmt: skip
+
+
+def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
+    return Section(
+        "Responses",
+        _present(
+            ("Length of responses", "Mean tokens per response.",
+             _lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
+            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run.",
+             length_histogram(statistics.lengths)),
+            ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
+             _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent)),
+        ),
+    )  # fmt: skip
+
+
+def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
+    stages = stage_names(rows)
+    limits = {stage: stage_limit(config, stage) for stage in stages}
+    utilisation = [
+        svg.Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
+        for stage in stages
+    ]
+    used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
+    return Section(
+        "Time",
+        _present(
+            ("Time per phase", "Seconds of each iteration, as the trainer spends them.",
+             _stacked(rows, {"wait for batch": "time/wait_for_batch_s", "train": "time/train_s",
+                             "update weights": "time/update_weights_s", "evaluate": "time/evaluate_s"})),
+            ("What the trainer waited for", "The wait by the stage that most prompts were at.",
+             _stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
+            ("Stages: use of their limits", "Mean requests in flight over the stage's limit.",
+             used),
+            ("Stages: queues", "Mean requests that waited for their turn.",
+             _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
+            ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
+             _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, from_zero=True)),
+            ("Tokens generated per second", "Rollouts and probes, over the whole iteration.",
+             _lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
+        ),
+    )  # fmt: skip
+
+
+def optimiser_section(rows: Rows) -> Section:
+    return Section(
+        "Optimiser",
+        _present(
+            ("Gradient norm", "Before clipping, mean over the iteration's updates.",
+             _lines(rows, {"norm": "train/grad_norm"}, from_zero=True)),
+            ("Ratio of new to old policy", "Per token; the mean stays near 1, the largest shows outliers.",
+             _lines(rows, {"mean": "train/ratio_mean", "largest": "train/ratio_max"})),
+            ("Server against trainer", "Mean difference of the two's log-probabilities of one token, same weights.",
+             _lines(rows, {"mean": "train/mismatch_mean"}, from_zero=True)),
+            ("Clipped tokens", "Share of tokens whose gradient the clip removed.",
+             _lines(rows, {"clipped": "train/clip_fraction"}, lambda share: f"{100 * share:.2g} %", from_zero=True)),
+            ("Learning rate", "Of the iteration's updates.",
+             _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True)),
+        ),
+    )  # fmt: skip
+
+
+def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
+    """Response lengths of the first and last third of the iterations; of all when there are fewer than three."""
+    if not lengths:
+        return None
+    last, longest = max(i for i, _ in lengths), max(max(tokens for _, tokens in lengths), 1)
+    parts = {"first third": (1, last // 3), "last third": (last - last // 3 + 1, last)}
+    if last < 3:
+        parts = {"all": (1, last)}
+    series = []
+    for name, (begin, end) in parts.items():
+        counts = [0] * LENGTH_BINS
+        for iteration, tokens in lengths:
+            if begin <= iteration <= end:
+                counts[min(LENGTH_BINS - 1, tokens * LENGTH_BINS // longest)] += 1
+        series.append((name, [count / max(1, sum(counts)) for count in counts]))
+    edges = [i * longest // LENGTH_BINS for i in range(LENGTH_BINS + 1)]
+    return svg.histogram(edges, series, x_name="tokens", format_y=percent)
+
+
+def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tuple[ResultRow, ...]]:
+    """Avg@k and Pass@k per tier, before and after, and the change; empty without an evaluation."""
+    found = {when: summary[when] for when in ("before", "after") if summary and summary.get(when)}
+    if not found:
+        return (), ()
+    whole = next(iter(found.values()))
+    k = whole["samples"]
+    headings = ["tier", "problems"]
+    headings += [f"{metric}@{k} {when}" for metric in ("Avg", "Pass") for when in found]
+    rows = []
+    for tier in whole["tiers"]:
+        figures = [each["tiers"][tier] for each in found.values()]
+        cells = [f"{100 * f[m]:.1f} ±{100 * f[f'{m}_standard_error']:.1f}" for m in ("avg", "pass") for f in figures]
+        if len(figures) == 2:
+            cells.append(f"{100 * (figures[1]['avg'] - figures[0]['avg']):+.1f}")
+        rows.append(ResultRow(tier, int(figures[0]["problems"]), tuple(cells)))
+    if len(found) == 2:
+        headings.append(f"Avg@{k} change")
+    return tuple(headings), tuple(rows)
+
+
+def run_times(rows: Rows, config: Mapping[str, Any]) -> RunTimes:
+    """Sums over all iterations; stages by what they held while the trainer waited for them."""
+    waited_for = {
+        stage: _total(rows, f"wait/{stage}_s")
+        for stage in (*stage_names(rows), "nothing")
+        if _total(rows, f"wait/{stage}_s")
+    }
+    stages: dict[str, StageUse] = {}
+    for stage in stage_names(rows):
+        # Requests of a stage run mostly while it is waited for; over that time they are its load.
+        over_s = waited_for.get(stage, 0.0)
+        if over_s > 0:
+            busy_s, queued_s = (
+                sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * training_s(row) for row in rows)
+                for what in ("in_flight", "queued")
+            )
+            limit = stage_limit(config, stage)
+            slots = config.get(STAGE_SERVERS.get(stage, ""), {}).get("backend", {}).get("slots")
+            stages[stage] = StageUse(min(busy_s / over_s, limit), queued_s / over_s, limit, slots)
+    return RunTimes(
+        wait_s=_total(rows, "time/wait_for_batch_s"),
+        train_s=_total(rows, "time/train_s"),
+        update_s=_total(rows, "time/update_weights_s"),
+        waited_for_s=waited_for,
+        stages=stages,
+        batch_size=int(config.get("training", {}).get("batch_size", 1)),
+    )
+
+
+def training_s(row: Mapping[str, float]) -> float:
+    """An iteration's time without evaluation."""
+    return row.get("time/iteration_s", 0.0) - row.get("time/evaluate_s", 0.0)
+
+
+def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
+    """The run in a few words."""
+    training = config.get("training", {})
+    prompts = (summary or {}).get("prompts", {})
+    seconds = _total(rows, "time/iteration_s")
+    found = {
+        "policy": config.get("policy", {}).get("kind"),
+        "student": config.get("student", {}).get("model"),
+        "teacher": config.get("teacher", {}).get("model"),
+        "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
+        "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
+        "time": f"{seconds:.0f} s of training" if rows else None,
+        "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,
+    }
+    return tuple((name, visible(str(value))) for name, value in found.items() if value is not None)
+
+
+def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """What is not on the page."""
+    found = []
+    if not rows:
+        found.append("No iteration has finished: there are no curves.")
+    if summary is None:
+        found.append("The run has no summary: it is still going, or it was stopped before its end.")
+    elif not summary.get("after"):
+        found.append("The run was not evaluated: there is no table of results.")
+    if rows and not any("spot/selected" in row for row in rows):
+        found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
+    dead = files.dead_letters()
+    for reason, count in dead.most_common(3):
+        found.append(f"{count} prompts were given up: {visible(reason)}")
+    return tuple(found)
+
+
+def stage_names(rows: Rows) -> list[str]:
+    """Stages that had requests, in the order in which they are recorded."""
+    names = dict.fromkeys(name.split("/")[1] for row in rows for name in row if name.startswith("stage/"))
+    return [name for name in names if _total(rows, f"stage/{name}/requests")]
+
+
+def stage_limit(config: Mapping[str, Any], stage: str) -> int:
+    return int(config.get("stages", {}).get(stage, {}).get("concurrency", 1))
+
+
+def _present(*plots: tuple[str, str, Markup | None]) -> tuple[Plot, ...]:
+    return tuple(Plot(title, note, figure) for title, note, figure in plots if figure is not None)
+
+
+def _lines(
+    rows: Rows,
+    names: Mapping[str, str],
+    format_y: Callable[[float], str] = svg.short_number,
+    *,
+    from_zero: bool = False,
+) -> Markup | None:
+    """A line per metric that is there; those that are zero throughout only when nothing else is."""
+    series = [svg.Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
+    series = [each for each in series if each.points]
+    moving = [each for each in series if any(value for _, value in each.points)]
+    if not series:
+        return None
+    return svg.line_plot(moving or series[:1], format_y=format_y, from_zero=from_zero)
+
+
+def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
+    with_times = [row for row in rows if any(metric in row for metric in names.values())]
+    if not with_times:
+        return None
+    series = [
+        svg.Series(name, [(row["iteration"], row.get(metric, 0.0)) for row in with_times], i)
+        for i, (name, metric) in enumerate(names.items())
+        if _total(rows, metric) > 0
+    ]
+    return svg.stacked_plot(series)
+
+
+def _points(rows: Rows, metric: str) -> list[tuple[float, float]]:
+    return [(row["iteration"], row[metric]) for row in rows if metric in row]
+
+
+def _total(rows: Iterable[Mapping[str, float]], metric: str) -> float:
+    return sum(row.get(metric, 0.0) for row in rows)

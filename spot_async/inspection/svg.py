@@ -1,0 +1,275 @@
+"""Small plots as inline SVG: lines, bars, stacked areas. Pure; colours and fonts come from the page's style sheet.
+
+Everything is drawn in a fixed box of 380 by 220 that pages scale a little. Series are told apart by colour
+and by dash; exact numbers show on pointing, through SVG's own `<title>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+WIDTH, HEIGHT = 380, 220
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 34
+MAX_POINTS = 240  # of a line: more are averaged in groups
+SMOOTH_FROM = 24  # points from which a single line gets a running mean
+ROW_HEIGHT = 20
+ROW_LABEL = 92
+
+Format = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over iterations."""
+
+    name: str
+    points: Sequence[tuple[float, float]]  # ascending x
+    colour: int | None = None  # of the style sheet's; default: its place among the series
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to pixels [start, end]; a single value lands in the middle."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        if self.high == self.low:
+            return (self.start + self.end) / 2
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that reach from `low` to `high` or beyond."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        high = low + 1.0 if math.isfinite(low) else 1.0
+        low = low if math.isfinite(low) else 0.0
+    rough = (high - low) / max(1, count - 1)
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def short_number(value: float) -> str:
+    """Three digits, thousands as k; for axes and titles."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1e3:
+        return f"{value / 1e3:.3g}k"
+    return f"{value:.1e}" if size < 1e-3 else f"{value:.3g}"
+
+
+def line_plot(series: Sequence[Series], *, format_y: Format = short_number, from_zero: bool = False) -> Markup:
+    """Lines over iterations; a long single one with its running mean."""
+    drawn = _drawn(series)
+    if not drawn:
+        return Markup('<p class="quiet">no data</p>')
+    ys = [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
+    x, y, frame = _axes(_extent([x for each in drawn for x, _ in each.points]), _extent(ys), format_y)
+    marks = [frame]
+    for each in drawn:
+        dots = len(each.points) == 1
+        smooth = len(drawn) == 1 and len(each.points) >= SMOOTH_FROM
+        marks.append(_path(each.points, x, y, f"line c{each.colour}{' raw' if smooth else ''}", dots=dots))
+        if smooth:
+            marks.append(_path(running_mean(each.points), x, y, f"line c{each.colour}", dots=False))
+    marks.append(_titles(drawn, x, format_y))
+    return _figure(marks, drawn, lines=True)
+
+
+def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:
+    """Areas on top of each other; all series must have the same x."""
+    drawn = _drawn(series)
+    if not drawn:
+        return Markup('<p class="quiet">no data</p>')
+    xs = [x for x, _ in drawn[0].points]
+    below = [0.0] * len(xs)
+    layers: list[tuple[list[float], list[float]]] = []
+    for each in drawn:
+        above = [base + value for base, (_, value) in zip(below, each.points, strict=True)]
+        layers.append((below, above))
+        below = above
+    x, y, frame = _axes(_extent(xs), (0.0, max(below)), format_y)
+    marks = [frame]
+    for each, (lower, upper) in zip(drawn, layers, strict=True):
+        outline = [*zip(xs, upper, strict=True), *reversed(list(zip(xs, lower, strict=True)))]
+        if len(xs) == 1:  # one iteration: a bar
+            half = WIDTH / 20
+            middle = x(xs[0])
+            corners = [(middle - half, y(upper[0])), (middle + half, y(upper[0])),
+                       (middle + half, y(lower[0])), (middle - half, y(lower[0]))]  # fmt: skip
+        else:
+            corners = [(x(at), y(value)) for at, value in outline]
+        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
+        marks.append(Markup('<polygon class="area c{}" points="{}"/>').format(each.colour, points))
+    marks.append(_titles(drawn, x, format_y))
+    return _figure(marks, drawn)
+
+
+def histogram(
+    edges: Sequence[int],
+    series: Sequence[tuple[str, Sequence[float]]],
+    *,
+    x_name: str,
+    format_y: Format = short_number,
+) -> Markup:
+    """Upright bars, those of several series side by side. Bin i lies between edges i and i + 1."""
+    bins = len(edges) - 1
+    highest = max((value for _, values in series for value in values), default=0.0)
+    _, y, frame = _axes(None, (0.0, highest), format_y, x_name)
+    slot = (WIDTH - LEFT - RIGHT) / bins
+    width = slot * 0.86 / len(series)
+    marks = [frame]
+    for number, (name, values) in enumerate(series):
+        for i, value in enumerate(values):
+            left = LEFT + slot * (i + 0.07) + width * number
+            title = f"{edges[i]} to {edges[i + 1]} {x_name}: {name} {format_y(value)}"
+            marks.append(_box(f"bar c{number}", left, y(value), width, y(0.0) - y(value), title))
+    for i in range(0, bins + 1, max(1, bins // 5)):
+        marks.append(_text(LEFT + slot * i, HEIGHT - BOTTOM + 15, str(edges[i]), "middle"))
+    return _figure(marks, _named(series))
+
+
+def row_plot(
+    labels: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], *, format_x: Format = short_number
+) -> Markup:
+    """Lying bars, one row each, made of parts; for names and their counts or shares."""
+    if not labels:
+        return Markup('<p class="quiet">no data</p>')
+    totals = [sum(values[i] for _, values in parts) for i in range(len(labels))]
+    x = Scale(0.0, max([*totals, 1e-12]), ROW_LABEL, WIDTH - 52)
+    marks: list[Markup] = []
+    for i, label in enumerate(labels):
+        top = i * ROW_HEIGHT + 4
+        marks.append(_text(ROW_LABEL - 6, top + 11, label, "end"))
+        start = 0.0
+        for number, (name, values) in enumerate(parts):
+            title = f"{label}: {name} {format_x(values[i])}".strip()
+            marks.append(_box(f"bar c{number}", x(start), top, x(start + values[i]) - x(start), 14, title))
+            start += values[i]
+        marks.append(_text(x(start) + 5, top + 11, format_x(totals[i]), "start"))
+    return _figure(marks, _named(parts), height=len(labels) * ROW_HEIGHT + 6)
+
+
+def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [point for point in points if math.isfinite(point[1])]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS`: means of neighbours."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    if size <= 1:
+        return list(points)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each point's mean with its neighbours, a twelfth of all points wide; narrower at the ends, never lopsided."""
+    half = max(1, len(points) // 24)
+    means: list[tuple[float, float]] = []
+    for i, (x, _) in enumerate(points):
+        reach = min(half, i, len(points) - 1 - i)
+        near = points[i - reach : i + reach + 1]
+        means.append((x, sum(y for _, y in near) / len(near)))
+    return means
+
+
+def _drawn(series: Sequence[Series]) -> list[Series]:
+    """Those with points, thinned, each with a colour."""
+    colours = [i if each.colour is None else each.colour for i, each in enumerate(series)]
+    thin = [Series(each.name, thinned(finite(each.points)), c) for each, c in zip(series, colours, strict=True)]
+    return [each for each in thin if each.points]
+
+
+def _named(series: Sequence[tuple[str, Sequence[float]]]) -> list[Series]:
+    return [Series(name, (), number) for number, (name, _) in enumerate(series)]
+
+
+def _extent(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def _axes(
+    xs: tuple[float, float] | None, ys: tuple[float, float], format_y: Format, x_name: str = "iteration"
+) -> tuple[Scale, Scale, Markup]:
+    """Scales for x (None: its ticks are drawn elsewhere) and y, and the drawn grid."""
+    ticks = nice_ticks(*ys)
+    y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
+    x = Scale(*(xs or (0.0, 1.0)), LEFT, WIDTH - RIGHT)
+    marks: list[Markup] = []
+    for tick in ticks:
+        at = y(tick)
+        marks.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
+            LEFT, WIDTH - RIGHT, at, at))  # fmt: skip
+        marks.append(_text(LEFT - 5, at + 4, format_y(tick), "end"))
+    if xs is not None:
+        whole = sorted({round(tick) for tick in nice_ticks(*xs) if xs[0] <= round(tick) <= xs[1]} | {round(xs[0])})
+        for number in whole:
+            marks.append(_text(x(number), HEIGHT - BOTTOM + 15, str(number), "middle"))
+    marks.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_name, "middle"))
+    return x, y, Markup("").join(marks)
+
+
+def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale, style: str, *, dots: bool) -> Markup:
+    if dots:
+        ((at, value),) = points
+        return Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3.5"/>').format(style, x(at), y(value))
+    path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
+    return Markup('<polyline class="{}" points="{}"/>').format(style, path)
+
+
+def _titles(series: Sequence[Series], x: Scale, format_y: Format) -> Markup:
+    """A strip over each x that names all values there."""
+    values: dict[float, list[str]] = {}
+    for each in series:
+        for at, value in each.points:
+            values.setdefault(at, []).append(f"{each.name} {format_y(value)}".strip())
+    xs = sorted(values)
+    width = (WIDTH - LEFT - RIGHT) / max(1, len(xs))
+    return Markup("").join(
+        _box(
+            "strip", x(at) - width / 2, TOP, width, HEIGHT - TOP - BOTTOM, f"iteration {at:g}: {', '.join(values[at])}"
+        )
+        for at in xs
+    )
+
+
+def _box(style: str, x: float, y: float, width: float, height: float, title: str) -> Markup:
+    return Markup(
+        '<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
+    ).format(style, x, y, width, height, title)
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> Markup:
+    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+
+
+def _figure(marks: Sequence[Markup], named: Sequence[Series], *, height: int = HEIGHT, lines: bool = False) -> Markup:
+    """The drawing under its legend, whose keys are pieces of line or of area."""
+    line, area = (
+        '<line class="line c{}" x1="0" x2="18" y1="5" y2="5"/>',
+        '<rect class="bar c{}" x="4" width="10" height="10"/>',
+    )
+    key = line if lines else area
+    keys = [
+        Markup('<span><svg class="key" viewBox="0 0 18 10">' + key + "</svg>{}</span>").format(each.colour, each.name)
+        for each in named
+        if each.name
+    ]
+    legend = Markup('<div class="keys">{}</div>').format(Markup("").join(keys)) if keys else Markup("")
+    label = ", ".join(each.name for each in named)
+    return legend + Markup('<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, height, label, Markup("").join(marks)
+    )

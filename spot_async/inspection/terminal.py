@@ -1,0 +1,160 @@
+"""Samples in the terminal: the table of a run's samples, and one rollout with its branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from spot_async.inspection.reading import Branch, Candidate, SampleRecord, SampleSummary
+from spot_async.inspection.view import (
+    Colouring,
+    TokenView,
+    branch_state,
+    probability,
+    remarks,
+    sampled_shares,
+    shortened,
+    verdict_text,
+    visible,
+)
+
+BAR_WIDTH = 10
+STATE_STYLES = {"correct": "green", "timeout": "yellow", "quiet": "dim"}
+VERDICT_STYLES = {"correct": "green", "wrong": "red"}
+# Palette ends as RGB: legible with white or black on them, and told apart by the colour-blind.
+HOT, GOOD, BAD = (217, 95, 2), (33, 113, 181), (203, 75, 22)
+WEAK = 0.08  # fainter colours are left out
+
+
+def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Table:
+    """One line per sample. Retained positions are those of B+."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("sample", justify="right")
+    table.add_column("iteration", justify="right")
+    table.add_column("problem", overflow="fold")
+    table.add_column("verdict")
+    table.add_column("tokens", justify="right")
+    table.add_column("positions")
+    table.add_column("retained")
+    for number, row in rows:
+        table.add_row(
+            str(number),
+            str(row.iteration),
+            Text(visible(row.problem_id)),
+            _verdict(row.verdict),
+            f"{len(row.response_ids)}{' cut' if row.finish_reason == 'length' else ''}",
+            " ".join(str(branch.position) for branch in row.branches),
+            " ".join(str(branch.position) for branch in row.branches if branch.retained),
+        )
+    return table
+
+
+def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> RenderableType:
+    """A whole sample: problem, coloured response, branches."""
+    head = Text.assemble((f"sample {number}", "bold"), f" · {visible(sample.problem_id)}")
+    if sample.tier:
+        head.append(f" ({visible(sample.tier)})")
+    head.append(" · ").append(_verdict(sample.verdict))
+    about = Text(" · ".join(remarks(sample)), style="dim")
+    problem = Text.assemble(("problem  ", "dim"), visible(sample.problem))
+    answer = Text.assemble(("answer   ", "dim"), visible(sample.answer))
+    parts: list[RenderableType] = [head, about, problem, answer, Text(), legend(colouring), response_text(colouring)]
+    for mark, branch in enumerate(sample.branches, start=1):
+        parts += [Text(), branch_view(mark, branch, sampled_shares(sample, branch.position))]
+    return Group(*parts)
+
+
+def legend(colouring: Colouring) -> Text:
+    text = Text(f"{colouring.title}  ", style="dim")
+    levels = (-1.0, -0.5, 0.5, 1.0) if colouring.palette == "advantage" else (0.25, 0.5, 0.75, 1.0)
+    text.append(f"{colouring.low} ")
+    for level in levels:
+        text.append("  ", style=_style(colouring, level))
+    return text.append(f" {colouring.high}")
+
+
+def response_text(colouring: Colouring) -> Text:
+    """The response's tokens on their colours; probed ones underlined and numbered."""
+    text = Text()
+    for token in colouring.tokens:
+        text.append(token.text, style=_token_style(colouring, token))
+        if token.mark is not None:
+            text.append(mark_symbol(token.mark), style="bold")
+    return text
+
+
+def mark_symbol(mark: int) -> str:
+    return chr(0x2460 + mark - 1) if mark <= 20 else f"({mark})"
+
+
+def branch_view(mark: int, branch: Branch, shares: str) -> RenderableType:
+    """One probed position: each candidate's probabilities, target before and after, and its probes."""
+    state, tone = branch_state(branch)
+    head = Text.assemble(
+        (f"{mark_symbol(mark)} position {branch.position}", "bold"),
+        f", sampled “{visible(branch.sampled)}”: ",
+        (state, STATE_STYLES[tone]),
+    )
+    rows: list[RenderableType] = [head, Text(f"  {shares}", style="dim")] if shares else [head]
+    if branch.score_parts:
+        rows.append(Text("  " + ", ".join(f"{k} {v:.3g}" for k, v in branch.score_parts.items()), style="dim"))
+    return Group(*rows, candidates_table(branch), *probe_lines(branch))
+
+
+def candidates_table(branch: Branch) -> Table:
+    """Probabilities of teacher and student, mean reward, and the target before and after the tilt."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for heading in ("", "candidate", "teacher", "student", "value", "target before", "after"):
+        table.add_column(heading, justify="right" if heading in ("teacher", "student", "value") else "left")
+    for candidate in branch.candidates:
+        table.add_row(
+            "▸" if candidate.token == branch.sampled else "",
+            candidate_name(candidate),
+            probability(candidate.teacher),
+            probability(candidate.student),
+            "–" if candidate.value is None else f"{candidate.value:g}",
+            Text(bar(candidate.prior, "░"), style="dim"),
+            "–" if candidate.target is None else Text(bar(candidate.target, "█")),
+        )
+    return table
+
+
+def probe_lines(branch: Branch) -> list[Text]:
+    """What the student wrote after each candidate, and what came of it."""
+    return [
+        Text.assemble("   ", candidate_name(candidate), " ", _verdict(verdict), "  ", shortened(visible(text)))
+        for candidate in branch.candidates
+        for verdict, text in zip(candidate.verdicts, candidate.continuations, strict=False)
+    ]
+
+
+def candidate_name(candidate: Candidate) -> Text:
+    return Text(f"“{visible(candidate.token)}”" if candidate.token else f"token {candidate.token_id}", style="bold")
+
+
+def bar(share: float, symbol: str) -> str:
+    """The share in numbers and as a bar, at least a sliver for what is not nothing."""
+    cells = round(share * BAR_WIDTH)
+    return f"{probability(share):>8} {symbol * cells if cells else '▏'}"
+
+
+def _verdict(verdict: str) -> Text:
+    return Text(visible(verdict_text(verdict)), style=VERDICT_STYLES.get(verdict, "yellow"))
+
+
+def _token_style(colouring: Colouring, token: TokenView) -> str:
+    style = _style(colouring, token.level)
+    return f"bold underline {style}".strip() if token.mark is not None else style
+
+
+def _style(colouring: Colouring, level: float) -> str:
+    """A tint towards the palette's end, on white so that black letters stay legible on any terminal."""
+    if abs(level) < WEAK:
+        return ""
+    end = HOT if colouring.palette != "advantage" else (GOOD if level > 0 else BAD)
+    red, green, blue = (round(255 + (channel - 255) * abs(level)) for channel in end)
+    return f"{'white' if abs(level) > 0.75 else 'black'} on #{red:02x}{green:02x}{blue:02x}"

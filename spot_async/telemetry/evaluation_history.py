@@ -1,0 +1,61 @@
+"""Keeps the best student that evaluations during a run have found.
+
+Best is the highest figure over all problems; of equal ones the earliest. It is picked on the problems it is
+measured on, so its figure is optimistic, and whoever shows it says so. Nothing is evaluated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
+from spot_async.orchestrator import IterationResult
+from spot_async.run_directory import RunDirectory
+from spot_async.types import Prompt
+
+Criterion = Literal["avg", "pass"]
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The best student so far; its weights are `best` in the run directory."""
+
+    iteration: int
+    criterion: Criterion
+    samples: int  # responses per problem: the k of Avg@k and Pass@k
+    value: float  # of the criterion, in [0, 1]
+    standard_error: float
+
+
+class EvaluationHistory:
+    """`RunObserver` that looks at the evaluations of a run. `best` is None before the first."""
+
+    def __init__(self, directory: RunDirectory, criterion: Criterion) -> None:
+        self.best: BestCheckpoint | None = None
+        self._last: tuple[int, EvaluationResult] | None = None  # with the iteration after which it was made
+        self._directory = directory
+        self._criterion = criterion
+
+    def iteration_finished(self, result: IterationResult) -> None:
+        if result.evaluation is not None:
+            self.add(result.iteration, result.evaluation, Path(result.report.snapshot.directory))
+
+    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+        pass
+
+    def result_after(self, iteration: int) -> EvaluationResult | None:
+        """The newest evaluation, if that was made after `iteration`."""
+        return self._last[1] if self._last is not None and self._last[0] == iteration else None
+
+    def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
+        """Take note of an evaluation of `weights`; keeps them when they are the best."""
+        self._last = (iteration, evaluation)
+        figures = evaluation.figures(ALL_TIERS)
+        value, error = (
+            (figures.avg, figures.avg_error) if self._criterion == "avg" else (figures.pass_, figures.pass_error)
+        )
+        if self.best is None or value > self.best.value:
+            self._directory.keep_best(weights)
+            self.best = BestCheckpoint(iteration, self._criterion, evaluation.samples, value, error)

@@ -1,0 +1,140 @@
+"""Other places for an iteration's metrics: TensorBoard, Weights & Biases, a Prometheus endpoint.
+
+All are off by default, and get the very figures of `metrics.jsonl` under the same names (docs/metrics.md).
+Packages are imported only when their sink is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from spot_async.actor import Stage
+from spot_async.config import Config, TelemetryConfig, WandbConfig
+from spot_async.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+class MetricSink(Protocol):
+    """Takes the flat metrics of each iteration. Must return quickly."""
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
+
+
+def check_packages(config: TelemetryConfig) -> None:
+    """Raises ConfigError, with what to install, when a sink is asked for whose package is missing."""
+    wanted = {"tensorboard": ("tensorboardX", config.tensorboard), "wandb": ("wandb", config.wandb is not None)}
+    for extra, (package, is_wanted) in wanted.items():
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"telemetry.{extra}: the package {package} is not installed: pip install 'spot-async[{extra}]'"
+            )
+
+
+@contextmanager
+def open_sinks(config: Config, directory: Path, stages: Sequence[Stage]) -> Iterator[list[MetricSink]]:
+    """The sinks that a run asks for, closed on leaving. Raises ConfigError for one that cannot be opened."""
+    telemetry = config.telemetry
+    sinks: list[AbstractContextManager[MetricSink]] = []
+    if telemetry.prometheus_port is not None:
+        sinks.append(prometheus_endpoint(telemetry.prometheus_port, stages))
+    if telemetry.tensorboard:
+        sinks.append(tensorboard_files(directory / "tensorboard"))
+    if telemetry.wandb is not None:
+        sinks.append(wandb_run(telemetry.wandb, directory, config.model_dump(mode="json")))
+    with ExitStack() as stack:
+        yield [stack.enter_context(sink) for sink in sinks]
+
+
+@contextmanager
+def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
+    """Event files: a scalar per metric, the iteration as its step."""
+    from tensorboardX import SummaryWriter
+
+    class Sink:
+        def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, iteration)
+            writer.flush()
+
+    with SummaryWriter(str(directory)) as writer:
+        yield Sink()
+
+
+@contextmanager
+def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> Iterator[MetricSink]:
+    """A run of Weights & Biases with the resolved configuration. Raises ConfigError when it cannot be started."""
+    import wandb
+
+    try:
+        run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or directory.name,
+            mode=config.mode,
+            dir=str(directory),
+            config=run_config,
+            settings=wandb.Settings(silent=True, console="off"),  # the screen is the console's
+        )
+    except wandb.errors.Error as error:
+        raise ConfigError(f"telemetry.wandb: {str(error).splitlines()[0]} (or set mode: offline)") from None
+
+    class Sink:
+        def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+            run.log(dict(metrics), step=iteration)
+
+    with run:
+        yield Sink()
+
+
+@contextmanager
+def prometheus_endpoint(port: int, stages: Sequence[Stage]) -> Iterator[MetricSink]:
+    """`http://127.0.0.1:port/metrics`: the newest iteration's metrics, and what the stages hold right now.
+
+    Raises ConfigError when the port is taken.
+    """
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.core import GaugeMetricFamily, Metric
+
+    newest: tuple[int, Mapping[str, float]] = (0, {})
+
+    class Sink:
+        def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+            nonlocal newest
+            newest = (iteration, metrics)
+
+        def collect(self) -> Iterator[Metric]:
+            """Called for each scrape, in the server's thread; reads whole numbers that only the loop writes."""
+            iteration, metrics = newest
+            yield GaugeMetricFamily("spot_async_iteration", "iterations finished", value=iteration)
+            gauge = GaugeMetricFamily(
+                "spot_async_metric", "of the newest iteration, see docs/metrics.md", labels=["name"]
+            )
+            for name, value in metrics.items():
+                gauge.add_metric([name], value)
+            yield gauge
+            queue = GaugeMetricFamily("spot_async_stage_queue", "requests that wait for their turn", labels=["stage"])
+            in_flight = GaugeMetricFamily("spot_async_stage_in_flight", "requests being answered", labels=["stage"])
+            for stage in stages:
+                queue.add_metric([stage.name], stage.waiting)
+                in_flight.add_metric([stage.name], stage.in_flight)
+            yield from (queue, in_flight)
+
+    sink, registry = Sink(), CollectorRegistry()
+    registry.register(sink)
+    try:
+        server, thread = start_http_server(port, addr=LOOPBACK, registry=registry)
+    except OSError as error:
+        raise ConfigError(
+            f"telemetry.prometheus_port={port}: cannot listen on {LOOPBACK}: {error.strerror}; choose another port"
+        ) from None
+    try:
+        yield sink
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

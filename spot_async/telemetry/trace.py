@@ -1,0 +1,272 @@
+"""Writes a run's timeline as `trace.json`, in Chrome's trace-event format: open it in ui.perfetto.dev.
+
+Tracks: the trainer (iterations; its phases, with the stage it waited for), the prompts' coroutines, and
+each stage's requests, on as many lanes as were busy at once. An arrow leads from a prompt to the
+training step it ended in. Counters: what waits and is in flight, finished supervision, tokens a second.
+
+The file is a JSON array written as the run goes. The format lets the closing bracket be missing, so
+a killed run's file opens as well. Long runs thin out: requests of every iteration until the first
+`SHARE_BYTES`, then of every second, every fourth and so on, each for as many bytes again; the trainer's
+track says which, and stays whole.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from spot_async.orchestrator import Orchestrator
+from spot_async.stages import STAGE_SERVERS, Stages
+from spot_async.supervision_queue import SupervisionQueue
+from spot_async.timeline import PhaseSpan, PromptSpan, RequestSpan
+
+SHARE_BYTES = 16 << 20
+BUFFER_BYTES = 1 << 18
+COUNTER_INTERVAL_S = 0.05
+RATE_INTERVAL_S = 0.5
+
+# Process ids, which stand for groups of tracks; far from thread ids, as equal ones would be drawn as main threads.
+TRAINER, PROMPTS, FIRST_STAGE = 1001, 1002, 1003
+ITERATIONS, PHASES = 1, 2  # thread ids of the trainer
+
+
+@contextmanager
+def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
+    """Record `orchestrator` while inside."""
+    file = TraceFile(path)
+    try:
+        orchestrator.report_to(TraceRecorder(file, orchestrator.stages, orchestrator.queue))
+        yield
+    finally:
+        file.close()
+
+
+class TraceFile:
+    """A growing JSON array of events. What cannot be written ends the trace, not the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.bytes = 0
+        self._path = path
+        self._encode = msgspec.json.Encoder().encode
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._separator = b"[\n"
+        self._file = path.open("wb", buffering=0)
+
+    def add(self, event: dict[str, Any]) -> None:
+        line = self._separator + self._encode(event)
+        self._separator = b",\n"
+        self._pending.append(line)
+        self.bytes += len(line)
+        self._pending_bytes += len(line)
+        if self._pending_bytes >= BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write whole events: what is on disk ends with one."""
+        data = b"".join(self._pending)
+        self._pending.clear()
+        self._pending_bytes = 0
+        if self._file.closed:
+            return
+        end = self._file.tell()
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError("the disk is full")
+        except OSError as error:
+            structlog.get_logger().warning("trace ends early", path=str(self._path), error=str(error))
+            with suppress(OSError):  # half an event at the end is a blemish, no reason to stop
+                os.truncate(self._file.fileno(), end)
+            self._file.close()
+
+    def close(self) -> None:
+        self._pending.append(b"\n]\n" if self.bytes else b"[]\n")
+        self.flush()
+        self._file.close()
+
+
+class Lanes:
+    """Rows for spans that overlap, as few as possible: told of spans in the order in which they end."""
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[int, int]] = []  # (end of its last span, lane), ascending
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def place(self, start: int, end: int) -> int:
+        """A lane that is free from `start` on, the one that was busy last; or else a new one."""
+        free = bisect_right(self._ends, (start, len(self._ends)))
+        lane = self._ends.pop(free - 1)[1] if free else len(self._ends)
+        insort(self._ends, (end, lane))
+        return lane
+
+
+class TraceRecorder:
+    """The `Timeline` that makes events of what ended. Times in the file are the loop's."""
+
+    def __init__(self, file: TraceFile, stages: Stages, queue: SupervisionQueue) -> None:
+        self._file = file
+        self._stages = stages
+        self._queue = queue
+        self._lanes: dict[int, Lanes] = {}
+        self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(stages.all)}
+        self._counters = Counters(file)
+        self._recorded = True  # whether requests of the running iteration are
+        self._stride = 1
+        self._iteration_started_s = 0.0
+        self._arrows: set[int] = set()  # prompts whose arrow has begun
+        self._last_end_s: float | None = None
+        self._name_process(TRAINER, "trainer")
+        self._name_thread(TRAINER, ITERATIONS, "iterations")
+        self._name_thread(TRAINER, PHASES, "trainer")
+        self._name_process(PROMPTS, "prompts")
+        for name, process_id in self._process_ids.items():
+            self._name_process(process_id, f"{STAGE_SERVERS[name]}: {name}" if name in STAGE_SERVERS else name)
+
+    def request_ended(self, span: RequestSpan) -> None:
+        if not self._recorded:
+            return
+        if self._counters.due(span.ended_s):
+            self._count(
+                span.asked_s if self._last_end_s is None else self._last_end_s
+            )  # nothing has changed since the request that ended last
+        self._last_end_s = span.ended_s
+        ordinal, *rest = span.priority
+        args: dict[str, Any] = {"prompt": ordinal, "waited_ms": round(1e3 * (span.started_s - span.asked_s), 3)}
+        if rest:
+            args["part"] = rest
+        if span.outcome != "done":
+            args["outcome"] = span.outcome
+        self._slice(self._process_ids[span.stage], None, f"{span.stage} {ordinal}", span.started_s, span.ended_s, args)
+
+    def prompt_ended(self, span: PromptSpan) -> None:
+        if not self._recorded:
+            return
+        started, ended = microseconds(span.started_s), microseconds(span.ended_s)
+        lane = self._slice(
+            PROMPTS, None, f"prompt {span.ordinal}", span.started_s, span.ended_s, {"outcome": span.outcome}
+        )
+        if span.outcome == "queued":
+            # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
+            self._arrow("s", span.ordinal, PROMPTS, lane, max(started, ended - 1))
+            self._arrows.add(span.ordinal)
+
+    def phase_ended(self, span: PhaseSpan) -> None:
+        args = {"iteration": span.iteration}
+        self._slice(TRAINER, PHASES, span.name, span.started_s, span.ended_s, args)
+        if span.name == "wait for batch":
+            self._iteration_started_s = span.started_s
+            for wait in span.waits:
+                name = f"waits for {wait.stage or 'nothing known'}"
+                self._slice(TRAINER, PHASES, name, wait.started_s, wait.ended_s, args)
+        elif span.name == "train":
+            for ordinal in self._arrows.intersection(span.ordinals):
+                self._arrow("f", ordinal, TRAINER, PHASES, microseconds(span.started_s))
+            self._arrows.difference_update(span.ordinals)
+        elif span.name == "update weights":
+            self._finish_iteration(span)
+        if self._recorded:
+            self._count(span.ended_s)
+        self._file.flush()
+
+    def _finish_iteration(self, span: PhaseSpan) -> None:
+        args: dict[str, Any] = {"prompts": len(span.ordinals)}
+        if not self._recorded:
+            args["requests"] = f"not recorded: by now the file keeps those of one iteration in {self._stride}"
+        self._slice(TRAINER, ITERATIONS, f"iteration {span.iteration}", self._iteration_started_s, span.ended_s, args)
+        shares = self._file.bytes // SHARE_BYTES
+        self._stride = max(self._stride, 1 << shares)
+        self._recorded = (span.iteration + 1) % self._stride == 0
+        self._last_end_s = span.ended_s
+
+    def _slice(
+        self, process_id: int, thread_id: int | None, name: str, started_s: float, ended_s: float, args: dict[str, Any]
+    ) -> int:
+        """One complete event; without a thread it is laid out on the process's lanes. Returns the thread."""
+        started, ended = microseconds(started_s), microseconds(ended_s)
+        if thread_id is None:
+            lanes = self._lanes.setdefault(process_id, Lanes())
+            known = len(lanes)
+            thread_id = 1 + lanes.place(started, ended)  # thread 0 is special to viewers
+            if len(lanes) > known:
+                self._name_thread(process_id, thread_id, f"lane {thread_id}")
+        self._file.add(
+            {
+                "ph": "X",
+                "pid": process_id,
+                "tid": thread_id,
+                "name": name,
+                "ts": started,
+                "dur": ended - started,
+                "args": args,
+            }
+        )
+        return thread_id
+
+    def _arrow(self, end: str, ordinal: int, process_id: int, thread_id: int, at: int) -> None:
+        event = {"ph": end, "id": ordinal, "cat": "prompt", "name": "trained in", "pid": process_id, "tid": thread_id}
+        self._file.add(event | {"ts": at} | ({"bp": "e"} if end == "f" else {}))
+
+    def _count(self, at_s: float) -> None:
+        """Counters as they are now, true since `at_s`."""
+        at = microseconds(at_s)
+        for stage in self._stages.all:
+            values = {"in flight": stage.in_flight, "waiting": stage.waiting}
+            self._counters.set(self._process_ids[stage.name], stage.name, at, values)
+        self._counters.set(TRAINER, "finished supervision", at, {"prompts": len(self._queue)})
+        self._counters.set_rate(PROMPTS, "tokens generated", at_s, self._stages.tokens_generated)
+        self._counters.looked_s = at_s
+
+    def _name_process(self, process_id: int, name: str) -> None:
+        self._metadata("process_name", process_id, 0, {"name": name})
+        self._metadata("process_sort_index", process_id, 0, {"sort_index": process_id})
+
+    def _name_thread(self, process_id: int, thread_id: int, name: str) -> None:
+        self._metadata("thread_name", process_id, thread_id, {"name": name})
+        self._metadata("thread_sort_index", process_id, thread_id, {"sort_index": thread_id})
+
+    def _metadata(self, kind: str, process_id: int, thread_id: int, args: dict[str, Any]) -> None:
+        self._file.add({"ph": "M", "pid": process_id, "tid": thread_id, "name": kind, "args": args})
+
+
+class Counters:
+    """Counter events, no more often than there is something to see: bounded in time, and only what changed."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self.looked_s = float("-inf")
+        self._file = file
+        self._values: dict[tuple[int, str], dict[str, int]] = {}
+        self._rate_since: tuple[float, int] | None = None  # time and total
+
+    def due(self, now_s: float) -> bool:
+        return now_s - self.looked_s >= COUNTER_INTERVAL_S
+
+    def set(self, process_id: int, name: str, at: int, values: dict[str, int]) -> None:
+        if self._values.get((process_id, name)) == values:
+            return
+        self._values[process_id, name] = values
+        self._file.add({"ph": "C", "pid": process_id, "name": name, "ts": at, "args": values})
+
+    def set_rate(self, process_id: int, name: str, at_s: float, total: int) -> None:
+        """Growth of `total` a second, since the last time this was written."""
+        since_s, before = self._rate_since or (at_s, total)
+        if self._rate_since is not None and at_s - since_s < RATE_INTERVAL_S:
+            return
+        self._rate_since = (at_s, total)
+        if at_s > since_s:
+            values = {"tokens/s": round((total - before) / (at_s - since_s))}
+            # The rate was true over the interval, so it stands where the interval begins.
+            self.set(process_id, name, microseconds(since_s), values)
+
+
+def microseconds(seconds: float) -> int:
+    """The format's unit, whole: rounding keeps order, so spans that touch still do and nested ones nest."""
+    return round(1e6 * seconds)

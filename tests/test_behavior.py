@@ -1,0 +1,182 @@
+"""Whose log pi_old: served or recomputed, how far the two are apart, and what corrects for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from spot_async.config import TrainingConfig
+from spot_async.trainer.loss import truncated_importance_weights
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.parallel import Replicated, process_group
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.settings import TrainerSettings
+from spot_async.types import Supervision, WeightVersion
+
+VOCAB = 30
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("student")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "1")
+        with process_group(str(tmp_path_factory.mktemp("group")), CPU):
+            yield
+
+
+def batch_of(student: Path, *, given_advantages: bool = False) -> list[Supervision]:
+    """Eight trajectories with the student's own log-probabilities, as a server without error serves them."""
+    model = AutoModelForCausalLM.from_pretrained(student).eval()
+    samples = []
+    for ordinal in range(8):
+        draw = np.random.default_rng(ordinal)
+        prompt = draw.integers(0, VOCAB, 3 + ordinal % 3).astype(np.int32)
+        response = draw.integers(0, VOCAB, 4 + 2 * ordinal).astype(np.int32)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt.tolist(), *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        served = logits.log_softmax(-1)[range(len(response)), response].numpy()
+        other = (served + draw.normal(0.0, 1.0, len(response))).astype(np.float32)
+        samples.append(
+            Supervision(
+                prompt_ordinal=ordinal,
+                problem_id=f"p{ordinal}",
+                prompt_ids=prompt,
+                response_ids=response,
+                behavior_logprobs=served,
+                version=WeightVersion(0, 0),
+                teacher_logprobs=None if given_advantages else other,
+                advantages=other if given_advantages else None,
+            )
+        )
+    return samples
+
+
+def off_by(samples: list[Supervision], differences: list[np.ndarray[Any, Any]]) -> list[Supervision]:
+    return [
+        msgspec.structs.replace(sample, behavior_logprobs=(sample.behavior_logprobs + d).astype(np.float32))
+        for sample, d in zip(samples, differences, strict=True)
+    ]
+
+
+def noise(samples: list[Supervision], scale: float) -> list[np.ndarray[Any, Any]]:
+    draw = np.random.default_rng(99)
+    return [draw.normal(0.0, scale, len(sample.response_ids)) for sample in samples]
+
+
+def train(
+    student: Path, run: Path, samples: list[Supervision], **training: Any
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Metrics of one iteration, and all weights after it."""
+    training = {"iterations": 10, "batch_size": 8, "mini_batch_size": 2, "learning_rate": 1e-3, **training}
+    settings = TrainerSettings(
+        training=TrainingConfig(**training),
+        model_directory=str(student),
+        run_directory=str(run),
+        temperature=1.0,
+        seed=0,
+        iterations=10,
+    )
+    trainer = StudentTrainer(settings, Replicated(), CPU)
+    metrics = trainer.train(Batch(0, tuple(samples))).metrics
+    return metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("given_advantages", [False, True])
+def test_recomputed_equals_served_where_the_server_makes_no_error(
+    student: Path, tmp_path: Path, given_advantages: bool
+) -> None:
+    samples = batch_of(student, given_advantages=given_advantages)
+    served, served_weights = train(student, tmp_path / "served", samples)
+    recomputed, weights = train(student, tmp_path / "recomputed", samples, behavior="recomputed")
+    for name in ("loss", "advantage_mean", "ratio_mean", "behavior_kl", "grad_norm"):
+        assert recomputed[name] == pytest.approx(served[name], rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(weights, served_weights, rtol=0, atol=2e-5)
+    for metrics in (served, recomputed):
+        assert metrics["mismatch_max"] < 1e-5
+
+
+def test_recomputed_training_does_not_depend_on_what_was_served(student: Path, tmp_path: Path) -> None:
+    samples = batch_of(student)
+    _, expected = train(student, tmp_path / "right", samples, behavior="recomputed")
+    wrong = off_by(samples, noise(samples, 0.5))
+    _, weights = train(student, tmp_path / "wrong", wrong, behavior="recomputed")
+    assert torch.equal(weights, expected)  # advantages follow from the recomputed ones, too
+    _, weights = train(student, tmp_path / "served", wrong)
+    assert not torch.allclose(weights, expected, atol=1e-4)
+
+
+def test_the_mismatch_is_reported_in_both_modes(student: Path, tmp_path: Path) -> None:
+    samples = batch_of(student)
+    differences = noise(samples, 0.3)
+    off = off_by(samples, differences)
+    whole = np.concatenate(differences)
+    metrics, _ = train(student, tmp_path / "recomputed", off, behavior="recomputed")
+    assert metrics["mismatch_mean"] == pytest.approx(np.abs(whole).mean(), rel=1e-4)
+    assert metrics["mismatch_max"] == pytest.approx(np.abs(whole).max(), rel=1e-4)
+    assert metrics["mismatch_kl"] == pytest.approx((np.exp(-whole) - 1 + whole).mean(), rel=1e-4)
+
+    # Served: the first update's training pass still has the old weights, here that of the whole batch.
+    metrics, _ = train(student, tmp_path / "one", off, mini_batch_size=8)
+    assert metrics["mismatch_mean"] == pytest.approx(np.abs(whole).mean(), rel=1e-4)
+    # With four updates only the first one's trajectories are compared: later weights would count as mismatch.
+    metrics, _ = train(student, tmp_path / "four", samples, learning_rate=0.1)
+    assert metrics["mismatch_max"] < 1e-5 < metrics["behavior_kl"]
+
+
+def test_importance_weights_scale_the_policy_term_up_to_their_cap(student: Path, tmp_path: Path) -> None:
+    samples = batch_of(student, given_advantages=True)
+    differences = noise(samples, 0.5)
+    metrics, _ = train(
+        student,
+        tmp_path,
+        off_by(samples, differences),
+        behavior="recomputed",
+        importance_cap=1.25,
+        mini_batch_size=8,
+        loss_aggregation="token_mean",
+    )
+    weights = np.minimum(np.exp(-np.concatenate(differences)), 1.25)  # trainer over served
+    advantages = np.concatenate([sample.advantages for sample in samples])
+    assert metrics["loss"] == pytest.approx(-(weights * advantages).mean(), rel=1e-4)  # every ratio is 1
+    assert metrics["importance_weight_mean"] == pytest.approx(weights.mean(), rel=1e-4)
+    assert metrics["importance_capped"] == pytest.approx((weights == 1.25).mean(), abs=1e-6)
+    assert 0 < metrics["importance_capped"] < 1
+
+
+def test_importance_weights_follow_the_formula() -> None:
+    old, served = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
+    found = truncated_importance_weights(old, served, cap=1.2)
+    assert found.tolist() == pytest.approx([1.2, np.exp(-1.0), 1.0])
+
+
+def test_a_cap_without_recomputation_is_refused() -> None:
+    with pytest.raises(ValidationError, match="importance_cap=2 needs behavior=recomputed"):
+        TrainingConfig(iterations=1, importance_cap=2.0)

@@ -1,0 +1,155 @@
+"""docs/metrics.md names exactly what a run writes, and every sink gets just that."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
+from spot_async.library import stages_for
+from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.policies.eopd import EopdPolicy
+from spot_async.policies.grpo import GrpoPolicy
+from spot_async.policies.kd import KdPolicy
+from spot_async.policies.opd import OpdPolicy
+from spot_async.policies.spot import SpotPolicy
+from spot_async.run_directory import RunDirectory
+from spot_async.simulation.services import (
+    END_TOKEN,
+    VOCAB_SIZE,
+    SimulatedStudent,
+    SimulatedTeacher,
+    SimulatedTrainer,
+    SimulatedVerifier,
+)
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.telemetry.run_log import RunLog
+from spot_async.trainer.metrics import METRICS
+from spot_async.types import PolicyContext, Problem, Prompt, Verdict
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PLACEHOLDERS = {"<stage>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
+
+
+def documented():
+    """Regular expressions by the name as the page writes it."""
+    names = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    patterns = {}
+    for name in names:
+        pattern = re.escape(name)
+        for placeholder, expression in PLACEHOLDERS.items():
+            pattern = pattern.replace(re.escape(placeholder), expression)
+        patterns[name] = re.compile(pattern)
+    assert len(patterns) == len(names), "a metric has two rows"
+    return patterns
+
+
+class Tokenizer:
+    all_special_ids = (0, 1)
+    added_tokens_decoder: ClassVar = {}
+
+    def get_vocab(self):
+        return {f"token-{i}": i for i in range(VOCAB_SIZE)}
+
+    def decode(self, token_ids):
+        return f"word{token_ids[0]}"
+
+
+class Trainer(SimulatedTrainer):
+    """Reports what the real one does."""
+
+    async def train(self, iteration, batch):
+        report = await super().train(iteration, batch)
+        return msgspec.structs.replace(report, metrics=dict.fromkeys(METRICS, 1.0))
+
+
+async def evaluate(iteration):
+    if iteration % 2:
+        return None
+    response = JudgedResponse(
+        problem_id="p", sample=0, verdict=Verdict.CORRECT, tokens=1, finish_reason="stop", response=""
+    )
+    return EvaluationResult(tiers=("easy", "easy", "hard", "hard"), responses=((response, response),) * 4)
+
+
+class WritingTeacher(SimulatedTeacher):
+    """One that also answers, for KD."""
+
+    async def generate(self, prompt_ids, sampling, **rest):
+        return await SimulatedStudent().generate(prompt_ids, sampling, **rest)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """A simulated SPOT run: the rows of its metrics.jsonl, and what a sink was given."""
+    return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
+
+
+def simulate(policy_class, folder):
+    directory = RunDirectory(folder)
+    context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer(), reference_kl=True)
+    policy = policy_class(policy_class.Settings(), context)
+    student = SimulatedStudent()
+    vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
+    teacher, verifier = WritingTeacher(), SimulatedVerifier()
+    reference = SimulatedTeacher() if policy.needs.reference else None
+    stages = stages_for(policy, vocabulary, student=student, teacher=teacher, reference=reference, verifier=verifier)
+    given = []
+    sink = SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))
+    orchestrator = Orchestrator(
+        OrchestratorSettings(
+            iterations=4,
+            batch_size=16,
+            max_staleness=0,
+            capacity_prompts=16,
+            capacity_bytes=1 << 30,
+            max_response_tokens=4096,
+            weight_update_timeout_s=60.0,
+        ),
+        prompts=(
+            Prompt(
+                ordinal=i, problem=Problem(id=str(i), text="", answer="1"), token_ids=np.arange(2, 9, dtype=np.int32)
+            )
+            for i in count()
+        ),
+        policy=policy,
+        stages=stages,
+        trainer=Trainer(),
+        weight_sinks=[student],
+        observer=RunLog(directory, stages.all, [sink]),
+        evaluate=evaluate,
+    )
+    run_on_virtual_time(orchestrator.run())
+    return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()], given
+
+
+def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simulated, tmp_path_factory):
+    rows, _ = simulated
+    others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy)
+    rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
+    written = {name for row in rows for name in row} - {"iteration", "time"}
+    patterns = documented()
+    assert {name for name in written if not any(p.fullmatch(name) for p in patterns.values())} == set()
+    assert {row for row, p in patterns.items() if not any(p.fullmatch(name) for name in written)} == set()
+
+
+def test_sinks_get_what_the_file_gets(simulated):
+    rows, given = simulated
+    for row, (iteration, metrics) in zip(rows, given, strict=True):
+        assert row == {"iteration": iteration, "time": row["time"], **metrics}
+
+
+def test_an_iteration_without_evaluation_has_none_of_its_figures(simulated):
+    rows, _ = simulated
+    with_figures = [row["iteration"] for row in rows if any(name.startswith("evaluation/") for name in row)]
+    assert with_figures == [2, 4]
+    assert rows[1]["evaluation/hard/avg@2"] == 1.0
+    assert ["time/evaluate_s" in row for row in rows] == [False, True, False, True]

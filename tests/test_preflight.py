@@ -1,0 +1,110 @@
+"""What is checked before anything starts, or as soon as a backend answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from spot_async.config_loading import load_config
+from spot_async.errors import ConfigError, DataError
+from spot_async.preflight import check_capabilities, plan_training, read_model
+from spot_async.types import Capabilities, PolicyNeeds
+
+ROOT = Path(__file__).parents[1]
+STUDENT = ROOT / "examples" / "running_sum" / "student"
+
+
+@pytest.fixture
+def config(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    return load_config(Path("configs/quickstart.yaml"))
+
+
+SERVED = Capabilities(
+    model="m",
+    vocab_size=48,
+    vocab_fingerprint="f",
+    max_context_tokens=512,
+    max_top_k=48,
+    exact_entropy=True,
+    candidate_logprobs=True,
+    weight_update=True,
+)
+NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "expected"),
+    [
+        ("teacher", {"vocab_fingerprint": "g"}, "vocabularies"),
+        ("teacher", {"max_top_k": 8}, "teacher.backend serves top-8, policy spot needs top-16"),
+        ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
+        ("student", {"candidate_logprobs": False}, "student.backend does not serve log-probabilities of chosen"),
+        ("student", {"weight_update": False}, "student.backend takes no new weights"),
+        ("student", {"logprob_convention": "truncated"}, "untruncated"),
+        ("teacher", {"logprob_convention": "truncated"}, "untruncated"),
+        ("student", {"max_context_tokens": 200}, "student.backend serves a context of 200 tokens"),
+        ("teacher", {"max_context_tokens": 200}, "teacher.backend serves a context of 200 tokens"),
+    ],
+)
+def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(config, role, change, expected):
+    served = {"student": SERVED, "teacher": SERVED} | {role: msgspec.structs.replace(SERVED, **change)}
+    check_capabilities(config, NEEDS, {"student": SERVED, "teacher": SERVED})
+    with pytest.raises(ConfigError, match=expected):
+        check_capabilities(config, NEEDS, served)
+
+
+def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config):
+    small = msgspec.structs.replace(SERVED, max_context_tokens=230)
+    config = load_config(Path("configs/quickstart.yaml"), ["evaluation.max_response_tokens=400"])
+    with pytest.raises(ConfigError, match=r"evaluation\.max_response_tokens=400"):
+        check_capabilities(config, NEEDS, {"student": small, "teacher": SERVED})
+
+
+def test_a_queue_that_cannot_hold_one_batch_in_bytes_is_refused(config):
+    config = load_config(Path("configs/quickstart.yaml"), ["queue.capacity_bytes=100000"])
+    with pytest.raises(ConfigError, match=r"queue\.capacity_bytes=100000 holds less than one batch .* raise it to"):
+        plan_training(config)
+
+
+def test_a_reference_cannot_share_the_students_fixed_port(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/running_sum/grpo.yaml"), ["student.backend.port=8123"])
+    with pytest.raises(ConfigError, match=r"reference: required when student\.backend\.port=8123 is fixed"):
+        plan_training(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("config.json", "[]", "cannot read .*config.json"),
+        ("config.json", "{", "cannot read .*config.json"),
+        ("config.json", "{}", "names no vocab_size or no context length"),
+        ("generation_config.json", "{", "cannot read generation_config.json"),
+        ("tokenizer.json", "{", "has no tokenizer that can be loaded"),
+    ],
+)
+def test_a_broken_model_directory_is_one_line(tmp_path, name, text, expected):
+    broken = tmp_path / "model"
+    shutil.copytree(STUDENT, broken)
+    (broken / name).write_text(text)
+    with pytest.raises(DataError, match=expected) as raised:
+        read_model("student", str(broken))
+    assert "\n" not in str(raised.value)
+
+
+def test_responses_end_where_either_model_ends_them(tmp_path, config):
+    """Also in evaluation, and in the student that is published."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(ROOT / "examples" / "running_sum" / "teacher", teacher)
+    generation = json.loads((teacher / "generation_config.json").read_text())
+    (teacher / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [7, 1]}))
+    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.model={teacher}"])
+    plan = plan_training(config)
+    own = plan.student.vocabulary.end_token_ids
+    assert plan.stop_token_ids[: len(own)] == own
+    assert set(plan.stop_token_ids) == {*own, *plan.teacher.vocabulary.end_token_ids} != set(own)

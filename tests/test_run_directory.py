@@ -1,0 +1,116 @@
+"""A run directory: which weights it keeps, and which directories it refuses to read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from spot_async.config_loading import validate
+from spot_async.errors import ConfigError, DataError
+from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
+from spot_async.run_directory import RunDirectory
+from spot_async.telemetry.console import best_words
+from spot_async.telemetry.evaluation_history import EvaluationHistory
+from spot_async.types import Verdict
+
+CONFIG = {
+    "student": {"model": "s"},
+    "teacher": {"model": "t"},
+    "data": {"train": "train.jsonl"},
+    "policy": "opd",
+    "training": {"iterations": 3, "batch_size": 8, "mini_batch_size": 4},
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(tmp_path / "run", validate(CONFIG))
+
+
+def publish(run, step):
+    """What the trainer leaves of one step, and prunes of others."""
+    directory = run.path / "weights" / f"step-{step:06d}"
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_text(f"weights of {step}")
+    run.point_student_to(directory)
+    for old in sorted(directory.parent.glob("step-*"))[:-2]:
+        shutil.rmtree(old)
+    return directory
+
+
+def evaluation(*rows):
+    """From rows of 1 (correct) and 0, one per problem."""
+
+    def response(j, i, cell):
+        verdict = Verdict.CORRECT if cell else Verdict.WRONG
+        return JudgedResponse(problem_id=str(j), sample=i, verdict=verdict, tokens=1, finish_reason="stop", response="")
+
+    return EvaluationResult(
+        tiers=(None,) * len(rows),
+        responses=tuple(tuple(response(j, i, cell) for i, cell in enumerate(row)) for j, row in enumerate(rows)),
+    )
+
+
+def iteration(run, step, result):
+    snapshot = SimpleNamespace(directory=str(publish(run, step)))
+    return SimpleNamespace(iteration=step, evaluation=result, report=SimpleNamespace(snapshot=snapshot))
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals_stays(run, monkeypatch, hard_links):
+    if not hard_links:
+
+        def refuse(source, destination, **rest):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+    history = EvaluationHistory(run, "avg")
+    results = [evaluation([0, 0], [1, 0]), None, evaluation([1, 0], [1, 0]), None, evaluation([1, 1], [0, 0]), None]
+    for step, result in enumerate(results, start=1):
+        history.iteration_finished(iteration(run, step, result))
+    assert (run.path / "best" / "model.safetensors").read_text() == "weights of 3"
+    assert (run.path / "student" / "model.safetensors").read_text() == "weights of 6"
+    assert sorted(each.name for each in (run.path / "weights").iterdir()) == [
+        "best-000003",
+        "step-000005",
+        "step-000006",
+    ]
+    assert (history.best.iteration, history.best.value) == (3, 0.5)
+    assert history.result_after(5) is results[4]
+    assert history.result_after(6) is None
+
+
+@pytest.mark.parametrize(
+    ("criterion", "best", "words"), [("avg", 1, "Avg@3: iteration 1, 50.0"), ("pass", 2, "Pass@3: iteration 2, 100.0")]
+)
+def test_the_criterion_decides_what_is_best(run, criterion, best, words):
+    history = EvaluationHistory(run, criterion)
+    history.iteration_finished(iteration(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
+    history.iteration_finished(iteration(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
+    assert history.best.iteration == best
+    assert words in best_words(history.best, None)
+    assert "optimistic" in best_words(history.best, before=evaluation([0, 0, 0], [0, 0, 1]))
+    assert "No student was better" in best_words(history.best, before=evaluation([1, 1, 1], [1, 0, 0]))
+
+
+def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one_line(run, tmp_path):
+    assert RunDirectory.open(run.path).path == run.path
+    (run.path / "run.json").write_text(json.dumps({"format": 2, "new": "things"}))
+    with pytest.raises(DataError, match=r"has format 2, newer than this spot-async can read \(1\)"):
+        RunDirectory.open(run.path)
+    for text in ("[1]", "{}", "no json"):
+        (run.path / "run.json").write_text(text)
+        with pytest.raises(DataError, match="no run directory"):
+            RunDirectory.open(run.path)
+    with pytest.raises(DataError, match="no run directory"):
+        RunDirectory.open(tmp_path)
+
+
+def test_fewer_weights_than_the_student_link_needs_are_refused():
+    with pytest.raises(ConfigError, match="keep_weights: input should be greater than or equal to 2"):
+        validate({**CONFIG, "training": {**CONFIG["training"], "keep_weights": 1}})

@@ -1,0 +1,104 @@
+"""The plots' arithmetic, and that they are well-formed whatever they are given."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spot_async.inspection import svg
+from spot_async.inspection.svg import Scale, Series, nice_ticks, running_mean, short_number, thinned
+
+
+def parsed(markup):
+    return ElementTree.fromstring(f"<div>{markup}</div>")
+
+
+def drawn_y(markup):
+    """Data values of the first line, read back from pixels and the axis labels."""
+    root = parsed(markup)
+    labels = [(float(t.get("y")) - 4, float(t.text)) for t in root.iter("text") if t.get("text-anchor") == "end"]
+    (low_at, low), (high_at, high) = labels[0], labels[-1]
+    points = next(root.iter("polyline")).get("points").split()
+    at = [float(point.split(",")[1]) for point in points]
+    return [low + (y - low_at) / (high_at - low_at) * (high - low) for y in at]
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_round_even_and_reach_around_the_data(low, extent):
+    high = low + extent
+    ticks = nice_ticks(low, high)
+    assert ticks[0] <= low + 1e-6 * extent
+    assert ticks[-1] >= high - 1e-6 * extent
+    assert 2 <= len(ticks) <= 12
+    step = ticks[1] - ticks[0]
+    assert step / 10 ** math.floor(math.log10(step) + 1e-9) == pytest.approx(
+        min((1, 2, 5, 10), key=lambda f: abs(f - step / 10 ** math.floor(math.log10(step) + 1e-9))), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (3.0, 3.0), (math.nan, 1.0), (0.0, math.inf)])
+def test_ticks_of_a_degenerate_range_are_still_ticks(low, high):
+    ticks = nice_ticks(low, high)
+    assert len(ticks) >= 2
+    assert all(map(math.isfinite, ticks))
+
+
+def test_a_scale_maps_ends_to_ends_and_a_single_value_to_the_middle():
+    scale = Scale(10.0, 20.0, 0.0, 100.0)
+    assert [scale(10.0), scale(15.0), scale(20.0)] == [0.0, 50.0, 100.0]
+    assert Scale(0.0, 1.0, 200.0, 0.0)(0.25) == 150.0  # downwards, as y is
+    assert Scale(5.0, 5.0, 0.0, 100.0)(5.0) == 50.0
+
+
+def test_a_line_is_where_its_axis_says():
+    values = [0.31, 0.12, 0.44, 0.2]
+    plot = svg.line_plot([Series("loss", list(enumerate(values, start=1)))])
+    assert drawn_y(plot) == pytest.approx(values, abs=0.003)
+
+
+def test_stacked_areas_end_at_the_sum():
+    x = [1.0, 2.0]
+    plot = svg.stacked_plot([Series("a", list(zip(x, [1.0, 2.0], strict=True))), Series("b", [(1.0, 3.0), (2.0, 2.0)])])
+    below, above = (p.get("points").split() for p in parsed(plot).iter("polygon"))
+    assert above[2:] == below[1::-1]  # the second area stands on the first
+    assert {point.split(",")[1] for point in above[:2]} == {above[0].split(",")[1]}  # 1 + 3 = 2 + 2
+
+
+@pytest.mark.parametrize("points", [[], [(1, 0.5)], [(1, math.nan), (2, math.nan)], [(1, math.nan), (2, 1.0)]])
+def test_few_or_missing_points_still_draw(points):
+    parsed(svg.line_plot([Series("a", points)]))
+    parsed(svg.stacked_plot([Series("a", points)]))
+
+
+def test_names_are_escaped():
+    hostile = '</svg><script>alert("x")</script>'
+    pages = [
+        svg.line_plot([Series(hostile, [(1, 1.0), (2, 2.0)])]),
+        svg.row_plot([hostile], [(hostile, [1.0])]),
+        svg.histogram([0, 1], [(hostile, [1.0])], x_name=hostile),
+    ]
+    for page in pages:
+        assert "<script" not in page
+        assert not list(parsed(page).iter("script"))
+        assert hostile in "".join(parsed(page).itertext())
+
+
+def test_long_lines_are_averaged_and_their_mean_stays():
+    points = [(float(i), float(i % 7)) for i in range(5000)]
+    thin = thinned(points)
+    assert len(thin) <= svg.MAX_POINTS
+    assert sum(y for _, y in thin) / len(thin) == pytest.approx(3.0, abs=0.02)
+    assert [y for _, y in running_mean([(i, 2.0 * i) for i in range(50)])] == pytest.approx(
+        [2.0 * i for i in range(50)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.25, "0.25"), (5000, "5k"), (15_300, "15.3k"), (2e6, "2M"), (0.00012, "1.2e-04")]
+)
+def test_numbers_are_short(value, text):
+    assert short_number(value) == text

@@ -1,0 +1,169 @@
+"""Metrics: one set of figures, the same in every sink, and each of them documented."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import socket
+import struct
+import sys
+import time
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+import structlog
+
+from spot_async.config import TelemetryConfig
+from spot_async.config_loading import validate
+from spot_async.errors import ConfigError
+from spot_async.telemetry.run_log import log_events_to
+from spot_async.telemetry.sinks import check_packages, open_sinks
+
+METRICS = {"rollout/accuracy": 0.25, "evaluation/avg@8": 0.5}
+
+
+def config(**telemetry):
+    return validate(
+        {
+            "student": {"model": "s"},
+            "teacher": {"model": "t"},
+            "data": {"train": "train.jsonl"},
+            "policy": "opd",
+            "training": {"iterations": 3, "batch_size": 8, "mini_batch_size": 4},
+            "telemetry": telemetry,
+        }
+    )
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def scrape(port, host="127.0.0.1"):
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as reply:
+        return reply.read().decode()
+
+
+def test_nothing_is_opened_or_imported_unless_asked_for(tmp_path):
+    before = set(sys.modules)
+    with open_sinks(config(), tmp_path, []) as sinks:
+        assert sinks == []
+    assert not {"tensorboardX", "wandb", "prometheus_client"} & (set(sys.modules) - before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
+    port = free_port()
+    stage = SimpleNamespace(name="probe", waiting=3, in_flight=7)
+    with open_sinks(config(prometheus_port=port), tmp_path, [stage]) as sinks:
+        assert "spot_async_iteration 0.0" in scrape(port)
+        for sink in sinks:
+            sink.write(4, METRICS)
+        stage.in_flight = 8
+        text = scrape(port)
+    for line in (
+        "spot_async_iteration 4.0",
+        'spot_async_metric{name="evaluation/avg@8"} 0.5',
+        'spot_async_stage_queue{stage="probe"} 3.0',
+        'spot_async_stage_in_flight{stage="probe"} 8.0',
+    ):
+        assert line in text
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)
+
+
+def test_prometheus_listens_on_loopback_only(tmp_path):
+    port = free_port()
+    with open_sinks(config(prometheus_port=port), tmp_path, []), socket.socket() as other:
+        other.bind(("127.0.0.2", port))  # would be taken by a server on all addresses
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=rf"telemetry.prometheus_port={port}: .*in use; choose another port"),
+            open_sinks(config(prometheus_port=port), tmp_path, []),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "expected"),
+    [
+        ({"tensorboard": True}, "package tensorboardX is not installed: pip install 'spot-async[tensorboard]'"),
+        ({"wandb": {"project": "p"}}, "package wandb is not installed: pip install 'spot-async[wandb]'"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_the_command_that_installs_it(monkeypatch, telemetry, expected):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_packages(TelemetryConfig.model_validate(telemetry))
+    check_packages(TelemetryConfig())
+
+
+def test_tensorboard_files_hold_every_metric_at_its_iteration(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    with open_sinks(config(tensorboard=True), tmp_path, []) as sinks:
+        for iteration in (1, 2):
+            sinks[0].write(iteration, METRICS)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = [
+        (event.step, value.tag, value.simple_value)
+        for event in map(Event.FromString, records(file.read_bytes()))
+        for value in event.summary.value
+    ]
+    assert found == [
+        (i, tag, value) for i in (1, 2) for tag, value in (("rollout/accuracy", 0.25), ("evaluation/avg_8", 0.5))
+    ]
+
+
+def records(data):
+    """Payloads of a TFRecord file: each has its length and a checksum before it, and a checksum behind."""
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        yield data[12 : 12 + length]
+        data = data[12 + length + 4 :]
+
+
+def test_wandb_gets_the_metrics_the_configuration_and_the_name_of_the_run(tmp_path):
+    pytest.importorskip("wandb")
+    directory = tmp_path / "my-run"
+    directory.mkdir()
+    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), directory, []) as sinks:
+        sinks[0].write(7, METRICS)
+    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + 20
+    while b"evaluation/avg@8" not in file.read_bytes():  # its service writes a moment after the run's end
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert b"my-run" in file.read_bytes()
+    assert b"learning_rate" in file.read_bytes()
+
+
+def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with (
+        pytest.raises(ConfigError, match=r"telemetry.wandb: .*\(or set mode: offline\)$"),
+        open_sinks(config(wandb={"project": "p"}), tmp_path, []),
+    ):
+        pass
+
+
+def test_events_go_to_the_run_only_while_it_lasts(tmp_path):
+    with log_events_to(tmp_path / "run.jsonl"):
+        structlog.get_logger().info("inside", answer=42)
+    with structlog.testing.capture_logs() as captured:
+        structlog.get_logger().info("outside")
+    assert [event["event"] for event in captured] == ["outside"]
+    (line,) = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert json.loads(line)["answer"] == 42

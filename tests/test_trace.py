@@ -1,0 +1,314 @@
+"""The trace file of runs on virtual time, and who is named as the one the trainer waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import count, pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.policies.opd import OpdPolicy
+from spot_async.policies.spot import SpotPolicy
+from spot_async.simulation.services import (
+    END_TOKEN,
+    VOCAB_SIZE,
+    SimulatedStudent,
+    SimulatedTeacher,
+    SimulatedTrainer,
+    SimulatedVerifier,
+)
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.stages import Services, Stages
+from spot_async.telemetry import trace
+from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
+from spot_async.timeline import RequestSpan, WaitClock, seconds_by_stage
+from spot_async.types import (
+    Generation,
+    PolicyContext,
+    Problem,
+    Prompt,
+    TokenScores,
+    Verdict,
+    VersionSpan,
+    WeightVersion,
+)
+
+TOKENIZER = SimpleNamespace(
+    all_special_ids=(0, 1),
+    added_tokens_decoder={},
+    get_vocab=lambda: {f"token-{i}": i for i in range(VOCAB_SIZE)},
+    decode=lambda ids: f"word{ids[0]}",
+)
+CONTEXT = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=TOKENIZER)
+VOCABULARY = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: str(ids.tolist()))
+VERSION = WeightVersion(0, 0)
+
+
+class Timed:
+    """Every service at once, with latencies one can add up by hand: the rollout of prompt i takes i + 1 s."""
+
+    async def generate(self, prompt_ids, sampling, *, session, **settings):
+        await asyncio.sleep(1.0 + int(session.removeprefix("prompt-")))
+        return Generation(
+            token_ids=np.array([5, 1], np.int32),
+            logprobs=np.zeros(2, np.float32),
+            finish_reason="stop",
+            version_spans=(VersionSpan(0, 2, VERSION),),
+        )
+
+    async def score(self, prompt_ids, response_ids, **settings):
+        await asyncio.sleep(0.5)
+        zeros = np.zeros(2, np.float32)
+        return TokenScores(
+            logprobs=zeros,
+            topk_ids=np.zeros((2, 1), np.int32),
+            topk_logprobs=np.zeros((2, 1), np.float32),
+            entropy=zeros,
+            entropy_lower=zeros,
+            entropy_upper=zeros,
+            version=VERSION,
+        )
+
+    async def verify(self, problem, text, **settings):
+        await asyncio.sleep(0.25)
+        return Verdict.CORRECT
+
+    async def update_weights(self, snapshot, *, deadline):
+        await asyncio.sleep(0.125)
+
+
+class Ignore:
+    def iteration_finished(self, result):
+        self.result = result
+
+    def prompt_died(self, prompt, reason):
+        pass
+
+
+def orchestrator(policy, services, sink, *, iterations, batch_size, concurrency=64):
+    stage = StageConfig(concurrency=concurrency, timeout_s=1000.0)
+    stages = Stages(
+        services,
+        StagesConfig(rollout=stage, score=stage, candidates=stage, probe=stage, verify=stage),
+        SamplingConfig(max_response_tokens=128),
+        student=VOCABULARY,
+        teacher=VOCABULARY,
+        run_seed=0,
+        max_running_prompts=batch_size,
+        max_probes_per_prompt=policy.needs.probes_per_prompt,
+    )
+    prompts = (
+        Prompt(ordinal=i, problem=Problem(id=f"p{i}", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
+        for i in count()
+    )
+    return Orchestrator(
+        OrchestratorSettings(
+            iterations=iterations,
+            batch_size=batch_size,
+            max_staleness=0,
+            capacity_prompts=batch_size,
+            capacity_bytes=1 << 30,
+            max_response_tokens=128,
+            weight_update_timeout_s=60.0,
+        ),
+        prompts=prompts,
+        policy=policy,
+        stages=stages,
+        trainer=SimulatedTrainer(),
+        weight_sinks=[sink],
+        observer=Ignore(),
+    )
+
+
+def spot_run(**sizes):
+    """SPOT on simulated services, scarce slots so that requests queue."""
+    student = SimulatedStudent()
+    services = Services(student, SimulatedTeacher(), student, SimulatedVerifier())
+    return orchestrator(SpotPolicy(SpotPolicy.Settings(), CONTEXT), services, student, concurrency=5, **sizes)
+
+
+def record(path, run):
+    """The events of a whole run, with the names of tracks in place of their ids."""
+
+    async def recorded():
+        with trace_to(path, run):
+            await run.run()
+
+    run_on_virtual_time(recorded())
+    return named(json.loads(path.read_bytes()))
+
+
+def named(events):
+    names = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in events if e["ph"] == "M"}
+    for event in events:
+        event["process"] = names["process_name", event["pid"], 0]
+        if event["ph"] in "Xsf":
+            event["thread"] = names["thread_name", event["pid"], event["tid"]]
+    return events
+
+
+def slices(events, process, thread=None):
+    return [
+        (e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+        for e in events
+        if e["ph"] == "X" and e["process"] == process and thread in (None, e["thread"])
+    ]
+
+
+def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
+    services = Timed()
+    run = orchestrator(
+        OpdPolicy(OpdPolicy.Settings(), CONTEXT),
+        Services(services, services, services, services),
+        services,
+        iterations=1,
+        batch_size=2,
+    )
+    events = record(tmp_path / "trace.json", run)
+
+    # prompt 0: rollout 0-1, score 1-1.5, verify 1-1.25; prompt 1: rollout 0-2, score 2-2.5, verify 2-2.25
+    assert slices(events, "student: rollout") == [("rollout 0", 0.0, 1.0), ("rollout 1", 0.0, 2.0)]
+    assert slices(events, "teacher: score") == [("score 0", 1.0, 1.5), ("score 1", 2.0, 2.5)]
+    assert slices(events, "verifier: verify") == [("verify 0", 1.0, 1.25), ("verify 1", 2.0, 2.25)]
+    assert slices(events, "prompts") == [("prompt 0", 0.0, 1.5), ("prompt 1", 0.0, 2.5)]
+    assert slices(events, "trainer", "iterations") == [("iteration 1", 0.0, 3.625)]
+    assert slices(events, "trainer", "trainer") == [
+        ("wait for batch", 0.0, 2.5),
+        ("waits for rollout", 0.0, 2.0),  # score 0 runs beside rollout 1, and is not the one to wait for
+        ("waits for score", 2.0, 2.5),  # longer than verify
+        ("train", 2.5, 3.5),
+        ("update weights", 3.5, 3.625),
+    ]
+    threads = {(e["process"], e["name"]): e["thread"] for e in events if e["ph"] == "X"}
+    assert threads["student: rollout", "rollout 0"] != threads["student: rollout", "rollout 1"]
+    assert threads["teacher: score", "score 0"] == threads["teacher: score", "score 1"]  # one after the other
+
+    arrows = {(e["ph"], e["id"]): e for e in events if e["ph"] in "sf"}
+    assert sorted(arrows) == [("f", 0), ("f", 1), ("s", 0), ("s", 1)]
+    for ordinal, end_s in ((0, 1.5), (1, 2.5)):
+        start, end = arrows["s", ordinal], arrows["f", ordinal]
+        assert (start["process"], start["thread"]) == ("prompts", threads["prompts", f"prompt {ordinal}"])
+        assert start["ts"] == end_s * 1e6 - 1
+        assert (end["process"], end["thread"], end["ts"], end["bp"]) == ("trainer", "trainer", 2.5e6, "e")
+
+    counters = [(e["ts"] / 1e6, e["args"]) for e in events if e["ph"] == "C" and e["name"] == "rollout"]
+    assert counters == [
+        (0.0, {"in flight": 2, "waiting": 0}),
+        (1.0, {"in flight": 1, "waiting": 0}),
+        (2.0, {"in flight": 0, "waiting": 0}),
+    ]
+    assert run.stages.all[0].prompts == 0
+    assert run._observer.result.times_s.waited_for == {"rollout": 2.0, "score": 0.5}
+
+
+def test_slices_of_a_track_nest_or_follow_and_every_trained_prompt_has_its_arrow(tmp_path):
+    events = record(tmp_path / "trace.json", spot_run(iterations=3, batch_size=16))
+    tracks = {}
+    for event in events:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in tracks.values():
+        open_until = []
+        for start, end in spans if len(spans) < 2 else sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1]
+            open_until.append(end)
+    for ended in "sf":
+        assert sorted(e["id"] for e in events if e["ph"] == ended) == list(range(48))
+    for stage in ("student: rollout", "student: probe"):  # lanes are as many as slots were ever busy
+        assert len({e["thread"] for e in events if e["ph"] == "X" and e["process"] == stage}) == 5
+    in_flight = [e["args"]["in flight"] for e in events if e["ph"] == "C" and e["name"] == "probe"]
+    assert max(in_flight) == 5
+    assert in_flight[-1] == 0
+    waits = [name for name, _, _ in slices(events, "trainer", "trainer") if name.startswith("waits for")]
+    assert waits.count("waits for probe") >= 3
+
+
+def test_a_killed_runs_file_needs_nothing_but_its_bracket(tmp_path):
+    path = tmp_path / "trace.json"
+    whole = record(path, spot_run(iterations=1, batch_size=4))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for cut in (2, len(lines) // 2, len(lines) - 1):
+        text = b"".join(lines[:cut]).rstrip().removesuffix(b",") + b"]"
+        assert len(json.loads(text)) == cut - 1 < len(whole) + 1
+
+
+def test_events_reach_the_disk_with_every_phase(tmp_path):
+    run = spot_run(iterations=5, batch_size=4)
+    path = tmp_path / "trace.json"
+    seen = []
+    run._observer.iteration_finished = lambda result: seen.append(path.read_bytes())
+    record(path, run)
+    finished = [e["name"] for e in json.loads(seen[1].rstrip() + b"]") if e["name"].startswith("iteration ")]
+    assert finished == ["iteration 1", "iteration 2"]
+
+
+def test_a_long_run_keeps_the_trainers_track_and_ever_fewer_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "SHARE_BYTES", 40_000)
+    events = record(tmp_path / "trace.json", spot_run(iterations=40, batch_size=4))
+    iterations = [e for e in events if e["name"].startswith("iteration ")]
+    assert len(iterations) == 40
+    kept = [e["name"] for e in iterations if "requests" not in e["args"]]
+    assert kept[:2] == ["iteration 1", "iteration 2"]
+    assert 3 < len(kept) < 20
+    rollouts = [e for e in events if e["ph"] == "X" and e["process"] == "student: rollout"]
+    assert len(rollouts) == 4 * len(kept)
+    begun, arrived = (sorted(e["id"] for e in events if e["ph"] == end) for end in "sf")
+    assert begun == arrived
+    assert "keeps those of one iteration in 2" in json.dumps(events)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path):
+    path = tmp_path / "trace.json"
+    path.symlink_to("/dev/full")
+    run = spot_run(iterations=2, batch_size=4)
+
+    async def recorded():
+        with trace_to(path, run):
+            await run.run()
+
+    run_on_virtual_time(recorded())
+    assert run.state.iteration == 2
+
+
+def test_an_empty_trace_is_valid(tmp_path):
+    TraceFile(tmp_path / "trace.json").close()
+    assert json.loads((tmp_path / "trace.json").read_bytes()) == []
+
+
+def test_lanes_are_as_few_as_overlap_demands():
+    rng = np.random.default_rng(0)
+    spans = [(int(start), int(start + length)) for start, length in rng.integers(0, 100, (300, 2))]
+    lanes, placed = Lanes(), {}
+    for start, end in sorted(spans, key=lambda span: span[1]):
+        placed.setdefault(lanes.place(start, end), []).append((start, end))
+    for row in placed.values():
+        assert all(first[1] <= second[0] for first, second in pairwise(row))
+    deepest = max(sum(start <= at < max(end, start + 1) for start, end in spans) for at in range(200))
+    assert len(lanes) <= deepest
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # (time, prompts at rollout, at score) as each request ends
+        ([(1.0, 2, 0), (3.0, 1, 1), (4.0, 0, 1)], {"rollout": 3.0, "score": 1.0}),
+        ([(1.0, 1, 2), (4.0, 1, 0)], {"score": 1.0, "rollout": 3.0}),
+        ([], {"nothing": 4.0}),
+    ],
+)
+def test_each_moment_of_a_wait_belongs_to_the_stage_with_most_prompts(events, expected):
+    rollout, score = (SimpleNamespace(name=name, prompts=0) for name in ("rollout", "score"))
+    clock = WaitClock([rollout, score])
+    for at, rollout.prompts, score.prompts in events:
+        clock.request_ended(RequestSpan("rollout", (0,), 0.0, 0.0, at, "done"))
+    rollout.prompts = score.prompts = 0
+    waits = clock.take(0.0, 4.0)
+    assert seconds_by_stage(waits) == pytest.approx(expected)
+    assert all(first.ended_s == second.started_s for first, second in pairwise(waits))
