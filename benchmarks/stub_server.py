@@ -1,4 +1,4 @@
-"""A server that costs next to nothing: answers every path with a reply made beforehand, on a Unix socket.
+"""A server that computes nothing: answers the local engine's requests with made-up replies, on a Unix socket.
 
     python benchmarks/stub_server.py SOCKET
 
@@ -8,6 +8,7 @@ For measuring clients. Understands just enough HTTP/1.1 for them: keep-alive and
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 
 import numpy as np
@@ -18,39 +19,63 @@ from spot_async.types import Generation, TokenScores, VersionSpan, WeightVersion
 
 TOKENS = 8
 TOP_K = 16
+FIRST_TOKEN = 20  # past the special tokens of the shipped tokenizer
 VERSION = WeightVersion(0, 0)
 
 
-def generation(tokens: int = TOKENS) -> Generation:
+@functools.cache
+def generation(tokens: int) -> Generation:
     return Generation(
-        token_ids=np.arange(2, 2 + tokens, dtype=np.int32),
+        token_ids=np.full(tokens, FIRST_TOKEN, np.int32),
         logprobs=np.full(tokens, -1.0, np.float32),
         finish_reason="length",
         version_spans=(VersionSpan(0, tokens, VERSION),),
     )
 
 
-def scores(tokens: int = TOKENS) -> TokenScores:
-    return TokenScores(
+def generate(body: bytes) -> bytes:
+    request = wire.decode(body, api.GenerateRequest)
+    return wire.encode(generation(min(TOKENS, request.sampling.max_tokens)))
+
+
+def generate_many(body: bytes) -> bytes:
+    frames = []
+    for index, request in enumerate(wire.decode(body, api.GenerateManyRequest).requests):
+        reply = api.GenerateReply(index=index, generation=generation(min(TOKENS, request.sampling.max_tokens)))
+        frame = wire.encode(reply)
+        frames.append(api.FRAME_HEADER.pack(len(frame)) + frame)
+    return b"".join(frames)
+
+
+def score(body: bytes) -> bytes:
+    tokens = len(wire.decode(body, api.ScoreRequest).response_ids)
+    entropy = np.linspace(0.1, 1.0, tokens, dtype=np.float32)
+    reply = TokenScores(
         logprobs=np.full(tokens, -1.0, np.float32),
-        topk_ids=np.tile(np.arange(TOP_K, dtype=np.int32), (tokens, 1)),
+        topk_ids=np.tile(np.arange(FIRST_TOKEN, FIRST_TOKEN + TOP_K, dtype=np.int32), (tokens, 1)),
         topk_logprobs=np.tile(-1.0 - np.arange(TOP_K, dtype=np.float32), (tokens, 1)),
-        entropy=np.linspace(0.1, 1.0, tokens, dtype=np.float32),
-        entropy_lower=np.linspace(0.1, 1.0, tokens, dtype=np.float32),
-        entropy_upper=np.linspace(0.1, 1.0, tokens, dtype=np.float32),
+        entropy=entropy,
+        entropy_lower=entropy,
+        entropy_upper=entropy,
         version=VERSION,
     )
+    return wire.encode(reply)
 
 
-def _response(message: object) -> bytes:
-    body = wire.encode(message)
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: {api.CONTENT_TYPE}\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def candidates(body: bytes) -> bytes:
+    shape = wire.decode(body, api.CandidateRequest).candidate_ids.shape
+    return wire.encode(api.CandidateReply(logprobs=np.full(shape, -3.0, np.float32), version=VERSION))
 
 
-class _Connection(asyncio.Protocol):
-    replies: dict[bytes, bytes]
+ANSWERS = {
+    api.GENERATE.encode(): generate,
+    api.GENERATE_MANY.encode(): generate_many,
+    api.SCORE.encode(): score,
+    api.CANDIDATE_LOGPROBS.encode(): candidates,
+}
 
+
+class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self._received = b""
@@ -59,21 +84,19 @@ class _Connection(asyncio.Protocol):
         self._received += data
         while (end := self._received.find(b"\r\n\r\n")) >= 0:
             head = self._received[:end].lower()
-            start = head.find(b"content-length:")
-            length = int(head[start + 15 :].split(b"\r\n", 1)[0]) if start >= 0 else 0
-            if len(self._received) < end + 4 + length:
+            length = int(head[head.index(b"content-length:") + 15 :].split(b"\r\n", 1)[0])
+            start = end + 4
+            if len(self._received) < start + length:
                 return
-            path = self._received.split(b" ", 2)[1]
-            self._received = self._received[end + 4 + length :]
-            self._transport.write(self.replies[path])  # type: ignore[attr-defined]
+            path, body = self._received.split(b" ", 2)[1], self._received[start : start + length]
+            self._received = self._received[start + length :]
+            reply = ANSWERS[path](body)
+            header = f"HTTP/1.1 200 OK\r\ncontent-type: {api.CONTENT_TYPE}\r\ncontent-length: {len(reply)}\r\n\r\n"
+            self._transport.write(header.encode() + reply)  # type: ignore[attr-defined]
 
 
 async def main(path: str) -> None:
-    _Connection.replies = {
-        api.GENERATE.encode(): _response(generation()),
-        api.SCORE.encode(): _response(scores()),
-    }
-    server = await asyncio.get_running_loop().create_unix_server(_Connection, path, backlog=4096)
+    server = await asyncio.get_running_loop().create_unix_server(Connection, path, backlog=4096)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await server.serve_forever()

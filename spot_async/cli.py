@@ -7,6 +7,7 @@ Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Coroutine
@@ -225,6 +226,7 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
             loop.add_signal_handler(number, stop, number)
         return await run
 
+    gc.freeze()  # or each full collection walks the libraries' objects, as often as a run makes its own
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:

@@ -1,0 +1,171 @@
+"""How much of its servers' time an iteration leaves unused: wall time of one strict SPOT iteration up to its batch.
+
+    python benchmarks/overlap.py
+
+The iteration runs as in training: student and teacher servers of the shipped example, 64 prompts, every stage. It is
+compared with the same requests sent again (a) phase by phase, each phase at once: rollouts, scores, candidates,
+probes; (b) those of the student server alone, all at once; and with (c) the longest rollout-score-probe-verify chain,
+run on idle servers. Training is left out on all sides: in strict mode it begins when the batch is there.
+The goal is 1.15 times the larger of (b) and (c). All take turns for a few rounds; medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pipeline import EXAMPLE, make_orchestrator
+from report import show, spread
+
+from spot_async.backends.local import LocalBackend
+from spot_async.concurrency import gather
+from spot_async.config import StagesConfig
+from spot_async.stages import Services
+from spot_async.types import Generation
+from spot_async.verification.boxed_match import BoxedMatch
+
+PROMPTS = 64
+MAX_RESPONSE_TOKENS = 160
+TIMEOUT_S = 300.0
+GOAL = 1.15
+LONGEST_CHAINS = 4
+
+Call = Callable[[], Awaitable[Any]]
+
+
+class Recorder:
+    """Passes requests on to student and teacher and remembers them by phase, to send them again."""
+
+    def __init__(self, student: LocalBackend, teacher: LocalBackend) -> None:
+        self.phases: dict[str, list[Call]] = {"rollout": [], "score": [], "candidates": [], "probe": []}
+        self.chain_tokens: dict[str, list[int]] = {}  # by session: the rollout's tokens, then its probes'
+        self._student, self._teacher = student, teacher
+
+    async def generate(self, *request: Any, session: str, deadline: float, **more: Any) -> Generation:
+        phase = "probe" if session in self.chain_tokens else "rollout"
+        lengths = self.chain_tokens.setdefault(session, [])
+        reply: Generation = await self._sent(
+            phase, lambda: self._student.generate(*request, session=session, deadline=soon(), **more)
+        )
+        lengths.append(len(reply.token_ids))
+        return reply
+
+    async def score(self, *request: Any, deadline: float, **more: Any) -> Any:
+        return await self._sent("score", lambda: self._teacher.score(*request, deadline=soon(), **more))
+
+    async def candidate_logprobs(self, *request: Any, deadline: float, **more: Any) -> Any:
+        return await self._sent(
+            "candidates", lambda: self._student.candidate_logprobs(*request, deadline=soon(), **more)
+        )
+
+    async def _sent(self, phase: str, call: Call) -> Any:
+        self.phases[phase].append(call)
+        return await call()
+
+    def longest_chains(self) -> list[int]:
+        """Ordinals of the prompts whose rollout and longest probe have most tokens."""
+        tokens = {session: lengths[0] + max(lengths[1:], default=0) for session, lengths in self.chain_tokens.items()}
+        longest = sorted(tokens, key=lambda session: -tokens[session])[:LONGEST_CHAINS]
+        return [int(session.rpartition("-")[2]) for session in longest]
+
+
+def soon() -> float:
+    return asyncio.get_running_loop().time() + TIMEOUT_S
+
+
+async def timed(work: Awaitable[Any]) -> float:
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started
+
+
+async def at_once(calls: list[Call]) -> None:
+    async def one(call: Call) -> None:
+        await call()
+
+    await gather(one(call) for call in calls)
+
+
+def services(backend: Any) -> Services:
+    verifier = BoxedMatch(BoxedMatch.Settings())
+    return Services(generator=backend, scorer=backend, candidate_scorer=backend, verifier=verifier)
+
+
+async def measure(rounds: int, directory: Path) -> dict[str, list[float]]:
+    async with AsyncExitStack() as stack:
+        student, teacher = [
+            await stack.enter_async_context(
+                LocalBackend(LocalBackend.Settings(), role=role, model=str(EXAMPLE / role), run_directory=directory)
+            )
+            for role in ("student", "teacher")
+        ]
+        times: dict[str, list[float]] = {"overlapped": [], "phases": [], "student": [], "chain": []}
+        gc.collect()
+        gc.freeze()
+        for round_number in range(rounds + 1):
+            recorder = Recorder(student, teacher)
+            orchestrator = make_orchestrator(
+                services(recorder),
+                StagesConfig(),
+                batch_size=PROMPTS,
+                iterations=1,
+                max_response_tokens=MAX_RESPONSE_TOKENS,
+            )
+            found = {"overlapped": await timed(orchestrator.run())}
+            phases = recorder.phases
+            found["phases"] = sum([await timed(at_once(calls)) for calls in phases.values()])
+            everything = phases["rollout"] + phases["candidates"] + phases["probe"]
+            found["student"] = await timed(at_once(everything))
+            alone = make_orchestrator(
+                services(Recorder(student, teacher)),
+                StagesConfig(),
+                batch_size=PROMPTS,
+                iterations=1,
+                max_response_tokens=MAX_RESPONSE_TOKENS,
+            )
+            prompts = {prompt.ordinal: prompt for prompt in itertools.islice(alone._prompts, PROMPTS)}  # endless
+            chains = [prompts[ordinal] for ordinal in recorder.longest_chains()]
+            policy, stages = alone._policy, alone.stages
+            found["chain"] = max([await timed(policy.supervise(p, stages.for_prompt(p))) for p in chains])
+            if round_number:  # the first one opens connections and grows buffers
+                for name, wall_s in found.items():
+                    times[name].append(wall_s)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Wall time of a strict iteration beside its lower bounds.")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "logs").mkdir()
+        times = asyncio.run(measure(arguments.rounds, Path(directory)))
+    bound = np.maximum(times["student"], times["chain"])
+    names = {
+        "overlapped": "strict iteration up to its batch",
+        "phases": "(a) the same, phase by phase",
+        "student": "(b) the student's requests at once",
+        "chain": "(c) the longest chain",
+    }
+    rows = [[names[name], spread(seconds), spread(list(np.array(seconds) / bound))] for name, seconds in times.items()]
+    ratio = statistics.median(np.array(times["overlapped"]) / bound)
+    show(
+        f"{PROMPTS} prompts, {arguments.rounds} rounds",
+        ["wall", "seconds", "x max(b, c)"],
+        rows,
+        [f"goal: at most {GOAL} x max(b, c); found {ratio:.2f}"],
+    )
+
+
+if __name__ == "__main__":
+    main()

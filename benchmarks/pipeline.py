@@ -1,0 +1,69 @@
+"""One strict SPOT iteration after the other on the shipped example, for benchmarks: all that a run has but training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from spot_async.config import PromptConfig, SamplingConfig, StagesConfig
+from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.policies.spot import SpotPolicy, SpotSettings
+from spot_async.prompts import PromptRenderer, PromptSchedule, load_problems, render_all
+from spot_async.stages import Services, Stages
+from spot_async.types import PolicyContext, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.vocabulary import Vocabulary
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"
+VOCAB = 48
+PROBES = 8  # 2 positions, 4 candidates each
+
+
+class InstantTrainer:
+    """Trains nothing, so that the next iteration starts at once."""
+
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+        return TrainReport(snapshot=WeightSnapshot(directory="", version=WeightVersion(0, iteration + 1)), metrics={})
+
+
+class Silence:
+    def iteration_finished(self, result: IterationResult) -> None:
+        pass
+
+    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def make_orchestrator(
+    services: Services, stages: StagesConfig, *, batch_size: int, iterations: int, max_response_tokens: int
+) -> Orchestrator:
+    vocabulary = Vocabulary.load(EXAMPLE / "student")
+    renderer = PromptRenderer(vocabulary, PromptConfig(instruction="", template_arguments={}))
+    sources = render_all(load_problems(EXAMPLE / "data" / "train.jsonl"), renderer, 64)
+    return Orchestrator(
+        OrchestratorSettings(
+            iterations=iterations,
+            batch_size=batch_size,
+            max_staleness=0,
+            capacity_prompts=batch_size,
+            capacity_bytes=1 << 30,
+            max_response_tokens=max_response_tokens,
+            weight_update_timeout_s=60.0,
+        ),
+        prompts=PromptSchedule(
+            sources, batch_size=batch_size, run_seed=0, shuffle=True, epochs=None, iterations=iterations
+        ),
+        policy=SpotPolicy(SpotSettings(), PolicyContext(vocab_size=VOCAB, tokenizer=vocabulary.tokenizer)),
+        stages=Stages(
+            services,
+            stages,
+            SamplingConfig(max_prompt_tokens=64, max_response_tokens=max_response_tokens),
+            student=vocabulary,
+            teacher=vocabulary,
+            run_seed=0,
+            max_running_prompts=batch_size,
+            max_probes_per_prompt=PROBES,
+        ),
+        trainer=InstantTrainer(),
+        weight_sinks=[],
+        observer=Silence(),
+    )
