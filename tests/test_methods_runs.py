@@ -153,10 +153,18 @@ def test_a_file_loads_without_the_teacher_only_where_the_students_template_rende
     assert plan("kd", f"policy.load={path}", "teacher=null", "prompt.template=student", *EIGHT).teacher is None
 
 
+SHORT = [
+    "training.iterations=2",
+    "training.warmup_iterations=0",
+    "training.batch_size=4",
+    "training.mini_batch_size=2",
+    "evaluation=null",
+]
+
+
 def run(kind: str, directory: Path, *overrides: str) -> list[dict[str, float]]:
     """Metrics of a short real run; whatever it started is gone when it returns."""
-    short = ["training.iterations=2", "training.warmup_iterations=0", "training.batch_size=4"]
-    short += ["training.mini_batch_size=2", "evaluation=null", f"run.directory={directory}"]
+    short = [*SHORT, f"run.directory={directory}"]
     command = [sys.executable, "-m", "spot_async", "train", str(CONFIGS / f"{kind}.yaml"), *short, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -177,6 +185,7 @@ def test_kd_saves_its_responses_and_needs_no_teacher_to_train_from_them(tmp_path
     (trained,) = run("kd", tmp_path / "run", f"policy.save={responses}", "training.iterations=1")
     assert trained["train/trajectories"] == 4
     assert trained["train/branch_positions"] == trained["train/tokens"]  # the teacher's top-16 at every position
-    loading = plan("kd", f"policy.load={responses}", "teacher=null", "prompt.template=student")
+    alone = ["training.iterations=1", f"policy.load={responses}", "teacher=null", "prompt.template=student"]
+    loading = plan("kd", *SHORT, *alone)
     assert loading.teacher is None
     assert not loading.policy.needs.teacher
