@@ -30,6 +30,11 @@ def test_links_between_pages_lead_somewhere(path):
             assert anchor in headings(page), f"{target}: no such heading"
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_page_was_left_with_a_blank_to_fill_in(path):
+    assert not re.findall(r"^[A-Z]+_[A-Z_]+$|TODO|FIXME|TBD", path.read_text(encoding="utf-8"), flags=re.M)
+
+
 def headings(page: Path) -> set[str]:
     """Anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.M)
