@@ -110,8 +110,6 @@ async def measure(rounds: int, directory: Path) -> dict[str, list[float]]:
             for role in ("student", "teacher")
         ]
         times: dict[str, list[float]] = {"overlapped": [], "phases": [], "student": [], "chain": []}
-        gc.collect()
-        gc.freeze()
         for round_number in range(rounds + 1):
             recorder = Recorder(student, teacher)
             orchestrator = make_orchestrator(
@@ -121,6 +119,8 @@ async def measure(rounds: int, directory: Path) -> dict[str, list[float]]:
                 iterations=1,
                 max_response_tokens=MAX_RESPONSE_TOKENS,
             )
+            gc.collect()
+            gc.freeze()  # as a run does before its first iteration
             found = {"overlapped": await timed(orchestrator.run())}
             phases = recorder.phases
             found["phases"] = sum([await timed(at_once(calls)) for calls in phases.values()])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from spot_async.config import PromptConfig, SamplingConfig, StagesConfig
 from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
 from spot_async.policies.spot import SpotPolicy, SpotSettings
-from spot_async.prompts import PromptRenderer, PromptSchedule, load_problems, render_all
+from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
 from spot_async.stages import Services, Stages
 from spot_async.types import PolicyContext, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
 from spot_async.vocabulary import Vocabulary
@@ -33,12 +34,18 @@ class Silence:
         raise AssertionError(reason)
 
 
+@functools.cache
+def _example() -> tuple[Vocabulary, Sequence[PromptSource]]:
+    """Read once, as a run does before it starts."""
+    vocabulary = Vocabulary.load(EXAMPLE / "student")
+    renderer = PromptRenderer(vocabulary, PromptConfig(instruction="", template_arguments={}))
+    return vocabulary, render_all(load_problems(EXAMPLE / "data" / "train.jsonl"), renderer, 64)
+
+
 def make_orchestrator(
     services: Services, stages: StagesConfig, *, batch_size: int, iterations: int, max_response_tokens: int
 ) -> Orchestrator:
-    vocabulary = Vocabulary.load(EXAMPLE / "student")
-    renderer = PromptRenderer(vocabulary, PromptConfig(instruction="", template_arguments={}))
-    sources = render_all(load_problems(EXAMPLE / "data" / "train.jsonl"), renderer, 64)
+    vocabulary, sources = _example()
     return Orchestrator(
         OrchestratorSettings(
             iterations=iterations,

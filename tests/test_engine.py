@@ -13,7 +13,7 @@ import transformers
 
 from spot_async.errors import PoisonedReplyError, TransientError, VersionMismatchError
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
-from spot_async.serving.engine import Engine
+from spot_async.serving.engine import DECODES_BETWEEN_PREFILLS, Engine
 from spot_async.serving.fused import FusedModel, fused
 from spot_async.serving.model import load_model
 from spot_async.serving.settings import EngineSettings
@@ -306,7 +306,7 @@ def test_an_abort_frees_the_slot_and_leaves_the_others_alone(random_architecture
 def test_long_prompts_wait_for_their_turn_between_decode_steps(
     random_architecture: Models, engine_for: Engines
 ) -> None:
-    engine = engine_for(random_architecture(), prefill_tokens=64)
+    engine = engine_for(random_architecture(), prefill_tokens=64, slots=4)  # those that wait fill the free ones
     running = submit(engine, generate_request(prompts([4])[0], max_tokens=40))
     engine.step()
     for prompt in prompts([60, 60, 60]):
@@ -317,6 +317,20 @@ def test_long_prompts_wait_for_their_turn_between_decode_steps(
         assert engine.tokens_prefilled - read == 64
         assert engine.tokens_generated - produced == 1 + step
     assert not running.future.done()
+
+
+def test_prompts_that_come_one_by_one_are_read_together_after_a_few_decodes(
+    random_architecture: Models, engine_for: Engines
+) -> None:
+    engine = engine_for(random_architecture(), slots=16)
+    submit(engine, generate_request(prompts([4])[0], max_tokens=40))
+    engine.step()
+    reads = []
+    for prompt in prompts([5] * DECODES_BETWEEN_PREFILLS):
+        submit(engine, generate_request(prompt, max_tokens=30))
+        engine.step()
+        reads.append(engine.active)
+    assert reads == [1] * (DECODES_BETWEEN_PREFILLS - 1) + [1 + DECODES_BETWEEN_PREFILLS]
 
 
 def test_contexts_that_differ_in_their_last_token_are_read_once(
@@ -355,7 +369,7 @@ def test_logits_that_are_not_finite_fail_their_requests_and_leave_nothing_in_the
 def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
     random_architecture: Models, monkeypatch: pytest.MonkeyPatch, engine_for: Engines
 ) -> None:
-    engine = engine_for(random_architecture())
+    engine = engine_for(random_architecture(), slots=2)
     running = submit(engine, generate_request(prompts([5])[0]))
     engine.step()
 

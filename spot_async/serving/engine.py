@@ -33,6 +33,10 @@ from spot_async.serving.weights import Parameters
 from spot_async.types import Generation, TokenScores, WeightVersion
 
 logger = logging.getLogger(__name__)
+
+# More saves little on the shipped example, where it takes a quarter off the engine's time in a strict iteration; each
+# costs a waiting prompt one step.
+DECODES_BETWEEN_PREFILLS = 8
 T = TypeVar("T")
 
 
@@ -48,6 +52,7 @@ class Engine:
         self._settings = settings
         self._chunk_rows = max(1, settings.score_logits // model.vocab_size)
         self._numbers = itertools.count()
+        self._decodes_since_prefill = 0
         self._waiting: deque[GenerateTask] = deque()
         self._scoring: deque[ScoreTask | CandidateTask] = deque()
         self._table = SlotTable(padded_rows(settings.slots))
@@ -110,10 +115,25 @@ class Engine:
         """Do one batch of each kind of work there is. A torch error fails the requests of its batch only."""
         if self._scoring:
             self._score_batch()
-        if self._waiting and self._table.active < self._settings.slots:
+        if self._waiting and self._prefill_is_due():
             self._prefill_batch()
+            self._decodes_since_prefill = 0
         if self._table.tasks:
             self._decode()
+            self._decodes_since_prefill += 1
+
+    def _prefill_is_due(self) -> bool:
+        """Whether to read waiting prompts in now.
+
+        A prefill of one prompt costs about what a decode of all rows does. So those that come one by one wait a few
+        decodes for others, unless they fill the free slots or nothing is being decoded.
+        """
+        free = self._settings.slots - self._table.active
+        return free > 0 and (
+            not self._table.tasks
+            or len(self._waiting) >= free
+            or self._decodes_since_prefill >= DECODES_BETWEEN_PREFILLS
+        )
 
     # -- generation --
 
