@@ -60,6 +60,7 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
     try:
         settings = load_config(config, overrides or ())
         path = RunDirectory.choose_path(settings, config.stem)
+        RunDirectory.check_unused(path)
         plan = plan_training(settings)
         if dry_run:
             show_plan(settings, path, plan)

@@ -96,7 +96,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         section = below
-    section[keys[-1]] = _parse_yaml(text, f"override {override!r}")
+    section[keys[-1]] = _parse_yaml(text, f"override {override!r}") if text.strip() else ""
 
 
 def validate(tree: dict[str, Any]) -> Config:

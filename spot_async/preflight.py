@@ -77,6 +77,11 @@ def plan_training(config: Config) -> TrainPlan:
     problems = load_problems(Path(config.data.train))
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
+    if not sources:
+        raise ConfigError(
+            f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(problems)} prompts are longer, "
+            "the instruction included; raise it"
+        )
     schedule = PromptSchedule(
         sources,
         batch_size=config.training.batch_size,
@@ -259,8 +264,8 @@ def _check_context(config: Config, models: Mapping[str, ModelFiles]) -> None:
         if needed > model.max_context_tokens:
             raise ConfigError(
                 f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + sampling.max_response_tokens="
-                f"{sampling.max_response_tokens} exceed the {role}'s context of {model.max_context_tokens} tokens: "
-                f"lower one by {needed - model.max_context_tokens} or more"
+                f"{sampling.max_response_tokens} exceed the {role}'s context: together they may be at most "
+                f"{model.max_context_tokens}"
             )
 
 

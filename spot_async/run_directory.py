@@ -58,15 +58,20 @@ class RunDirectory:
     def create(cls, path: Path, config: Config) -> RunDirectory:
         """Raises ConfigError when it exists with something in it, or cannot be made."""
         try:
+            cls.check_unused(path)
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise ConfigError(f"run.directory: {path} is not empty; give another or leave the key out")
             (path / "logs").mkdir()
             (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"run.directory: cannot use {path}: {error.strerror}") from None
         return cls(path.resolve())
+
+    @staticmethod
+    def check_unused(path: Path) -> None:
+        """Raises ConfigError when there is something in it already."""
+        if path.is_dir() and any(path.iterdir()):
+            raise ConfigError(f"run.directory: {path} is not empty; give another, or null for a new one")
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

@@ -65,7 +65,7 @@ def complaint(path: Path, *overrides: str) -> str:
             "training.batch_size.x=1",
             "override 'training.batch_size.x=1': training.batch_size is a value, not a section",
         ),
-        ("data.train=", "data.train: input should be a valid string, but got None"),
+        ("data.train=null", "data.train: input should be a valid string, but got None"),
         ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
         ("policy.beta=[1", "override 'policy.beta=[1': line 1 not valid YAML"),
     ],
@@ -136,6 +136,10 @@ def test_the_written_configuration_reads_back_to_the_same_one(config_path, tmp_p
 def test_a_plugin_can_be_named_by_module_and_class(config_path):
     config = load_config(config_path, ["verifier=spot_async.verification.math_verify:MathVerify", "verifier.workers=1"])
     assert config.verifier.workers == 1
+
+
+def test_nothing_behind_the_equals_sign_is_an_empty_text(config_path):
+    assert load_config(config_path, ["prompt.instruction="]).prompt.instruction == ""
 
 
 def test_a_section_that_is_off_can_be_turned_on_by_an_override(config_path):

@@ -267,7 +267,7 @@ def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused
 
 
 def test_responses_beyond_the_context_are_one_line(refused):
-    refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "512", "by 52")
+    refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "at most 512")
 
 
 def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):

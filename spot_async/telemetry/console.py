@@ -105,7 +105,7 @@ class RunConsole:
     def _status(self, orchestrator: Orchestrator) -> Text:
         rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
         return Text(
-            f"iteration {orchestrator.state.iteration + 1} of {self._iterations} · "
+            f"iteration {min(orchestrator.state.iteration + 1, self._iterations)} of {self._iterations} · "
             f"{self._accuracy} · {rate:,.0f} tokens/s · "
             f"waiting for {describe_wait(orchestrator)}"
         )
