@@ -19,6 +19,7 @@ import transformers
 from spot_async.errors import DataError
 from spot_async.serving.cache import SlotCache, bucketed
 from spot_async.serving.settings import EngineSettings
+from spot_async.vocabulary import first_line
 
 # Rows are computed in multiples of this, so that a row's bits do not depend on how many there are: matrix
 # products of 1 to 3 rows take another path, and element-wise functions treat the last few numbers of an array,
@@ -136,7 +137,7 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{directory}: cannot be loaded as a causal language model: {_one_line(error)}") from error
+        raise DataError(f"{directory}: cannot be loaded as a causal language model: {first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if report[kind]:
             raise DataError(
@@ -147,7 +148,7 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
     try:
         module = module.eval().requires_grad_(False).to(settings.device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
-        raise DataError(f"device={settings.device}: {_one_line(error)}") from error
+        raise DataError(f"device={settings.device}: {first_line(error)}") from error
     model = CausalModel(module, max_context_tokens=context, name=str(directory))
     _check_by_trying(model, PROBE_TOLERANCE_NATS[settings.dtype])
     return model
@@ -197,7 +198,7 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
     try:
         gap = logprob_gap(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise DataError(f"{model.name}: {type(model.module).__name__} cannot be served: {_one_line(error)}") from error
+        raise DataError(f"{model.name}: {type(model.module).__name__} cannot be served: {first_line(error)}") from error
     if not gap <= tolerance_nats:
         raise DataError(
             f"{model.name}: {type(model.module).__name__} cannot be served: in the engine's slots its "
@@ -237,10 +238,6 @@ def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torc
 
 def _text_config(module: Any) -> Any:
     return module.config.get_text_config()
-
-
-def _one_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def quiet_transformers() -> None:
