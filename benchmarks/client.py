@@ -80,7 +80,7 @@ async def make_backend(stack: AsyncExitStack, uds: str, directory: Path) -> Loca
         max_context_tokens=512,
         max_top_k=VOCAB,
         exact_entropy=True,
-        candidate_logprobs=True,
+        candidate_logprobs="batched",
         weight_update=True,
     )
     return backend

@@ -168,7 +168,7 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
                 f"{role}.model: the vocabularies that student ({student.model}) and {role} ({other.model}) serve differ"
             )
     missing = [
-        (needs.candidate_logprobs and not student.candidate_logprobs,
+        (needs.candidate_logprobs and student.candidate_logprobs == "none",
          "student.backend does not serve log-probabilities of chosen candidates"),
         (not student.weight_update, "student.backend takes no new weights"),
         ("truncated" in [each.logprob_convention for each in found.values()],

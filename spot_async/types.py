@@ -199,15 +199,36 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]  # loss parts, ratio and clip statistics, gradient norm, tokens, seconds
 
 
+# How a student's server answers for the log-probabilities of chosen tokens at chosen positions: all positions of a
+# response for the price of one reading, a request or more for each position, or not at all.
+CandidateSupport = Literal["batched", "single", "none"]
+# The temperature that served log-probabilities are at: the request's own, or 1 whatever the request says.
+LogprobTemperature = Literal["request", "one"]
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend was found to offer at start-up. A policy states what it needs of these."""
+    """What a backend was found to offer at start-up. A policy states what it needs of these.
+
+    The defaults are what our own engine does; a backend for a server that does less says so.
+    """
 
     model: str
     vocab_size: int  # of the model's softmax
     vocab_fingerprint: str  # equal for two servers whose tokenizers map the same ids to the same tokens
     max_context_tokens: int
-    max_top_k: int
-    exact_entropy: bool
-    candidate_logprobs: bool
+    max_top_k: int  # of scores; 0 where the server scores no given tokens
+    max_generation_top_k: int = 0  # of generations, per sampled token
+    exact_entropy: bool  # else scores carry bounds from the served top-k
+    candidate_logprobs: CandidateSupport
     weight_update: bool
+    generation: bool = True
+    token_id_prompts: bool = True  # else text, and positions tokenised otherwise are masked
+    abort: bool = True  # a request that is given up frees its place at once
+    # Largest difference seen between two computations of the same row; intervals are widened by it (method.md section 1).
+    logprob_noise_nats: float = 0.0
     logprob_convention: Literal["untruncated", "truncated"] = "untruncated"
+    score_temperature: LogprobTemperature = "request"
+    generation_temperature: LogprobTemperature = "request"
+    # Weights that are being served; None when a server that was already running may hold any.
+    version: WeightVersion | None = WeightVersion(0, 0)
+    server: str = "local"  # name and version of the server, for people

@@ -31,7 +31,7 @@ SERVED = Capabilities(
     max_context_tokens=512,
     max_top_k=48,
     exact_entropy=True,
-    candidate_logprobs=True,
+    candidate_logprobs="batched",
     weight_update=True,
 )
 NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=True)
@@ -43,7 +43,7 @@ NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=Tru
         ("teacher", {"vocab_fingerprint": "g"}, "vocabularies"),
         ("teacher", {"max_top_k": 8}, "teacher.backend serves top-8, policy spot needs top-16"),
         ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
-        ("student", {"candidate_logprobs": False}, "student.backend does not serve log-probabilities of chosen"),
+        ("student", {"candidate_logprobs": "none"}, "student.backend does not serve log-probabilities of chosen"),
         ("student", {"weight_update": False}, "student.backend takes no new weights"),
         ("student", {"logprob_convention": "truncated"}, "untruncated"),
         ("teacher", {"logprob_convention": "truncated"}, "untruncated"),

@@ -32,7 +32,7 @@ CAPABILITIES = Capabilities(
     max_context_tokens=64,
     max_top_k=VOCAB,
     exact_entropy=True,
-    candidate_logprobs=True,
+    candidate_logprobs="batched",
     weight_update=True,
 )
 

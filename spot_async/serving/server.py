@@ -77,8 +77,9 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
         vocab_fingerprint=fingerprint,
         max_context_tokens=model.max_context_tokens,
         max_top_k=engine.limits.max_top_k,
+        max_generation_top_k=engine.limits.max_top_k,
         exact_entropy=True,
-        candidate_logprobs=True,
+        candidate_logprobs="batched",
         weight_update=engine.parameters.match(directory),
     )
     return worker, build_app(worker, capabilities, api_key=api_key)
