@@ -224,7 +224,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     generation: bool = True
     token_id_prompts: bool = True  # else text, and positions tokenised otherwise are masked
     abort: bool = True  # a request that is given up frees its place at once
-    # Largest difference seen between two computations of the same row; intervals are widened by it (method.md section 1).
+    # Largest difference seen between two computations of the same row; intervals are widened by it.
     logprob_noise_nats: float = 0.0
     logprob_convention: Literal["untruncated", "truncated"] = "untruncated"
     score_temperature: LogprobTemperature = "request"
