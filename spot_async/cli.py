@@ -93,7 +93,8 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
 
     To evaluate a trained student: spot-async eval CONFIG student.model=RUN/student
     """
-    from spot_async.preflight import plan_evaluation, read_model
+    from spot_async.model_files import read_model
+    from spot_async.preflight import plan_evaluation
 
     try:
         settings = load_config(config, overrides or ())

@@ -22,6 +22,7 @@ from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.ledger import PromptState
+from spot_async.model_files import ModelFiles
 from spot_async.orchestrator import (
     IterationResult,
     LiveEvaluation,
@@ -29,7 +30,7 @@ from spot_async.orchestrator import (
     OrchestratorSettings,
     RunObserver,
 )
-from spot_async.preflight import ModelFiles, TrainPlan, check_capabilities
+from spot_async.preflight import TrainPlan, check_capabilities
 from spot_async.prompts import PromptSource
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
