@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from spot_async.trainer.rank import StudentTrainer
 
 VOCAB = 50
+collect_ignore = ["servers"]  # those need installed servers: `make test-servers`
 
 
 @pytest.fixture(scope="session")

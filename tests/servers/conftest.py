@@ -1,0 +1,89 @@
+"""Real inference servers and tiny models for them. One server of a kind per session; nothing is skipped.
+
+The interpreters of the servers' environments are named by SPOT_VLLM_PYTHON and SPOT_SGLANG_PYTHON, which
+`make test-servers` sets after building them.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the servers
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from server_process import RunningServer, free_port, run_server
+from tiny_models import make_model
+
+StartServer = Callable[..., AbstractContextManager[RunningServer]]
+
+# Tiny models on a CPU. Without TORCHDYNAMO_DISABLE the first request for log-probabilities compiles C++ for half a
+# minute; with more than one process vLLM's executor spins on every core.
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+VLLM_ARGUMENTS = [
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni"),
+]
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Directories; student, teacher and `other`, a later student, share tokenizer and shapes."""
+
+    student: Path
+    teacher: Path
+    other: Path
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    root = tmp_path_factory.mktemp("models")
+    return TinyModels(
+        student=make_model(root / "student", seed=0),
+        teacher=make_model(root / "teacher", seed=1),
+        other=make_model(root / "other", seed=2),
+    )
+
+
+def interpreter(variable: str) -> str:
+    """The interpreter that an environment variable names."""
+    python = os.environ.get(variable)
+    if not python or not Path(python).exists():
+        pytest.fail(f"{variable} names no interpreter: run `make test-servers`", pytrace=False)
+    return python
+
+
+@pytest.fixture(scope="session")
+def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`start_vllm(model, *arguments, **environment)`: a vLLM server until the context ends."""
+    python = interpreter("SPOT_VLLM_PYTHON")
+
+    @contextmanager
+    def start(model: Path, *arguments: str, **environment: str) -> Iterator[RunningServer]:
+        port = free_port()
+        log_path = tmp_path_factory.mktemp("vllm") / "log"
+        argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+        argv += ["--host", "127.0.0.1", "--generation-config", "vllm", *VLLM_ARGUMENTS, *arguments]
+        environment = {**VLLM_ENVIRONMENT, **environment}
+        with run_server(argv, environment=environment, port=port, model=model, log_path=log_path) as server:
+            yield server
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def vllm_student(start_vllm: StartServer, models: TinyModels) -> Iterator[RunningServer]:
+    """Everything switched on; tests that change its weights put the student's back."""
+    arguments = ("--enable-scale-out", "--max-logprobs", "64")
+    with start_vllm(models.student, *arguments, VLLM_SERVER_DEV_MODE="1") as server:
+        yield server
