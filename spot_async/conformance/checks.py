@@ -33,7 +33,7 @@ class Violation(Exception):
         self.nats = nats
 
 
-class NotOffered(Exception):  # noqa: N818 - no error: the backend says so beforehand
+class NotOffered(Exception):
     """The backend's capabilities say that it does not do this."""
 
 
@@ -71,7 +71,9 @@ async def run_checks(
     """Every check's outcome, in order; `on_outcome` hears of each at once."""
     outcomes: dict[str, Outcome] = {}
     for check in checks:
-        broken = [name for name in check.after if name in outcomes and outcomes[name].status in ("failed", "not checked")]
+        broken = [
+            name for name in check.after if name in outcomes and outcomes[name].status in ("failed", "not checked")
+        ]
         if check.of is not None and not check.of.is_offered(subject.capabilities):
             outcome = Outcome(check.name, "not offered", check.of.otherwise)
         elif broken:

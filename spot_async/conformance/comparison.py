@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.conformance.checks import Violation
+from spot_async.types import BoolArray, TokenScores
 
 Rows = npt.NDArray[np.float64]  # (T, V) exact log-probabilities
 
@@ -39,6 +40,11 @@ def largest_of_topk(exact: Rows, topk_ids: npt.ArrayLike, topk_logprobs: npt.Arr
     served = np.asarray(topk_logprobs)
     best = -np.sort(-exact, axis=1)[:, : served.shape[1]]
     return max(largest(served, of_tokens(exact, topk_ids)), largest(served, best))
+
+
+def known(scores: TokenScores) -> BoolArray:
+    """(T,) positions that the server could be asked about: a text endpoint may tokenise others differently."""
+    return np.ones(len(scores.logprobs), np.bool_) if scores.valid is None else scores.valid
 
 
 def require(holds: bool, otherwise: str, nats: float | None = None) -> None:

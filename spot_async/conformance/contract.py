@@ -6,9 +6,16 @@ from spot_async.conformance import generation, scoring, service, weights
 from spot_async.conformance.checks import Check, Feature
 
 GENERATION = Feature(lambda said: said.generation, "the endpoint only scores")
+TOKENS = Feature(
+    lambda said: said.generation and said.sampled_token_ids,
+    "responses are text that is tokenised again: for KD and evaluation only",
+)
 SCORES = Feature(lambda said: said.max_top_k > 0, "the endpoint scores no given tokens")
+POSITIONS = Feature(lambda said: said.max_position_top_k > 0, "no single positions in more detail")
 CANDIDATES = Feature(lambda said: said.candidate_logprobs != "none", "no log-probabilities of chosen tokens")
-UPDATES = Feature(lambda said: said.generation and said.weight_update, "the endpoint takes no weights")
+UPDATES = Feature(
+    lambda said: said.generation and said.sampled_token_ids and said.weight_update, "the endpoint takes no weights"
+)
 
 _SAMPLED = ("generation_parity",)
 _SCORED = ("score_parity",)
@@ -16,22 +23,23 @@ _ALL_PARITY = ("generation_parity", "score_parity", "candidates")
 
 CHECKS = (
     Check("capabilities", service.capabilities),
-    Check("generation_parity", generation.parity, GENERATION),
-    Check("generation_boundary", generation.boundary, GENERATION, _SAMPLED),
-    Check("generation_temperature", generation.temperature, GENERATION, _SAMPLED),
-    Check("sampling_distribution", generation.distribution, GENERATION),
-    Check("low_temperature", generation.low_temperature, GENERATION),
-    Check("top_p", generation.top_p, GENERATION, _SAMPLED),
-    Check("stop_tokens", generation.stop_tokens, GENERATION),
-    Check("immediate_stop", generation.immediate_stop, GENERATION, ("low_temperature",)),
+    Check("generation_parity", generation.parity, TOKENS),
+    Check("generation_boundary", generation.boundary, TOKENS, _SAMPLED),
+    Check("generation_temperature", generation.temperature, TOKENS, _SAMPLED),
+    Check("sampling_distribution", generation.distribution, TOKENS),
+    Check("low_temperature", generation.low_temperature, TOKENS),
+    Check("top_p", generation.top_p, TOKENS, _SAMPLED),
+    Check("stop_tokens", generation.stop_tokens, TOKENS),
+    Check("immediate_stop", generation.immediate_stop, TOKENS, ("low_temperature",)),
     Check("samples_differ", generation.samples_differ, GENERATION),
     Check("seeds", generation.seed_repeats, GENERATION, ("samples_differ",)),
-    Check("longest_response", generation.longest_response, GENERATION, _SAMPLED),
-    Check("versions", service.versions, GENERATION),
+    Check("longest_response", generation.longest_response, TOKENS, _SAMPLED),
+    Check("versions", service.versions, TOKENS),
     Check("score_parity", scoring.parity, SCORES),
     Check("score_boundary", scoring.boundary, SCORES, _SCORED),
     Check("score_top_k", scoring.top_k, SCORES, _SCORED),
     Check("score_entropy", scoring.entropies, SCORES, _SCORED),
+    Check("position_scores", scoring.positions_again, POSITIONS, _SCORED),
     Check("score_temperature", scoring.temperature, SCORES, _SCORED),
     Check("empty_response", scoring.empty_response, SCORES),
     Check("longest_score", scoring.longest, SCORES, _SCORED),

@@ -121,7 +121,9 @@ async def top_p(subject: Subject) -> Finding:
         mass = max(mass, float(nucleus_mass_before(exact, reply.token_ids).max()))
         expected = of_tokens(exact, reply.token_ids) - (log_kept_mass(exact, TOP_P) if truncated else 0.0)
         nats = max(nats, largest(reply.logprobs[INNER], expected[INNER]))
-    require(mass < TOP_P + 1e-4, f"tokens beyond the likeliest {TOP_P:.0%} were sampled (up to {mass:.1%} are likelier)")
+    require(
+        mass < TOP_P + 1e-4, f"tokens beyond the likeliest {TOP_P:.0%} were sampled (up to {mass:.1%} are likelier)"
+    )
     said = f"{subject.capabilities.logprob_convention} distribution"
     require_close(nats, subject.tolerance_nats, f"log-probabilities under top_p={TOP_P} (said: of the {said})")
     return Finding(f"within the nucleus of {TOP_P:.0%}; log-probabilities of the {said}", nats)

@@ -8,9 +8,9 @@ from spot_async.concurrency import gather
 from spot_async.conformance.checks import Finding, NotOffered, Violation
 from spot_async.conformance.comparison import (
     ENDS,
-    INNER,
     Rows,
     entropy,
+    known,
     largest,
     largest_of_topk,
     of_tokens,
@@ -29,23 +29,32 @@ EMPTY = np.zeros(0, np.int32)
 
 async def parity(subject: Subject) -> Finding:
     """Log-probabilities of the response's tokens, at every position but the first and the last."""
-    nats = 0.0
+    nats, tokens, masked = 0.0, 0, 0
     for (_, response), scores, exact in await _score(subject):
-        nats = max(nats, largest(scores.logprobs[INNER], of_tokens(exact, response)[INNER]))
+        here = np.flatnonzero(known(scores))
+        tokens, masked = tokens + len(response), masked + len(response) - len(here)
+        here = here[(here > 0) & (here < len(response) - 1)]
+        nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
     require_close(nats, subject.tolerance_nats, "log-probabilities of given tokens")
-    return Finding(f"{RESPONSES} responses of up to {RESPONSE_TOKENS + RESPONSES} tokens", nats)
+    require(masked < tokens, f"all {tokens} positions are masked: the server tokenises every one differently")
+    return Finding(f"{RESPONSES} responses, {tokens} tokens" + f", {masked} of them masked" * (masked > 0), nats)
 
 
 async def boundary(subject: Subject) -> Finding:
     """The same at the response's first and last token, and for responses of one; one row off would be seen."""
     nats, one_off = 0.0, 0.0
+    ends = 0
     for (_, response), scores, exact in await _score(subject):
-        nats = max(nats, largest(scores.logprobs[ENDS], of_tokens(exact, response)[ENDS]))
-        shifted = exact[1, response[0]], exact[-2, response[-1]]
-        one_off = max(one_off, largest(scores.logprobs[ENDS], shifted))
+        here = [row for row in ENDS if known(scores)[row]]
+        ends += len(here)
+        nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
+        shifted = np.array([exact[1, response[0]], exact[-2, response[-1]]])
+        one_off = max(one_off, largest(scores.logprobs[here], shifted[here]))
     prompt, single = subject.prompt(0), subject.tokens(1, seed=5)
     alone = await subject.score(prompt, single)
-    nats = max(nats, largest(alone.logprobs, of_tokens(await subject.exact(prompt, single), single)))
+    if known(alone)[0]:
+        nats = max(nats, largest(alone.logprobs, of_tokens(await subject.exact(prompt, single), single)))
+    require(ends > 0, "all first and last positions are masked")
     require_close(nats, subject.tolerance_nats, "log-probabilities of first and last tokens")
     require(one_off > subject.tolerance_nats, "the model's rows are too alike to tell one from the next: use another")
     return Finding(f"rows one off would differ by {one_off:.2g} nats", nats)
@@ -55,11 +64,12 @@ async def top_k(subject: Subject) -> Finding:
     """The likeliest tokens and their log-probabilities, in order; as many as the capabilities say."""
     nats = 0.0
     for _, scores, exact in await _score(subject):
-        nats = max(nats, largest_of_topk(exact, scores.topk_ids, scores.topk_logprobs))
+        here = known(scores)
+        nats = max(nats, largest_of_topk(exact[here], scores.topk_ids[here], scores.topk_logprobs[here]))
     prompt, response = _responses(subject)[0]
     most = await subject.score(prompt, response, top_k=subject.capabilities.max_top_k)
-    exact = await subject.exact(prompt, response)
-    nats = max(nats, largest_of_topk(exact, most.topk_ids, most.topk_logprobs))
+    exact, here = await subject.exact(prompt, response), known(most)
+    nats = max(nats, largest_of_topk(exact[here], most.topk_ids[here], most.topk_logprobs[here]))
     require_close(nats, subject.tolerance_nats, "top-K log-probabilities or ids")
     return Finding(f"top-{subject.score_top_k}, and the largest: top-{subject.capabilities.max_top_k}", nats)
 
@@ -68,15 +78,32 @@ async def entropies(subject: Subject) -> Finding:
     """Bounds that hold the exact entropy; equal to it where the capabilities call it exact."""
     outside, width, nats = 0.0, 0.0, 0.0
     for _, scores, exact in await _score(subject):
-        true = entropy(exact)
-        outside = max(outside, float(np.maximum(scores.entropy_lower - true, true - scores.entropy_upper).max()))
-        width = max(width, float((scores.entropy_upper - scores.entropy_lower).max()))
-        nats = max(nats, largest(scores.entropy, true))
+        here = known(scores)
+        true, lower, upper = entropy(exact)[here], scores.entropy_lower[here], scores.entropy_upper[here]
+        outside = max(outside, float(np.maximum(lower - true, true - upper).max(initial=0.0)))
+        width = max(width, float((upper - lower).max(initial=0.0)))
+        nats = max(nats, largest(scores.entropy[here], true))
     require(outside <= subject.tolerance_nats, f"bounds miss the exact entropy by up to {outside:.2g} nats", outside)
     if not subject.capabilities.exact_entropy:
         return Finding(f"bounds up to {width:.2g} nats apart; their middle is up to {nats:.2g} off", max(outside, 0.0))
     require_close(nats, subject.tolerance_nats, "entropies, said to be exact,")
     return Finding("exact", nats)
+
+
+async def positions_again(subject: Subject) -> Finding:
+    """Single positions in more detail: their top-K, and bounds that hold the exact entropy."""
+    said = subject.capabilities
+    prompt, response, positions, _ = _candidates(subject)
+    served = await subject.backend.score_at(
+        prompt, response, positions, top_k=said.max_position_top_k, temperature=1.0, deadline=subject.deadline()
+    )
+    exact = (await subject.exact(prompt, response))[positions]
+    nats = largest_of_topk(exact, served.topk_ids, served.topk_logprobs)
+    true = entropy(exact)
+    outside = float(np.maximum(served.entropy_lower - true, true - served.entropy_upper).max())
+    require_close(nats, subject.tolerance_nats, "top-K log-probabilities or ids of single positions")
+    require(outside <= subject.tolerance_nats, f"bounds miss the exact entropy by up to {outside:.2g} nats", outside)
+    return Finding(f"{len(positions)} positions, top-{said.max_position_top_k} of {said.vocab_size}", nats)
 
 
 async def temperature(subject: Subject) -> Finding:
@@ -87,8 +114,9 @@ async def temperature(subject: Subject) -> Finding:
         scores = await subject.score(prompt, response, temperature=COOL)
         exact = await subject.exact(prompt, response, temperature=COOL, convention=convention)
         wrong = await subject.exact(prompt, response, temperature=1.0 if convention == "request" else COOL)
-        nats = max(nats, largest(scores.logprobs[INNER], of_tokens(exact, response)[INNER]))
-        other = max(other, largest(scores.logprobs[INNER], of_tokens(wrong, response)[INNER]))
+        here = known(scores)
+        nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
+        other = max(other, largest(scores.logprobs[here], of_tokens(wrong, response)[here]))
     said = "that of the request" if convention == "request" else "1 whatever the request says"
     if nats > subject.tolerance_nats / COOL and other <= subject.tolerance_nats / COOL:
         raise Violation(f"capabilities say {said}, but scores are at the other", nats)
@@ -116,7 +144,7 @@ async def longest(subject: Subject) -> Finding:
     prompt, response = subject.tokens(context - RESPONSE_TOKENS, seed=1), subject.tokens(RESPONSE_TOKENS, seed=2)
     scores = await subject.score(prompt, response)
     exact = await subject.exact(prompt, response)
-    nats = largest(scores.logprobs, of_tokens(exact, response))
+    nats = largest(scores.logprobs[known(scores)], of_tokens(exact, response)[known(scores)])
     require_close(nats, subject.tolerance_nats, f"log-probabilities at the end of {context} tokens")
     try:
         await subject.score(prompt, subject.tokens(RESPONSE_TOKENS + 1, seed=2))
@@ -134,7 +162,9 @@ async def candidates(subject: Subject) -> Finding:
     require_close(nats, subject.tolerance_nats, "log-probabilities of candidates")
     none = await subject.candidates(prompt, response, EMPTY, EMPTY.reshape(0, CANDIDATES))
     require(none.shape == (0, CANDIDATES), f"no positions gave shape {none.shape}")
-    return Finding(f"{ids.size} candidates ({subject.capabilities.candidate_logprobs}), down to {served.min():.3g}", nats)
+    return Finding(
+        f"{ids.size} candidates ({subject.capabilities.candidate_logprobs}), down to {served.min():.3g}", nats
+    )
 
 
 async def candidate_temperature(subject: Subject) -> Finding:

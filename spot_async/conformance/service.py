@@ -11,10 +11,10 @@ import numpy as np
 
 from spot_async.concurrency import gather
 from spot_async.conformance.checks import Finding, NotOffered, Violation
-from spot_async.conformance.comparison import INNER, largest, of_tokens, require, require_close
+from spot_async.conformance.comparison import INNER, known, largest, of_tokens, require, require_close
 from spot_async.conformance.subject import PROMPT_TOKENS, Subject
 from spot_async.errors import DeadlineExceededError, PermanentError
-from spot_async.protocols import CandidateScorer, Generator, Scorer, WeightSink
+from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, WeightSink
 
 REQUESTS = 64
 SHORT_DEADLINE_S = 0.05
@@ -29,6 +29,7 @@ async def capabilities(subject: Subject) -> Finding:
     methods = [
         (said.generation, Generator, "generation"),
         (said.max_top_k > 0, Scorer, "max_top_k > 0"),
+        (said.max_position_top_k > 0, PositionScorer, "max_position_top_k > 0"),
         (said.candidate_logprobs != "none", CandidateScorer, "candidate_logprobs"),
         (said.weight_update, WeightSink, "weight_update"),
     ]
@@ -42,7 +43,9 @@ async def capabilities(subject: Subject) -> Finding:
         f"max_context_tokens={said.max_context_tokens}, but config.json: {files.max_context_tokens}",
     )
     for name in ("max_top_k", "max_generation_top_k"):
-        require(0 <= getattr(said, name) <= said.vocab_size, f"{name}={getattr(said, name)} of {said.vocab_size} tokens")
+        require(
+            0 <= getattr(said, name) <= said.vocab_size, f"{name}={getattr(said, name)} of {said.vocab_size} tokens"
+        )
     require(math.isfinite(said.logprob_noise_nats) and said.logprob_noise_nats >= 0, "logprob_noise_nats is no width")
     return Finding(f"{said.server}: {said.vocab_size} tokens, context {said.max_context_tokens}")
 
@@ -60,7 +63,7 @@ async def versions(subject: Subject) -> Finding:
 
 async def concurrency(subject: Subject) -> Finding:
     """Many different requests at once: each gets its own reply."""
-    offered = [_generated] if subject.capabilities.generation else []
+    offered = [_generated] if subject.capabilities.generation and subject.capabilities.sampled_token_ids else []
     offered += [_scored] if subject.capabilities.max_top_k else []
     offered += [_chosen] if subject.capabilities.candidate_logprobs != "none" else []
     found = await gather(offered[i % len(offered)](subject, i) for i in range(REQUESTS))
@@ -171,7 +174,8 @@ async def _scored(subject: Subject, number: int) -> float:
     response = subject.tokens(8 + number % 23, seed=100 + number)
     scores = await subject.score(prompt, response)
     exact = await subject.exact(prompt, response)
-    return largest(scores.logprobs[INNER], of_tokens(exact, response)[INNER])
+    here = known(scores)
+    return largest(scores.logprobs[here][INNER], of_tokens(exact, response)[here][INNER])
 
 
 async def _chosen(subject: Subject, number: int) -> float:

@@ -148,9 +148,7 @@ class Subject:
         convention: LogprobTemperature = "request",
     ) -> Rows:
         """(T, V) of the weights being served, at the temperature that the served log-probabilities are at."""
-        return await self.reference.logprobs(
-            prompt_ids, response_ids, temperature if convention == "request" else 1.0
-        )
+        return await self.reference.logprobs(prompt_ids, response_ids, temperature if convention == "request" else 1.0)
 
     async def update(self, directory: Path, version: WeightVersion) -> None:
         """Send weights, and compare with them from now on."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from spot_async.concurrency import gather
 from spot_async.conformance.checks import Finding, NotOffered, Violation
-from spot_async.conformance.comparison import INNER, largest, of_tokens, require, require_close
+from spot_async.conformance.comparison import INNER, known, largest, of_tokens, require, require_close
 from spot_async.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError, VersionMismatchError
 from spot_async.types import Generation, IntArray, WeightSnapshot, WeightVersion
@@ -72,7 +72,9 @@ async def update_under_way(subject: Subject) -> Finding:
             if isinstance(reply, RequestError):
                 continue
             versions = [span.version for span in reply.version_spans]
-            require(versions in ([old], [old, new]), f"tokens of a response are of {versions} while {new} replaced {old}")
+            require(
+                versions in ([old], [old, new]), f"tokens of a response are of {versions} while {new} replaced {old}"
+            )
             if len(versions) == 2:
                 switched += 1
                 for span, rows in zip(reply.version_spans, (reference, subject.reference), strict=True):
@@ -114,12 +116,15 @@ async def _serves_only(subject: Subject, version: WeightVersion, when: str) -> f
         exact = await subject.exact(prompt, reply.token_ids)
         nats = max(nats, largest(reply.logprobs[INNER], of_tokens(exact, reply.token_ids)[INNER]))
         seen |= {span.version for span in reply.version_spans}
-    require(seen == {version}, f"{when} tokens say they are of weights {', '.join(map(str, sorted(seen)))}, not {version}")
+    require(
+        seen == {version}, f"{when} tokens say they are of weights {', '.join(map(str, sorted(seen)))}, not {version}"
+    )
     if subject.capabilities.max_top_k:
         response = subject.tokens(RESPONSE_TOKENS, seed=9)
         scores = await subject.score(prompts[0], response)
         exact = await subject.exact(prompts[0], response)
-        nats = max(nats, largest(scores.logprobs[INNER], of_tokens(exact, response)[INNER]))
+        here = known(scores)
+        nats = max(nats, largest(scores.logprobs[here][INNER], of_tokens(exact, response)[here][INNER]))
     if subject.capabilities.candidate_logprobs != "none":
         response = subject.tokens(RESPONSE_TOKENS, seed=9)
         inner = np.array([1, 5], np.int32)
