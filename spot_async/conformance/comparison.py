@@ -47,6 +47,12 @@ def known(scores: TokenScores) -> BoolArray:
     return np.ones(len(scores.logprobs), np.bool_) if scores.valid is None else scores.valid
 
 
+def inner(scores: TokenScores) -> npt.NDArray[np.int64]:
+    """`known` positions that have neighbours on both sides; the ends have checks of their own."""
+    positions = np.flatnonzero(known(scores))
+    return positions[(positions > 0) & (positions < len(scores.logprobs) - 1)]
+
+
 def require(holds: bool, otherwise: str, nats: float | None = None) -> None:
     if not holds:
         raise Violation(otherwise, nats)

@@ -35,6 +35,7 @@ async def check_backend(
     Logs and the weights to update to are written under `directory`, where the server must be able to read.
     Raises ConfigError or DataError for what cannot be started, ProcessDiedError when the server ends.
     """
+    read_model(role, config.model)  # before anything is started
     backend = registry.load("backends", config.backend.kind)(
         config.backend, role=role, model=config.model, run_directory=directory
     )

@@ -10,6 +10,7 @@ from spot_async.conformance.comparison import (
     ENDS,
     Rows,
     entropy,
+    inner,
     known,
     largest,
     largest_of_topk,
@@ -31,9 +32,8 @@ async def parity(subject: Subject) -> Finding:
     """Log-probabilities of the response's tokens, at every position but the first and the last."""
     nats, tokens, masked = 0.0, 0, 0
     for (_, response), scores, exact in await _score(subject):
-        here = np.flatnonzero(known(scores))
-        tokens, masked = tokens + len(response), masked + len(response) - len(here)
-        here = here[(here > 0) & (here < len(response) - 1)]
+        tokens, masked = tokens + len(response), masked + len(response) - int(known(scores).sum())
+        here = inner(scores)
         nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
     require_close(nats, subject.tolerance_nats, "log-probabilities of given tokens")
     require(masked < tokens, f"all {tokens} positions are masked: the server tokenises every one differently")
@@ -114,7 +114,7 @@ async def temperature(subject: Subject) -> Finding:
         scores = await subject.score(prompt, response, temperature=COOL)
         exact = await subject.exact(prompt, response, temperature=COOL, convention=convention)
         wrong = await subject.exact(prompt, response, temperature=1.0 if convention == "request" else COOL)
-        here = known(scores)
+        here = inner(scores)
         nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
         other = max(other, largest(scores.logprobs[here], of_tokens(wrong, response)[here]))
     said = "that of the request" if convention == "request" else "1 whatever the request says"
@@ -144,7 +144,8 @@ async def longest(subject: Subject) -> Finding:
     prompt, response = subject.tokens(context - RESPONSE_TOKENS, seed=1), subject.tokens(RESPONSE_TOKENS, seed=2)
     scores = await subject.score(prompt, response)
     exact = await subject.exact(prompt, response)
-    nats = largest(scores.logprobs[known(scores)], of_tokens(exact, response)[known(scores)])
+    here = inner(scores)
+    nats = largest(scores.logprobs[here], of_tokens(exact, response)[here])
     require_close(nats, subject.tolerance_nats, f"log-probabilities at the end of {context} tokens")
     try:
         await subject.score(prompt, subject.tokens(RESPONSE_TOKENS + 1, seed=2))

@@ -11,7 +11,7 @@ import numpy as np
 
 from spot_async.concurrency import gather
 from spot_async.conformance.checks import Finding, NotOffered, Violation
-from spot_async.conformance.comparison import INNER, known, largest, of_tokens, require, require_close
+from spot_async.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
 from spot_async.conformance.subject import PROMPT_TOKENS, Subject
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, WeightSink
@@ -174,8 +174,8 @@ async def _scored(subject: Subject, number: int) -> float:
     response = subject.tokens(8 + number % 23, seed=100 + number)
     scores = await subject.score(prompt, response)
     exact = await subject.exact(prompt, response)
-    here = known(scores)
-    return largest(scores.logprobs[here][INNER], of_tokens(exact, response)[here][INNER])
+    here = inner(scores)
+    return largest(scores.logprobs[here], of_tokens(exact, response)[here])
 
 
 async def _chosen(subject: Subject, number: int) -> float:

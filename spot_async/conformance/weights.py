@@ -9,7 +9,7 @@ import numpy as np
 
 from spot_async.concurrency import gather
 from spot_async.conformance.checks import Finding, NotOffered, Violation
-from spot_async.conformance.comparison import INNER, known, largest, of_tokens, require, require_close
+from spot_async.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
 from spot_async.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError, VersionMismatchError
 from spot_async.types import Generation, IntArray, WeightSnapshot, WeightVersion
@@ -45,11 +45,13 @@ async def update(subject: Subject) -> Finding:
     prompt, response = subject.prompt(0), subject.tokens(RESPONSE_TOKENS, seed=0)
     before = of_tokens(await subject.exact(prompt, response), response)
     await subject.update(changed, _next(old))
-    moved = largest(before, of_tokens(await subject.exact(prompt, response), response))
-    require(moved > VISIBLE_NATS, f"the changed weights differ by {moved:.2g} nats only: use another model")
-    nats = await _serves_only(subject, _next(old), "after an update")
-    await _refuses_candidates_of(subject, old)
-    await subject.update(original, _next(_next(old)))
+    try:
+        moved = largest(before, of_tokens(await subject.exact(prompt, response), response))
+        require(moved > VISIBLE_NATS, f"the changed weights differ by {moved:.2g} nats only: use another model")
+        nats = await _serves_only(subject, _next(old), "after an update")
+        await _refuses_candidates_of(subject, old)
+    finally:
+        await subject.update(original, _next(_next(old)))
     nats = max(nats, await _serves_only(subject, _next(_next(old)), "after an update back"))
     return Finding(f"{old} to {_next(old)} (log-probabilities move by {moved:.2g} nats) and back", nats)
 
@@ -58,7 +60,7 @@ async def update_under_way(subject: Subject) -> Finding:
     """A response that an update meets says which tokens are whose, and their log-probabilities agree."""
     old = _known(subject)
     new = _next(old)
-    changed, reference = await _changed(subject), subject.reference
+    changed, before = await _changed(subject), subject.reference
     prompts = [subject.prompt(200 + i) for i in range(IN_FLIGHT)]
     tokens = subject.long_response_tokens
     async with asyncio.TaskGroup() as group:
@@ -68,19 +70,20 @@ async def update_under_way(subject: Subject) -> Finding:
     replies = [task.result() for task in running]
     try:
         nats, switched = 0.0, 0
+        rows_of = {old: before, new: subject.reference}
         for prompt, reply in zip(prompts, replies, strict=True):
             if isinstance(reply, RequestError):
                 continue
             versions = [span.version for span in reply.version_spans]
             require(
-                versions in ([old], [old, new]), f"tokens of a response are of {versions} while {new} replaced {old}"
+                versions in ([old], [old, new], [new]),
+                f"tokens of a response are of {', '.join(map(str, versions))} while {new} replaced {old}",
             )
-            if len(versions) == 2:
-                switched += 1
-                for span, rows in zip(reply.version_spans, (reference, subject.reference), strict=True):
-                    here = slice(span.start, span.end)
-                    exact = await rows.logprobs(prompt, reply.token_ids)
-                    nats = max(nats, largest(reply.logprobs[here], of_tokens(exact, reply.token_ids)[here]))
+            switched += len(versions) == 2
+            for span in reply.version_spans:
+                here = slice(span.start, span.end)
+                exact = await rows_of[span.version].logprobs(prompt, reply.token_ids)
+                nats = max(nats, largest(reply.logprobs[here], of_tokens(exact, reply.token_ids)[here]))
     finally:
         await subject.update(subject.files.directory, _next(new))
     given_up = sum(isinstance(reply, RequestError) for reply in replies)
@@ -123,14 +126,14 @@ async def _serves_only(subject: Subject, version: WeightVersion, when: str) -> f
         response = subject.tokens(RESPONSE_TOKENS, seed=9)
         scores = await subject.score(prompts[0], response)
         exact = await subject.exact(prompts[0], response)
-        here = known(scores)
-        nats = max(nats, largest(scores.logprobs[here][INNER], of_tokens(exact, response)[here][INNER]))
+        here = inner(scores)
+        nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
     if subject.capabilities.candidate_logprobs != "none":
         response = subject.tokens(RESPONSE_TOKENS, seed=9)
-        inner = np.array([1, 5], np.int32)
-        served = await subject.candidates(prompts[0], response, inner, response[inner][:, None], version=version)
+        at = np.array([1, 5], np.int32)
+        served = await subject.candidates(prompts[0], response, at, response[at][:, None], version=version)
         exact = await subject.exact(prompts[0], response)
-        nats = max(nats, largest(served[:, 0], of_tokens(exact, response)[inner]))
+        nats = max(nats, largest(served[:, 0], of_tokens(exact, response)[at]))
     require_close(nats, subject.tolerance_nats, f"{when} log-probabilities")
     return nats
 
