@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,8 +22,9 @@ from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.errors import ConfigError, PoisonedReplyError
 from spot_async.model_files import ModelFiles, read_model
 
-from .http import HttpEndpoint
+from .http import HttpEndpoint, ReadError
 from .launch import LaunchSettings, MakeCommand
+from .stepwise import StepRunner, Steps
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
 
@@ -65,6 +66,7 @@ class RemoteServer:
         run_directory: Path,
         make_command: MakeCommand | None = None,
         ready_path: str = "/health",
+        read_error: ReadError | None = None,
     ) -> None:
         self.settings = settings
         self.role = role
@@ -73,6 +75,8 @@ class RemoteServer:
         self._run_directory = run_directory
         self._make_command = make_command
         self._ready_path = ready_path
+        self._read_error = read_error
+        self._steps = StepRunner()
         self._exit_stack: contextlib.AsyncExitStack
 
     async def __aenter__(self) -> Self:
@@ -81,7 +85,13 @@ class RemoteServer:
             if url is None:
                 raise ConfigError(f"{self.role}.backend.launch: not built yet; start the server and give its url")
             self.endpoint = await stack.enter_async_context(
-                HttpEndpoint(self.role, url, api_key=self._key(self.settings.api_key_env), headers=self._headers())
+                HttpEndpoint(
+                    self.role,
+                    url,
+                    api_key=self._key(self.settings.api_key_env),
+                    headers=self._headers(),
+                    read_error=self._read_error,
+                )
             )
             self._exit_stack = stack.pop_all()
         return self
@@ -112,9 +122,22 @@ class RemoteServer:
             return await asyncio.to_thread(self.read, path, reply, decode)
         return self.read(path, reply, decode)
 
+    async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
+        """As `ask` for replies that take long to read: one step of all those under way a turn of the event loop."""
+        reply = await self.endpoint.post(
+            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
+        )
+        with self._naming(path):
+            return await self._steps.run(decode(reply))
+
     def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
-        try:
+        with self._naming(path):
             return decode(reply)
+
+    @contextlib.contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        try:
+            yield
         except PoisonedReplyError as error:
             raise PoisonedReplyError(f"{self.role}{path}: {error}") from None
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
