@@ -121,6 +121,23 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion
 
 
+class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's distributions at a few response positions, in more detail than `TokenScores` has of all of them."""
+
+    topk_ids: IntArray  # (N, K) descending by probability; special tokens included, as everywhere
+    topk_logprobs: FloatArray  # (N, K)
+    entropy_lower: FloatArray  # (N,) nats
+    entropy_upper: FloatArray  # (N,) equal to entropy_lower when it is exact
+
+
+class Traffic(msgspec.Struct, kw_only=True):
+    """What went to and came from one server so far. Bodies only, as they were on the wire."""
+
+    requests: int = 0  # attempts, whatever came of them
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
 class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     """Sparse target distributions at some response positions of one trajectory."""
 
@@ -224,6 +241,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int
     max_top_k: int  # of scores; 0 where the server scores no given tokens
     max_generation_top_k: int = 0  # of generations, per sampled token
+    # Of single positions that are asked for again (`protocols.PositionScorer`); 0: not offered. A server that serves
+    # as many as `vocab_size` gives exact entropies there.
+    max_position_top_k: int = 0
     exact_entropy: bool  # else scores carry bounds from the served top-k
     candidate_logprobs: CandidateSupport
     weight_update: bool
