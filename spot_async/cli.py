@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -145,6 +145,7 @@ def conformance(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="the backend's own settings, e.g. slots=8")
     ] = None,
+    role: Annotated[Literal["student", "teacher"], typer.Option(help="whose part the backend plays")] = "student",
     tolerance: Annotated[float, typer.Option(help="nats between served and exact log-probabilities")] = 2e-5,
     device: Annotated[str, typer.Option(help="torch device of the model that is loaded here")] = "cpu",
     directory: Annotated[
@@ -164,7 +165,7 @@ def conformance(
     except ConfigError as error:
         fail(error, code=2)
     try:
-        failed = command.run(screen, config, directory, tolerance_nats=tolerance, device=device)
+        failed = command.run(screen, config, directory, role=role, tolerance_nats=tolerance, device=device)
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
         fail(cause, code=2 if isinstance(cause, ConfigError | DataError) else 1)

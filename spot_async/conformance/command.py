@@ -33,7 +33,9 @@ def read_settings(
     return validate_as(ModelConfig, {"model": model, "backend": backend})
 
 
-def run(screen: Console, config: ModelConfig, directory: Path | None, *, tolerance_nats: float, device: str) -> bool:
+def run(
+    screen: Console, config: ModelConfig, directory: Path | None, *, role: str, tolerance_nats: float, device: str
+) -> bool:
     """Check, print the table, and say whether a check failed."""
     outcomes: list[Outcome] = []
     with working_directory(directory) as path, screen.status("starting") as status:
@@ -42,7 +44,9 @@ def run(screen: Console, config: ModelConfig, directory: Path | None, *, toleran
             outcomes.append(outcome)
             status.update(f"{outcome.name} {outcome.status}")
 
-        asyncio.run(check_backend(config, path, tolerance_nats=tolerance_nats, device=device, on_outcome=show))
+        asyncio.run(
+            check_backend(config, path, role=role, tolerance_nats=tolerance_nats, device=device, on_outcome=show)
+        )
     screen.print(table(outcomes))
     counts = Counter(outcome.status for outcome in outcomes)
     kind = config.backend.kind

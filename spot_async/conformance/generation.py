@@ -133,7 +133,7 @@ async def stop_tokens(subject: Subject) -> Finding:
     """A response ends with its first stop token, which is part of it, and by nothing else before its length."""
     sampled = np.concatenate([reply.token_ids for _, reply in await _sample(subject)])
     tokens, counts = np.unique(sampled, return_counts=True)
-    stops = tuple(int(token) for token in tokens[np.argsort(-counts, kind="stable")[:4]])
+    stops = (*map(int, tokens[np.argsort(-counts, kind="stable")[:4]]), *subject.end_token_ids)
     replies = [reply for _, reply in await _sample(subject, stop_token_ids=stops)]
     stopped = 0
     for reply in replies:
@@ -155,7 +155,7 @@ async def immediate_stop(subject: Subject) -> Finding:
         margins.append(row[-1] - row[-2])
     prompt = subject.prompt(int(np.argmax(margins)))
     best = int((await subject.exact(prompt, np.zeros(1, np.int32)))[0].argmax())
-    reply = await subject.generate(prompt, temperature=COLD, stop_token_ids=(best,))
+    reply = await subject.generate(prompt, temperature=COLD, stop_token_ids=(best, *subject.end_token_ids))
     require(
         reply.token_ids.tolist() == [best] and reply.finish_reason == "stop",
         f"{len(reply.token_ids)} tokens and {reply.finish_reason!r} where the first token is a stop token",

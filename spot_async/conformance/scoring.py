@@ -111,7 +111,13 @@ async def temperature(subject: Subject) -> Finding:
     convention = subject.capabilities.score_temperature
     nats, other = 0.0, 0.0
     for prompt, response in _responses(subject):
-        scores = await subject.score(prompt, response, temperature=COOL)
+        try:
+            scores = await subject.score(prompt, response, temperature=COOL)
+        except PermanentError as refusal:
+            require(
+                convention == "one", f"temperature {COOL} is refused, though capabilities say it is served: {refusal}"
+            )
+            return Finding(f"1; {COOL} is refused")
         exact = await subject.exact(prompt, response, temperature=COOL, convention=convention)
         wrong = await subject.exact(prompt, response, temperature=1.0 if convention == "request" else COOL)
         here = inner(scores)
@@ -139,18 +145,27 @@ async def empty_response(subject: Subject) -> Finding:
 
 
 async def longest(subject: Subject) -> Finding:
-    """Prompt and response may fill the context exactly; one token more is refused."""
+    """Prompt and response may fill the context exactly; one token more is refused.
+
+    Of a student, which runs only sample from, one token less will do: some servers sample a token behind every score.
+    """
     context = subject.capabilities.max_context_tokens
-    prompt, response = subject.tokens(context - RESPONSE_TOKENS, seed=1), subject.tokens(RESPONSE_TOKENS, seed=2)
-    scores = await subject.score(prompt, response)
-    exact = await subject.exact(prompt, response)
-    here = inner(scores)
-    nats = largest(scores.logprobs[here], of_tokens(exact, response)[here])
-    require_close(nats, subject.tolerance_nats, f"log-probabilities at the end of {context} tokens")
+    response = subject.tokens(RESPONSE_TOKENS, seed=2)
+    prompt = subject.tokens(context - RESPONSE_TOKENS, seed=1)
     try:
-        await subject.score(prompt, subject.tokens(RESPONSE_TOKENS + 1, seed=2))
+        scores = await subject.score(prompt, response)
     except PermanentError:
-        return Finding(f"{context} tokens are scored, {context + 1} refused", nats)
+        require(subject.capabilities.weight_update, f"{context} tokens fill the context, but are refused")
+        prompt = prompt[1:]
+        scores = await subject.score(prompt, response)
+    exact, here = await subject.exact(prompt, response), inner(scores)
+    nats = largest(scores.logprobs[here], of_tokens(exact, response)[here])
+    tokens = len(prompt) + len(response)
+    require_close(nats, subject.tolerance_nats, f"log-probabilities at the end of {tokens} tokens")
+    try:
+        await subject.score(subject.tokens(context - RESPONSE_TOKENS + 1, seed=1), response)
+    except PermanentError:
+        return Finding(f"{tokens} tokens are scored, {context + 1} refused", nats)
     raise Violation(f"{context + 1} tokens exceed the context of {context}, but were scored: refuse them")
 
 

@@ -64,10 +64,15 @@ class Subject:
     def tokens(self, count: int, seed: int) -> IntArray:
         """(count,) ids of ordinary tokens, none of them special."""
         tokenizer = self.files.vocabulary.tokenizer
-        special = {*tokenizer.all_special_ids, *self.files.vocabulary.end_token_ids}
+        special = {*tokenizer.all_special_ids, *self.end_token_ids}
         size = min(len(tokenizer), self.capabilities.vocab_size)
         ordinary = np.array([token for token in range(size) if token not in special], np.int32)
         return np.random.default_rng(seed).choice(ordinary, count)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The model's own, which are among the stop tokens of every run: some servers stop there anyway."""
+        return self.files.vocabulary.end_token_ids
 
     @property
     def generation_top_k(self) -> int:
