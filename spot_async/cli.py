@@ -136,6 +136,38 @@ def serve(context: typer.Context) -> None:
 
 
 @app.command()
+def doctor(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
+) -> None:
+    """Start or attach a run's servers, ask them everything that a run depends on, and say what is unsafe.
+
+    Nothing is trained. `train` makes the same checks before it begins. Exit code 1 when the run would be unsafe or a
+    server fails, 2 when the configuration is wrong.
+    """
+    from spot_async.preflight import plan_training
+
+    try:
+        settings = load_config(config, overrides or ())
+        plan = plan_training(settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.doctor import examine_and_show
+    from spot_async.scratch import working_directory
+
+    try:
+        with working_directory(directory) as path:
+            is_safe = examine_and_show(screen, settings, plan, path, json=json)
+    except (SpotError, BaseExceptionGroup) as error:
+        fail(root_cause(error), code=1)
+    if not is_safe:
+        raise typer.Exit(1)
+
+
+@app.command()
 def conformance(
     backend: Annotated[str, typer.Option(metavar="KIND", help="an installed backend, or `module:Class`")],
     model: Annotated[str, typer.Option(metavar="DIR", help="the model it serves, which is also loaded here")],
@@ -219,12 +251,16 @@ def report(run: RunPath, html: PagePath = None) -> None:
 
 def show_plan(config: Config, path: Path, plan: Any) -> None:
     """What `train --dry-run` prints."""
+    from spot_async.diagnosis import plan_warnings
+
     first = next(iter(plan.schedule))
     screen.rule("configuration, defaults included", align="left")
     screen.print(Text(dump_yaml(config)))
     screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
     screen.print(Text(plan.renderer.text(first.problem)))
     screen.rule("would start", align="left")
+    for warning in plan_warnings(plan):
+        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     training = config.training
     lines = [
         f"student   {config.student.backend.kind} backend serving {config.student.model}",

@@ -81,6 +81,8 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
         exact_entropy=True,
         candidate_logprobs="batched",
         weight_update=engine.parameters.match(directory),
+        weight_transport="disk",
+        prefix_caching=False,  # a prefix is read once for requests that wait together, and not kept
     )
     return worker, build_app(worker, capabilities, api_key=api_key)
 
