@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,7 +22,8 @@ from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.errors import ConfigError, PoisonedReplyError
 from spot_async.model_files import ModelFiles, read_model
 
-from .http import HttpEndpoint
+from .connection import check_headers, check_url, proxy_for, tls_context
+from .http import HttpEndpoint, ReadError
 from .launch import LaunchSettings, MakeCommand
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
@@ -39,6 +40,10 @@ class RemoteSettings(PluginSettings):
     api_key_env: str | None = Field(None, description="environment variable with the server's key")
     headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
     secret_headers: dict[str, str] = Field({}, description="request headers whose values are environment variables")
+    proxy: str | None = Field(None, description="proxy's URL; default: that of HTTPS_PROXY or HTTP_PROXY")
+    ca_certificates: str | None = Field(
+        None, description="file of the certificates to trust; default: SSL_CERT_FILE, else the usual ones"
+    )
     top_k: PositiveInt | None = Field(
         None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
     )
@@ -51,6 +56,9 @@ class RemoteSettings(PluginSettings):
         if (self.url is None) == (self.launch is None):
             raise ValueError("give exactly one of url (a running server) and launch (one to start)")
         return self
+
+    _check_urls = pydantic.field_validator("url", "proxy")(check_url)
+    _check_headers = pydantic.field_validator("headers")(check_headers)
 
 
 class RemoteServer:
@@ -65,6 +73,7 @@ class RemoteServer:
         run_directory: Path,
         make_command: MakeCommand | None = None,
         ready_path: str = "/health",
+        read_error: ReadError | None = None,
     ) -> None:
         self.settings = settings
         self.role = role
@@ -73,6 +82,7 @@ class RemoteServer:
         self._run_directory = run_directory
         self._make_command = make_command
         self._ready_path = ready_path
+        self._read_error = read_error
         self._exit_stack: contextlib.AsyncExitStack
 
     async def __aenter__(self) -> Self:
@@ -80,9 +90,7 @@ class RemoteServer:
             url = self.settings.url
             if url is None:
                 raise ConfigError(f"{self.role}.backend.launch: not built yet; start the server and give its url")
-            self.endpoint = await stack.enter_async_context(
-                HttpEndpoint(self.role, url, api_key=self._key(self.settings.api_key_env), headers=self._headers())
-            )
+            self.endpoint = await stack.enter_async_context(self._connection(url))
             self._exit_stack = stack.pop_all()
         return self
 
@@ -120,16 +128,29 @@ class RemoteServer:
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PoisonedReplyError(f"{self.role}{path}: cannot read the reply: {error}") from error
 
-    def _headers(self) -> Mapping[str, str]:
-        secret = {name: self._key(variable) or "" for name, variable in self.settings.secret_headers.items()}
-        return {**self.settings.headers, **secret}
+    def _connection(self, url: str) -> HttpEndpoint:
+        settings = self.settings
+        return HttpEndpoint(
+            self.role,
+            url,
+            api_key=self._key(settings.api_key_env),
+            headers=settings.headers,
+            secret_headers={name: self._key(variable) or "" for name, variable in settings.secret_headers.items()},
+            read_error=self._read_error,
+            verify=tls_context(self.role, settings.ca_certificates),
+            proxy=proxy_for(self.role, url, settings.proxy),
+        )
 
     def _key(self, variable: str | None) -> str | None:
         if variable is None:
             return None
-        value = os.environ.get(variable)
+        value = os.environ.get(variable, "").strip()
         if not value:
             raise ConfigError(f"{self.role}.backend: the environment variable {variable} is not set")
+        if not (value.isascii() and value.isprintable()):
+            raise ConfigError(
+                f"{self.role}.backend: the environment variable {variable} holds what no header can carry"
+            )
         return value
 
 

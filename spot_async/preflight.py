@@ -135,6 +135,7 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
          "log-probabilities must be those of the untruncated distribution"),
         *_context_too_small(config, found),
     ]  # fmt: skip
+    missing += _cannot_be_asked(config, needs, found)
     if teacher is not None:
         missing += [
             (teacher.max_top_k < needs.teacher_top_k, f"teacher.backend serves top-{teacher.max_top_k}, "
@@ -144,6 +145,23 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
     for is_missing, message in missing:
         if is_missing:
             raise ConfigError(message)
+
+
+def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
+    """What endpoints that take only text, or only write it, cannot be used for."""
+    student, teacher, reference = found["student"], found.get("teacher"), found.get("reference")
+    kind = config.policy.kind
+    return [
+        (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
+         "but not trained on"),
+        (reference is not None and not (reference.token_id_prompts and reference.max_top_k),
+         "reference.backend must score token ids at every position: set reference.backend to a server that does"),
+        (teacher is not None and needs.teacher_top_k > 0 and teacher.max_top_k == 0,
+         f"teacher.backend only writes responses, policy {kind} needs its log-probabilities: serve the teacher with "
+         "another teacher.backend, or use policy kd with policy.forward_kl_weight=0"),
+        (teacher is not None and needs.teacher_responses and not teacher.generation,
+         f"teacher.backend writes no responses, policy {kind} needs them: set policy.load or another teacher.backend"),
+    ]  # fmt: skip
 
 
 def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:

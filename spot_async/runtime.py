@@ -125,7 +125,8 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
 
         async def run() -> TrainOutcome:
             found = await gather(_capabilities(backend) for backend in backends.by_role().values())
-            check_capabilities(config, plan.policy.needs, dict(zip(backends.by_role(), found, strict=True)))
+            stages.capabilities = dict(zip(backends.by_role(), found, strict=True))
+            check_capabilities(config, plan.policy.needs, stages.capabilities)
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:

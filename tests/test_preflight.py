@@ -50,6 +50,10 @@ NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=Tru
         ("teacher", {"logprob_convention": "truncated"}, "untruncated"),
         ("student", {"max_context_tokens": 200}, "student.backend serves a context of 200 tokens"),
         ("teacher", {"max_context_tokens": 200}, "teacher.backend serves a context of 200 tokens"),
+        ("teacher", {"max_top_k": 0}, "teacher.backend only writes responses, policy spot needs its log-prob"),
+        ("student", {"sampled_token_ids": False}, "student.backend does not say which token ids it sampled"),
+        ("reference", {"token_id_prompts": False}, "reference.backend must score token ids at every position"),
+        ("reference", {"max_top_k": 0}, "reference.backend must score token ids at every position"),
     ],
 )
 def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(config, role, change, expected):

@@ -27,7 +27,7 @@ class Recorder:
         self.verdicts = list(verdicts)
         self.verified = 0
 
-    async def generate(self, prompt_ids, sampling, *, session=None, deadline):
+    async def generate(self, prompt_ids, sampling, *, top_k=0, session=None, deadline):
         self.generated.append((prompt_ids.tolist(), sampling))
         return Generation(
             token_ids=np.array([9], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=()
