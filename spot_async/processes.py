@@ -60,9 +60,8 @@ class ChildProcess:
 
         `pid` is the guard's. What Python modules are found by comes from `environment` alone.
         """
-        inherited = {name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
-        process = await _spawn(guarded, log_path, {**inherited, **(environment or {})})
+        process = await _spawn(guarded, log_path, foreign_environment(environment or {}))
         return cls(name, process, log_path, is_foreign=True)
 
     @property
@@ -124,6 +123,11 @@ class ChildProcess:
         for pid in below:  # those in sessions of their own too
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """What a program of another Python environment is given: ours, without what our modules are found by, and `own`."""
+    return {**{name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}, **own}
 
 
 async def _spawn(argv: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
