@@ -26,7 +26,8 @@ from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError
 from spot_async.processes import ChildProcess, foreign_environment
 
-LOG_LINES = 10  # shown of a server that failed
+LOG_LINES = 10  # shown of a server that failed, from the end of its log
+LOG_ERRORS = 3  # and what exceptions said before
 PROBE_TIMEOUT_S = 10.0
 PROBE_INTERVAL_S = 0.25
 VERSION_TIMEOUT_S = 60.0
@@ -174,7 +175,8 @@ class LaunchedServer:
             raise late from None
 
     def _explain(self, error: ProcessDiedError) -> None:
-        error.add_note("\n".join(f"  {line}" for line in self._child.last_lines(LOG_LINES)))
+        lines, errors = self._child.last_lines(LOG_LINES), self._child.earlier_errors(LOG_ERRORS, LOG_LINES)
+        error.add_note("\n".join(f"  {line}" for line in [*errors, *(["..."] if errors else []), *lines]))
 
 
 async def installed_version(key: str, python: str, package: str, environment: Mapping[str, str]) -> str:

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-LEFTOVER_GRACE_S = 1.0  # for what the program left behind, to remove its shared memory and files
+LEFTOVER_GRACE_S = 5.0  # for what the program left behind, to remove its shared memory and files
+TRACKER_GRACE_S = 1.0
 KILL_INTERVAL_S = 0.05  # between two looks for processes that were started while others were killed
 
 _PR_SET_PDEATHSIG = 1
@@ -57,8 +58,13 @@ class Guard:
         if self._wait(lambda: self.status is not None, math.inf) in _STOP:
             self._signal_program(signal.SIGTERM)
             self._wait(lambda: self.status is not None, grace_s)
-        self._signal_tree(signal.SIGTERM if self.status is not None else signal.SIGKILL)
-        self._wait(lambda: not self._has_children, LEFTOVER_GRACE_S)
+        if self.status is not None:
+            self._signal_tree(signal.SIGTERM)
+            self._wait(lambda: not self._has_children, LEFTOVER_GRACE_S)
+        if self._has_children:
+            # Python's own processes that free what others leave in /dev/shm: they end by themselves after all others.
+            self._signal_tree(signal.SIGKILL, spared="multiprocessing.resource_tracker")
+            self._wait(lambda: not self._has_children, TRACKER_GRACE_S)
         while self._has_children:
             self._signal_tree(signal.SIGKILL)
             self._wait(lambda: not self._has_children, KILL_INTERVAL_S)
@@ -95,10 +101,12 @@ class Guard:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._program.pid, number)
 
-    def _signal_tree(self, number: int) -> None:
+    def _signal_tree(self, number: int, spared: str | None = None) -> None:
+        """To everything below but what has `spared` in its command line."""
         for pid in process_tree(os.getpid()).keys() - {os.getpid()}:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if spared is None or spared.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, number)
 
 
 def process_tree(root: int) -> dict[int, list[str]]:

@@ -25,12 +25,16 @@ from spot_async import guard
 from spot_async.errors import ProcessDiedError, StorageError
 
 LOG_TAIL_BYTES = 4096
+LOG_SEARCH_BYTES = 1 << 16  # looked through for what went wrong before the last words
+LINE_CHARACTERS = 300
+LAST_WORDS = 5  # lines; interpreters say this and that after the exception that ended a program
 STOP_GRACE_S = 5.0
 FOREIGN_GRACE_S = 15.0  # inference servers take their time to stop, and leave shared memory behind when killed
 GUARD_MARGIN_S = 5.0  # by which a guard is given longer than what it guards
 OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # misleads an interpreter of another one
 _PR_SET_PDEATHSIG = 1
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|\berror: .*")
 
 
 class ChildProcess:
@@ -75,22 +79,30 @@ class ChildProcess:
             raise ProcessDiedError(self.describe_end(code))
 
     def describe_end(self, code: int) -> str:
-        """One line: who ended, how, and the log's last line."""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        tail = self.log_tail().strip().splitlines()
-        last = f": {tail[-1].strip()}" if tail and code >= 0 else ""
-        return f"{self.name} (pid {self.pid}) {how}{last} (log: {self.log_path})"
+        """One line: who ended, how, and the last error in the last lines of its log, or its last line."""
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            lines = self.last_lines(LAST_WORDS)
+            errors = [line for line in lines if _EXCEPTION.search(line)]
+            how = ": ".join([f"exited with code {code}", *(errors or lines)[-1:]])
+        return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
 
-    def log_tail(self) -> str:
+    def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
         """The end of the child's log."""
         with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - size))
             return log.read().decode(errors="replace")
 
     def last_lines(self, count: int) -> list[str]:
         """The log's last lines that say something, without terminal colours and overwritten progress bars."""
-        lines = (_ESCAPE.sub("", line.rstrip().rpartition("\r")[2]) for line in self.log_tail().split("\n"))
-        return [line for line in lines if line][-count:]
+        return _readable(self.log_tail())[-count:]
+
+    def earlier_errors(self, count: int, before: int) -> list[str]:
+        """What exceptions said before the last lines, each once: the cause is often far above its consequences."""
+        lines = _readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
+        said = dict.fromkeys(found[0] for line in lines if (found := _EXCEPTION.search(line)))
+        return [*said][-count:]
 
     async def stop(self, grace_s: float | None = None) -> None:
         """End the child and everything below it; returns when it is gone. Idempotent."""
@@ -128,6 +140,11 @@ class ChildProcess:
 def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
     """What a program of another Python environment is given: ours, without what our modules are found by, and `own`."""
     return {**{name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}, **own}
+
+
+def _readable(text: str) -> list[str]:
+    lines = (_ESCAPE.sub("", line.rstrip().rpartition("\r")[2]) for line in text.split("\n"))
+    return [line[:LINE_CHARACTERS] for line in lines if line.strip()]
 
 
 async def _spawn(argv: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:

@@ -36,6 +36,16 @@ time.sleep(60)
 DEPTH = 2
 
 
+# A program that is killed while it holds shared memory. Its resource tracker is the one to free it.
+HOLDER = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=64).name, flush=True)
+time.sleep(60)
+"""
+
+
 @pytest.fixture
 def server(tmp_path):
     path = tmp_path / "server.py"
@@ -87,6 +97,17 @@ async def test_what_ignores_sigterm_is_killed_with_all_below_it(server, monkeypa
     await child.stop()
     assert 0.5 <= time.monotonic() - started < 5
     assert not any(map(is_alive, pids))
+
+
+async def test_shared_memory_of_what_had_to_be_killed_is_freed(tmp_path, monkeypatch):
+    monkeypatch.setattr("spot_async.processes.FOREIGN_GRACE_S", 0.2)
+    child = await ChildProcess.start_foreign("holder", [sys.executable, "-c", HOLDER], log_path=tmp_path / "log")
+    while not (name := child.log_tail().strip()):  # noqa: ASYNC110 - a log tells nobody that it grew
+        await asyncio.sleep(0.02)
+    held = Path("/dev/shm") / name
+    assert held.exists()
+    await child.stop()
+    assert not held.exists()
 
 
 async def test_a_server_that_is_killed_takes_its_workers_along_and_is_named_with_its_signal(server):

@@ -43,9 +43,15 @@ def serve(settings, model, port):
     return Command([settings.python, "-c", SERVER, str(port), str(model)], {"OWN": "adapter"}, "json")
 
 
+# As vLLM's log: what went wrong in its engine comes long before what its server says of it.
+CRASH = r"""
+print("(Engine pid=3) ERROR [core.py:9] a.b.MemoryError: no room", "MemoryError: no room", *range(40), sep="\n")
+raise SystemExit("\x1b[31mRuntimeError: the engine failed, see above\x1b[0m\nclean up: 1 object")
+"""
+
+
 def crash(settings, model, port):
-    code = "import sys; print(*range(40), sep='\\n'); raise SystemExit('ValueError: no such model')"
-    return Command([settings.python, "-c", code])
+    return Command([settings.python, "-c", CRASH])
 
 
 def hang(settings, model, port):
@@ -99,11 +105,16 @@ async def test_a_server_that_ends_by_itself_is_named_and_explained_by_its_log(tm
 
 async def test_a_server_that_cannot_start_is_given_up_at_once_with_the_end_of_its_log(tmp_path):
     started = time.monotonic()
-    with pytest.raises(ProcessDiedError, match="exited with code 1: ValueError: no such model") as raised:
+    with pytest.raises(
+        ProcessDiedError, match="exited with code 1: RuntimeError: the engine failed, see above "
+    ) as raised:
         await server(tmp_path, crash).__aenter__()
     assert time.monotonic() - started < 10
     (note,) = raised.value.__notes__
-    assert note.splitlines() == [f"  {n}" for n in range(31, 40)] + ["  ValueError: no such model"]
+    end = [*map(str, range(32, 40)), "RuntimeError: the engine failed, see above", "clean up: 1 object"]
+    assert note.splitlines() == [
+        f"  {line}" for line in ["a.b.MemoryError: no room", "MemoryError: no room", "...", *end]
+    ]
 
 
 async def test_a_server_that_never_answers_is_given_up_and_stopped_after_its_time(tmp_path):
