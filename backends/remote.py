@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -25,6 +25,7 @@ from spot_async.model_files import ModelFiles, read_model
 from .connection import check_headers, check_url, proxy_for, tls_context
 from .http import HttpEndpoint, ReadError
 from .launch import LaunchedServer, LaunchSettings, MakeCommand
+from .stepwise import StepRunner, Steps
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
 
@@ -84,6 +85,7 @@ class RemoteServer:
         self._ready_path = ready_path
         self._read_error = read_error
         self._launched: LaunchedServer | None = None
+        self._steps = StepRunner()
         self._exit_stack: contextlib.AsyncExitStack
 
     async def __aenter__(self) -> Self:
@@ -129,9 +131,22 @@ class RemoteServer:
             return await asyncio.to_thread(self.read, path, reply, decode)
         return self.read(path, reply, decode)
 
+    async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
+        """As `ask` for replies that take long to read: one step of all those under way a turn of the event loop."""
+        reply = await self.endpoint.post(
+            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
+        )
+        with self._naming(path):
+            return await self._steps.run(decode(reply))
+
     def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
-        try:
+        with self._naming(path):
             return decode(reply)
+
+    @contextlib.contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        try:
+            yield
         except PoisonedReplyError as error:
             raise PoisonedReplyError(f"{self.role}{path}: {error}") from None
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
