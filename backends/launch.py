@@ -7,13 +7,14 @@ is waited for, explained by its log when it fails, and stopped with everything i
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import shutil
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Self
@@ -34,6 +35,7 @@ VERSION_TIMEOUT_S = 60.0
 # Below those that outgoing connections get: a connection to a server that does not listen yet would now and then
 # get that very port, be connected to itself, and keep the server from listening.
 FREE_PORTS = range(20_000, 32_768)
+NO_SUCH_MODULE = 3
 # Prints the version of the distribution that a module comes from; exits with 3 when there is no such module.
 VERSION_CODE = """
 import importlib.metadata, importlib.util, sys
@@ -79,12 +81,13 @@ class LaunchSettings(Section):
             )
         return self
 
-    def interpreter(self, key: str) -> str:
-        """The interpreter's path. Raises `ConfigError` when there is none; `key` names these settings in it."""
+    @property
+    def interpreter(self) -> str:
+        """The interpreter's path. Raises `ConfigError` when there is none."""
         found = shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
         if found is None:
             raise ConfigError(
-                f"{key}.python: no interpreter {self.python!r}; give that of the environment with the server"
+                f"launch.python: no interpreter {self.python!r}; give that of the environment with the server"
             )
         return found
 
@@ -93,7 +96,8 @@ class LaunchSettings(Section):
 class Command:
     """What starts a server: all of its command line, the settings' own arguments included.
 
-    Devices and the settings' environment are added to `environment` here.
+    Devices and the settings' environment are added to `environment` here. `make_command` may take its time: it
+    runs in a thread, and raises `ConfigError` with keys that begin with `launch`.
     """
 
     argv: Sequence[str]
@@ -113,7 +117,6 @@ class LaunchedServer:
     ) -> None:
         self._settings = settings
         self._role = role
-        self._key = f"{role}.backend.launch"
         self._model = model.absolute()
         self._log_path = log_path
         self._make_command = make_command
@@ -122,19 +125,26 @@ class LaunchedServer:
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` for an interpreter, package or port that cannot be used."""
-        settings = self._settings.model_copy(update={"python": self._settings.interpreter(self._key)})
-        port = free_port() if settings.port is None else check_port(settings.port, self._key)
-        command = self._make_command(settings, self._model, port)
-        devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
-        environment = {**command.environment, **devices, **settings.environment}
-        if command.package is not None:
-            version = await installed_version(self._key, settings.python, command.package, environment)
-            structlog.get_logger().info("starting", process=self._role, package=command.package, version=version)
+        try:
+            port, command = await asyncio.to_thread(self._prepare)
+        except ConfigError as error:
+            raise ConfigError(f"{self._role}.backend.{error}") from None
         self.url = f"http://127.0.0.1:{port}"
         self._child = await ChildProcess.start_foreign(
-            self._role, command.argv, log_path=self._log_path, environment=environment
+            self._role, command.argv, log_path=self._log_path, environment=command.environment
         )
         return self
+
+    def _prepare(self) -> tuple[int, Command]:
+        """The port, and the command with its whole environment. Runs the interpreter, so not in the event loop."""
+        settings = self._settings.model_copy(update={"python": self._settings.interpreter})
+        port = free_port() if settings.port is None else check_port(settings.port)
+        command = self._make_command(settings, self._model, port)
+        if command.package is not None:
+            version = installed_version(settings, command.package)
+            structlog.get_logger().info("starting", process=self._role, package=command.package, version=version)
+        devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
+        return port, replace(command, environment={**command.environment, **devices, **settings.environment})
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -169,7 +179,7 @@ class LaunchedServer:
         except TimeoutError:
             late = ProcessDiedError(
                 f"{self._role} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
-                f"({last}): raise {self._key}.start_timeout_s or see the log: {self._log_path}"
+                f"({last}): raise {self._role}.backend.launch.start_timeout_s or see the log: {self._log_path}"
             )
             self._explain(late)
             raise late from None
@@ -179,36 +189,41 @@ class LaunchedServer:
         error.add_note("\n".join(f"  {line}" for line in [*errors, *(["..."] if errors else []), *lines]))
 
 
-async def installed_version(key: str, python: str, package: str, environment: Mapping[str, str]) -> str:
-    """The version of `package` in the environment of `python`; raises `ConfigError` when it is not there."""
-    process = await asyncio.create_subprocess_exec(
-        *(python, "-c", VERSION_CODE, package),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=foreign_environment(environment),
-    )
+def installed_version(settings: LaunchSettings, package: str) -> str:
+    """The version of the distribution that a module comes from, in the settings' environment; asked for once.
+
+    Raises `ConfigError` when it is not there.
+    """
+    return _installed_version(settings.python, package, settings.environment.get("PYTHONPATH"))
+
+
+@functools.lru_cache
+def _installed_version(python: str, package: str, python_path: str | None) -> str:
+    own = {} if python_path is None else {"PYTHONPATH": python_path}
+    command = [python, "-c", VERSION_CODE, package]
     try:
-        async with asyncio.timeout(VERSION_TIMEOUT_S):
-            output, complaint = await process.communicate()
-    except TimeoutError:
-        raise ConfigError(f"{key}.python: {python} did not answer within {VERSION_TIMEOUT_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode == 3:
-        raise ConfigError(f"{key}.python: no {package} in {python}: install it there, or name another interpreter")
-    if process.returncode:
-        lines = complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-        raise ConfigError(f"{key}.python: {python} cannot look for {package}: {lines[-1]}")
-    return output.decode(errors="replace").split()[-1]
+        done = subprocess.run(
+            command,
+            env=foreign_environment(own),
+            capture_output=True,
+            text=True,
+            timeout=VERSION_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"launch.python: cannot run {python}: {error}") from None
+    if done.returncode == NO_SUCH_MODULE:
+        raise ConfigError(f"launch.python: no {package} in {python}: install it there, or name another interpreter")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"launch.python: {python} cannot look for {package}: {lines[-1]}")
+    return done.stdout.split()[-1]
 
 
-def check_port(port: int, key: str) -> int:
+def check_port(port: int) -> int:
     """The port, when it can be listened at; raises `ConfigError` when another program does."""
     if not _is_free(port):
-        raise ConfigError(f"{key}.port={port}: taken by another program; give another one, or none for a free one")
+        raise ConfigError(f"launch.port={port}: taken by another program; give another one, or none for a free one")
     return port
 
 

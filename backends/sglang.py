@@ -382,4 +382,4 @@ def sglang_command(settings: LaunchSettings, model: Path, port: int) -> Command:
     argv += ["--tp-size", str(settings.tensor_parallel_size), "--weight-version", str(WeightVersion(0, 0))]
     if settings.memory_fraction is not None:
         argv += ["--mem-fraction-static", str(settings.memory_fraction)]
-    return Command([*argv, *settings.arguments])
+    return Command([*argv, *settings.arguments], package="sglang")
