@@ -132,26 +132,26 @@ def token_scores(
     Masked are tokens without a row, and rows whose `top_k` best tokens are not all known. Their entropy bounds need no
     names, only numbers: they are formed from all that is served (method.md section 1), widened by the noise.
     """
-    present = at >= 0
-    positions = np.flatnonzero(present)
+    positions = np.flatnonzero(at >= 0)
     chosen = [int(row) for row in at[positions]]
     own = _numbers([rows.logprobs[row] for row in chosen])  # (N,)
-    ids, values = _top([rows.top[row] or {} for row in chosen], texts)  # (N, W) descending, padded with -inf
-    lost = np.zeros(len(chosen), dtype=np.bool_)
+    ids, values = _top([rows.top[row] or {} for row in chosen], texts, width=served_k)  # (N, W >= K)
     if texts is not None:
-        values_shown, lost = _without_extra(ids, values, own, served_k)
+        shown, lost = _without_extra(ids, values, own, served_k)
     else:
-        values_shown = values[:, :served_k]
-        if values_shown.shape[1] < served_k or not np.isfinite(values_shown).all():
+        shown, lost = values[:, :served_k], np.zeros(len(chosen), dtype=np.bool_)
+        if not np.isfinite(shown).all():
             raise PoisonedReplyError(f"fewer than {served_k} log-probabilities at a position")
-    lower, upper = served_entropy_bounds(values_shown, lost, vocab_size)
-    lower, upper = np.maximum(lower - noise_nats * (1 + lower), 0.0), upper + noise_nats * (1 + upper)
-    upper = np.minimum(upper, math.log(vocab_size))
-    known = ~lost & (ids[:, :top_k] != UNKNOWN).all(axis=1)
-    return _scattered(
-        len(at), positions[known], own[known], ids[known, :top_k], values[known, :top_k], lower[known], upper[known],
-        vocab_size,
-    )  # fmt: skip
+    lower, upper = served_entropy_bounds(shown, lost, vocab_size)
+    lower = np.maximum(lower - noise_nats * (1 + lower), 0.0)
+    upper = np.minimum(upper + noise_nats * (1 + upper), math.log(vocab_size))
+    # An entry that is lost has at most what is missing: below the last candidate's, it can be no candidate itself.
+    missing = 1.0 - np.exp(shown).sum(axis=-1)
+    complete = ~lost | (missing * math.exp(2 * noise_nats) < np.exp(shown[:, top_k - 1]))
+    known = complete & (ids[:, :top_k] != UNKNOWN).all(axis=1)
+    rows_at = positions[known]
+    topk = ids[known, :top_k], values[known, :top_k]
+    return _scattered(len(at), rows_at, own[known], *topk, lower[known], upper[known], vocab_size)
 
 
 def served_entropy_bounds(shown: Doubles, lost: BoolArray, vocab_size: int) -> tuple[Doubles, Doubles]:
@@ -185,20 +185,20 @@ def _without_extra(ids: IntArray, values: Doubles, own: Doubles, served_k: int) 
     read is added where it is not among the K; with fewer than K + 1 entries nobody can tell whether it was.
     """
     count = np.isfinite(values).sum(axis=-1)
-    if values.shape[1] < served_k:
-        values = np.pad(values, ((0, 0), (0, served_k - values.shape[1])), constant_values=-np.inf)
     shown = values[:, :served_k].copy()
-    merged = ((ids == UNKNOWN) & np.isfinite(values[:, : ids.shape[1]])).any(axis=-1)  # perhaps
+    merged = ((ids == UNKNOWN) & np.isfinite(values)).any(axis=-1)  # perhaps
     last = np.take_along_axis(values, np.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     added = merged & (count <= served_k) & (own <= last)  # perhaps; without it one entry fewer is known
     shown[np.flatnonzero(added), count[added] - 1] = -np.inf
     return shown, added | (count < served_k)
 
 
-def _top(entries: Sequence[Mapping[str, float | None]], texts: TokenTexts | None) -> tuple[IntArray, Doubles]:
-    """Ids and log-probabilities (N, W), descending; W the longest row's, padded with -inf."""
+def _top(
+    entries: Sequence[Mapping[str, float | None]], texts: TokenTexts | None, *, width: int
+) -> tuple[IntArray, Doubles]:
+    """Ids and log-probabilities (N, W), descending; W the longest row's, `width` at least, padded with -inf."""
     counts = np.array([len(each) for each in entries], dtype=np.int64)
-    width = int(counts.max(initial=1))
+    width = int(counts.max(initial=width))
     keys = [key for each in entries for key in each]
     flat_values = _numbers([value for each in entries for value in each.values()])
     ids = np.full((len(entries), width), UNKNOWN, dtype=np.int32)
@@ -273,7 +273,7 @@ def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: 
     topk_ids: IntArray | None = None
     topk_logprobs: FloatArray | None = None
     if top_k:
-        found, values = _top([row or {} for row in logprobs.top_logprobs or []], None)
+        found, values = _top([row or {} for row in logprobs.top_logprobs or []], None, width=top_k)
         topk_ids, topk_logprobs = found[:, :top_k], values[:, :top_k].astype(np.float32)
     return Generation(
         token_ids=np.array(ids, dtype=np.int32),
