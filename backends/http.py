@@ -110,7 +110,7 @@ class HttpEndpoint:
         request = httpx.Request(method, self._base_url + path, content=body, headers={**self._headers, **headers})
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._transport.handle_async_request(request)
+                response = await self._respond(request)
                 try:
                     if response.is_success:
                         encoded = "Content-Encoding" in response.headers
@@ -133,6 +133,18 @@ class HttpEndpoint:
         for secret in self._secrets:
             said = said.replace(secret, REDACTED.encode())
         return said
+
+    async def _respond(self, request: httpx.Request) -> httpx.Response:
+        """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
+
+        Servers close idle connections, and some close one after an error: a request on it then fails unread.
+        Asking twice does no harm here: nothing that is sent adds to what was sent before.
+        """
+        try:
+            response: httpx.Response = await self._transport.handle_async_request(request)
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            response = await self._transport.handle_async_request(request)
+        return response
 
 
 def error_for_status(request: str, response: httpx.Response, content: bytes) -> RequestError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,7 +24,8 @@ from spot_async.model_files import ModelFiles, read_model
 
 from .connection import check_headers, check_url, proxy_for, tls_context
 from .http import HttpEndpoint, ReadError
-from .launch import LaunchSettings, MakeCommand
+from .launch import LaunchedServer, LaunchSettings, MakeCommand
+from .stepwise import StepRunner, Steps
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
 
@@ -83,14 +84,21 @@ class RemoteServer:
         self._make_command = make_command
         self._ready_path = ready_path
         self._read_error = read_error
+        self._launched: LaunchedServer | None = None
+        self._steps = StepRunner()
         self._exit_stack: contextlib.AsyncExitStack
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             url = self.settings.url
             if url is None:
-                raise ConfigError(f"{self.role}.backend.launch: not built yet; start the server and give its url")
+                self._launched = await stack.enter_async_context(self._launch())
+                url = self._launched.url
             self.endpoint = await stack.enter_async_context(self._connection(url))
+            if self._launched is not None:
+                await self._launched.until_ready(
+                    lambda deadline: self.endpoint.get(self._ready_path, deadline=deadline)
+                )
             self._exit_stack = stack.pop_all()
         return self
 
@@ -101,7 +109,10 @@ class RemoteServer:
 
     async def watch(self) -> None:
         """Run for as long as the server does, when we started it; for ever when we did not."""
-        await asyncio.get_running_loop().create_future()
+        if self._launched is not None:
+            await self._launched.watch()
+        else:
+            await asyncio.get_running_loop().create_future()
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
         return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))
@@ -120,13 +131,38 @@ class RemoteServer:
             return await asyncio.to_thread(self.read, path, reply, decode)
         return self.read(path, reply, decode)
 
+    async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
+        """As `ask` for replies that take long to read: one step of all those under way a turn of the event loop."""
+        reply = await self.endpoint.post(
+            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
+        )
+        with self._naming(path):
+            return await self._steps.run(decode(reply))
+
     def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
-        try:
+        with self._naming(path):
             return decode(reply)
+
+    @contextlib.contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        try:
+            yield
         except PoisonedReplyError as error:
             raise PoisonedReplyError(f"{self.role}{path}: {error}") from None
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PoisonedReplyError(f"{self.role}{path}: cannot read the reply: {error}") from error
+
+    def _launch(self) -> LaunchedServer:
+        launch = self.settings.launch
+        if launch is None or self._make_command is None:
+            raise ConfigError(f"{self.role}.backend.launch: {self.settings.kind} starts no server; give its url")
+        return LaunchedServer(
+            launch,
+            role=self.role,
+            model=self.files.directory,
+            log_path=self._run_directory / "logs" / f"{self.role}.log",
+            make_command=self._make_command,
+        )
 
     def _connection(self, url: str) -> HttpEndpoint:
         settings = self.settings

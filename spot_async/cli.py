@@ -254,9 +254,11 @@ def saved(directory: RunDirectory) -> str:
 
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
-    """Print the failure and leave."""
+    """Print the failure, below it what it carries as notes (the end of a server's log), and leave."""
     for line in str(error).splitlines():
         stderr.print(Text(f"error: {line}", style="red"))
+    for detail in getattr(error, "__notes__", ()):
+        stderr.print(Text(detail))
     if note is not None:
         stderr.print(Text(note))
     raise typer.Exit(code)
