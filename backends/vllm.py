@@ -73,7 +73,7 @@ class VllmBackend:
             model=model,
             run_directory=run_directory,
             make_command=make_command,
-            read_error=read_error,
+            read_error=functools.partial(read_error, role),
         )
         self._client = VllmClient(self._server)
         self._updater = WeightUpdater(self._server)
@@ -94,8 +94,10 @@ class VllmBackend:
             elif self._is_student and self._settings.launch is not None:
                 await self._updater.name(str(INITIAL), deadline=deadline)
                 self._initial_weights = str(INITIAL)
-        except BaseException:
+        except BaseException as error:
             await self._server.__aexit__(None, None, None)
+            if isinstance(error, PermanentError):  # of a first request: the server's flags, key or model
+                raise ConfigError(str(error)) from None
             raise
         return self
 

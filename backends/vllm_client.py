@@ -49,12 +49,14 @@ class Scored(NamedTuple):
     topk_logprobs: FloatArray  # (T, K) descending
 
 
-def read_error(status: int, body: bytes) -> RequestError | None:
-    """A `http.ReadError`."""
+def read_error(role: str, status: int, body: bytes) -> RequestError | None:
+    """A `http.ReadError` once the role is given."""
     if status == 404 and b'"error"' not in body:  # a 404 about the model has one
-        return NoSuchRouteError("HTTP 404: the server has no such route")
+        return NoSuchRouteError(f"{role}: HTTP 404: the server has no such route")
     if status == 403 and SCALE_OUT in body:
-        return PermanentError("the server takes no token ids: add --enable-scale-out to its command and restart it")
+        return PermanentError(
+            f"{role}.backend: the server takes no token ids: add --enable-scale-out to its command and restart it"
+        )
     return None
 
 
