@@ -39,19 +39,23 @@ class IncrementalText:
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """What is certain of the text now and was not before; empty while a character is incomplete."""
-        self._pending += token_ids
-        piece = self._pending_text()
-        if piece.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING_TOKENS:
+        """What is certain of the text now and was not before: the same however the tokens are grouped."""
+        pending = [*self._pending, *token_ids]
+        piece = self._text(pending)
+        if REPLACEMENT in piece and len(token_ids) > 1:  # incomplete somewhere; from one to the next it shows where
+            middle = len(token_ids) // 2
+            return self.push(token_ids[:middle]) + self.push(token_ids[middle:])
+        self._pending = pending
+        if piece.endswith(REPLACEMENT) and len(pending) < MAX_PENDING_TOKENS:
             return ""
         return self._take(piece)
 
     def flush(self) -> str:
         """The rest, when no more tokens come."""
-        return self._take(self._pending_text())
+        return self._take(self._text(self._pending))
 
-    def _pending_text(self) -> str:
-        return self._decode([*self._before, *self._pending])[len(self._decode(self._before)) :]
+    def _text(self, pending: Sequence[int]) -> str:
+        return self._decode([*self._before, *pending])[len(self._decode(self._before)) :]
 
     def _take(self, piece: str) -> str:
         if piece:

@@ -194,8 +194,12 @@ class _CompletionResponse(Response):
     async def _send_events(self, send: Send) -> None:
         usage: dict[str, Any] = {"usage": None} if self._answer.plan.asked.include_usage else {}
 
+        one_at_a_time = asyncio.Lock()
+
         async def event(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+            async with one_at_a_time:
+                await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+                await asyncio.sleep(0)  # sending need not yield; so a hang-up is seen before more is written to it
 
         async def send_part(choice: Choice) -> None:
             if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids:

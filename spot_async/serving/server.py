@@ -48,7 +48,7 @@ def serve(settings: ServeSettings) -> None:
         worker, app = _load(directory, settings, api_key)
         gc.freeze()  # or each full collection walks the libraries' half million objects
         _notify_ready()
-        sys.stderr.write(f"serving {directory} on {_address(settings)}\n")
+        sys.stderr.write(f"serving {directory} on {_address(settings, listener)}\n")
         asyncio.run(_run(worker, app, listener))
         sys.stderr.write("stopped\n")
 
@@ -158,8 +158,11 @@ def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
             Path(path).unlink(missing_ok=True)
 
 
-def _address(settings: ServeSettings) -> str:
-    return settings.uds if settings.uds is not None else f"{settings.host} port {settings.port}"
+def _address(settings: ServeSettings, listener: socket.socket | None = None) -> str:
+    """Where `listener` listens, or where it should: port 0 becomes a free one."""
+    if settings.uds is not None:
+        return settings.uds
+    return f"{settings.host} port {listener.getsockname()[1] if listener else settings.port}"
 
 
 def _tcp_listener(host: str, port: int) -> socket.socket:
