@@ -14,6 +14,7 @@ from typing import Self
 
 import aiohttp
 import httpx
+import msgspec
 from httpx_aiohttp import AiohttpTransport
 
 from spot_async.errors import (
@@ -44,12 +45,13 @@ class HttpEndpoint:
         *,
         uds: str | None = None,
         api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
         read_error: ReadError | None = None,
     ) -> None:
         self.name = name
         self._read_error = read_error
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {**({"Authorization": f"Bearer {api_key}"} if api_key else {}), **(headers or {})}
 
         def session() -> aiohttp.ClientSession:
             connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0)
@@ -114,13 +116,27 @@ class HttpEndpoint:
 
 def error_for_status(request: str, response: httpx.Response) -> RequestError:
     """The error of a reply that is none: 429 and 503 throttled, other 4xx permanent, the rest transient."""
-    excerpt = " ".join(response.text.split())[:ERROR_EXCERPT_CHARACTERS]
+    excerpt = " ".join(error_message(response.content).split())[:ERROR_EXCERPT_CHARACTERS]
     message = f"{request}: HTTP {response.status_code}: {excerpt}"
     if response.status_code in (429, 503):
         return ThrottledError(message, retry_after_s(response.headers.get("Retry-After")))
     if response.status_code == 408 or response.status_code >= 500:
         return TransientError(message)
     return PermanentError(message)
+
+
+def error_message(body: bytes) -> str:
+    """What a JSON error body says, in any of the shapes that inference servers use; else the body as text."""
+    try:
+        reply = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body.decode(errors="replace")
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+        if isinstance(message, str):
+            return message
+    return body.decode(errors="replace")
 
 
 def retry_after_s(header: str | None) -> float | None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spot_async.library import run as run
     from spot_async.library import run_async as run_async
     from spot_async.library import stages_for as stages_for
-    from spot_async.preflight import read_model as read_model
+    from spot_async.model_files import read_model as read_model
     from spot_async.prompts import PromptRenderer as PromptRenderer
     from spot_async.runtime import TrainOutcome as TrainOutcome
     from spot_async.types import Capabilities as Capabilities
@@ -61,7 +61,7 @@ _NAMES_OF_MODULE = {
         "TrainerError",
     ),
     "library": ("run", "run_async", "stages_for"),
-    "preflight": ("read_model",),
+    "model_files": ("read_model",),
     "prompts": ("PromptRenderer",),
     "runtime": ("TrainOutcome",),
     "types": (

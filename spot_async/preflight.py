@@ -10,36 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from spot_async import registry
 from spot_async.config import Config, ModelConfig
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError
+from spot_async.model_files import ModelFiles, read_model
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
 from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
-from spot_async.types import Capabilities, PolicyContext, PolicyNeeds
-from spot_async.vocabulary import Vocabulary, first_line, stop_token_ids
-
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """What a model directory says of itself."""
-
-    directory: Path
-    vocab_size: int
-    max_context_tokens: int
-    vocabulary: Vocabulary
-
-    @property
-    def policy_context(self) -> PolicyContext:
-        """What a policy may know, when these are the teacher's files (the student's in a run without a teacher)."""
-        return PolicyContext(vocab_size=self.vocab_size, tokenizer=self.vocabulary.tokenizer)
+from spot_async.types import Capabilities, PolicyNeeds
+from spot_async.vocabulary import stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,7 @@ def plan_training(config: Config) -> TrainPlan:
     _check_context(config, {"student": student, **others})
     policy = make_policy(config, teacher or student)
     _check_roles(config, policy.needs)
-    problems = load_problems(Path(config.data.train))
+    problems = load_problems(Path(config.data.train), "data.train")
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     if not sources:
@@ -110,7 +93,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     """The held-out problems, rendered with the student's own chat template."""
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
-    problems = load_problems(Path(config.evaluation.problems))
+    problems = load_problems(Path(config.evaluation.problems), "evaluation.problems")
     renderer = PromptRenderer(student.vocabulary, config.prompt)
     room = student.max_context_tokens - config.evaluation.max_response_tokens
     sources = render_all(problems, renderer, room)
@@ -134,29 +117,6 @@ def make_policy(config: Config, model: ModelFiles) -> Policy:
     )
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
     return policy
-
-
-def read_model(role: str, name: str) -> ModelFiles:
-    """Read a Hugging Face directory's configuration and tokenizer."""
-    directory = Path(name)
-    if not directory.is_dir():
-        raise ConfigError(f"{role}.model: no directory {name!r}; give the path of a Hugging Face model directory")
-    try:
-        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        raise DataError(f"{role}.model: {name} has no config.json, so it is no Hugging Face model directory") from None
-    except (msgspec.DecodeError, OSError) as error:
-        raise DataError(f"{role}.model: cannot read {name}/config.json: {first_line(error)}") from None
-    text_config = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
-    context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
-    if context is None or "vocab_size" not in text_config:
-        raise DataError(f"{role}.model: {name}/config.json names no vocab_size or no context length")
-    return ModelFiles(
-        directory=directory,
-        vocab_size=int(text_config["vocab_size"]),
-        max_context_tokens=int(context),
-        vocabulary=Vocabulary.load(directory),
-    )
 
 
 def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> None:

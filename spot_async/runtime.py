@@ -22,6 +22,7 @@ from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.ledger import PromptState
+from spot_async.model_files import ModelFiles
 from spot_async.orchestrator import (
     IterationResult,
     LiveEvaluation,
@@ -29,7 +30,7 @@ from spot_async.orchestrator import (
     OrchestratorSettings,
     RunObserver,
 )
-from spot_async.preflight import ModelFiles, TrainPlan, check_capabilities
+from spot_async.preflight import TrainPlan, check_capabilities
 from spot_async.prompts import PromptSource
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
@@ -138,7 +139,9 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
                 return result
 
             before = await evaluated("before")
-            observer = Observers(RunLog(directory, stages, sinks), history, screen)
+            observer = Observers(
+                RunLog(directory, stages, sinks, samples_every=config.run.samples_every), history, screen
+            )
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():

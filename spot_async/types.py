@@ -39,6 +39,12 @@ class WeightVersion(NamedTuple):
     def __str__(self) -> str:
         return f"{self.lineage}.{self.step}"
 
+    @classmethod
+    def parse(cls, text: str) -> WeightVersion:
+        """The inverse of `str`; raises ValueError for a version that is not ours."""
+        lineage, _, step = text.partition(".")
+        return cls(int(lineage), int(step))
+
 
 class Verdict(StrEnum):
     """What a verifier found. The first three are outcomes, the last two are missing evidence."""

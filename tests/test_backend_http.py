@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.backends.http import HttpEndpoint
+from spot_async.backends.http import HttpEndpoint, error_message
 from spot_async.backends.replies import check_generation, check_scores
 from spot_async.errors import (
     DeadlineExceededError,
@@ -142,3 +142,22 @@ def test_poisoned_scores_are_rejected(change: dict[str, object], message: str) -
     check_scores(honest, RESPONSE, top_k=1, vocab_size=VOCAB)
     with pytest.raises(PoisonedReplyError, match=message):
         check_scores(msgspec.structs.replace(honest, **change), RESPONSE, top_k=1, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"error": {"message": "too long", "type": "BadRequest", "code": 400}}',
+        b'{"error": "too long"}',
+        b'{"object": "error", "message": "too long", "code": 400}',
+        b'{"detail": "too long"}',
+        b"too long",
+    ],
+)
+def test_what_a_server_complains_of_is_found_in_every_shape_of_error(body: bytes) -> None:
+    assert error_message(body) == "too long"
+
+
+def test_an_error_of_no_known_shape_is_shown_as_it_came() -> None:
+    assert error_message(b'{"error": {"code": 3}}') == '{"error": {"code": 3}}'
+    assert error_message(b"\xff") == "\ufffd"

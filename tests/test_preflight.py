@@ -11,7 +11,8 @@ import pytest
 
 from spot_async.config_loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.preflight import check_capabilities, plan_training, read_model
+from spot_async.model_files import read_model
+from spot_async.preflight import check_capabilities, plan_training
 from spot_async.types import Capabilities, PolicyNeeds
 
 ROOT = Path(__file__).parents[1]

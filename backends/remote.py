@@ -1,0 +1,138 @@
+"""A remote inference server as its adapter uses it: attached to or started, spoken to in JSON.
+
+Knows no server's dialect. Adapters compose it: they give paths and bodies, and a function that reads a reply.
+Replies are read beside the event loop when they are large. Every failure is one of `spot_async.errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import pydantic
+from pydantic import Field
+
+from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
+from spot_async.errors import ConfigError, PoisonedReplyError
+from spot_async.model_files import ModelFiles, read_model
+
+from .http import HttpEndpoint
+from .launch import LaunchSettings, MakeCommand
+
+LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
+
+T = TypeVar("T")
+
+
+class RemoteSettings(PluginSettings):
+    """What every remote server is told by, whatever its dialect."""
+
+    url: str | None = Field(None, description="of a server that runs already, such as http://10.0.0.5:8000")
+    launch: LaunchSettings | None = Field(None, description="a server to start; exclusive with url")
+    served_model: str | None = Field(None, description="model name that requests carry; default: the one it serves")
+    api_key_env: str | None = Field(None, description="environment variable with the server's key")
+    headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
+    secret_headers: dict[str, str] = Field({}, description="request headers whose values are environment variables")
+    top_k: PositiveInt | None = Field(
+        None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
+    )
+    logprob_noise_nats: NonNegativeFloat | None = Field(
+        None, description="difference between two computations of the same row; default: measured at start-up"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if (self.url is None) == (self.launch is None):
+            raise ValueError("give exactly one of url (a running server) and launch (one to start)")
+        return self
+
+
+class RemoteServer:
+    """The connection, and the process if we started it. Enter it before use."""
+
+    def __init__(
+        self,
+        settings: RemoteSettings,
+        *,
+        role: str,
+        model: str,
+        run_directory: Path,
+        make_command: MakeCommand | None = None,
+        ready_path: str = "/health",
+    ) -> None:
+        self.settings = settings
+        self.role = role
+        self.files: ModelFiles = read_model(role, model)
+        self.endpoint: HttpEndpoint
+        self._run_directory = run_directory
+        self._make_command = make_command
+        self._ready_path = ready_path
+        self._exit_stack: contextlib.AsyncExitStack
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            url = self.settings.url
+            if url is None:
+                raise ConfigError(f"{self.role}.backend.launch: not built yet; start the server and give its url")
+            self.endpoint = await stack.enter_async_context(
+                HttpEndpoint(self.role, url, api_key=self._key(self.settings.api_key_env), headers=self._headers())
+            )
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit_stack.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        """Run for as long as the server does, when we started it; for ever when we did not."""
+        await asyncio.get_running_loop().create_future()
+
+    async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
+        return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))
+
+    async def post(self, path: str, body: object, kind: type[T], *, deadline: float) -> T:
+        """A JSON reply, decoded as `kind`."""
+        return await self.ask(path, body, _decoder(kind), deadline=deadline)
+
+    async def ask(self, path: str, body: object, decode: Callable[[bytes], T], *, deadline: float) -> T:
+        """What `decode` makes of the reply. It runs in a thread for a large one, and raises `PoisonedReplyError`,
+        or one of msgspec's errors, for a reply that cannot be read."""
+        reply = await self.endpoint.post(
+            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
+        )
+        if len(reply) > LARGE_REPLY_BYTES:
+            return await asyncio.to_thread(self.read, path, reply, decode)
+        return self.read(path, reply, decode)
+
+    def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
+        try:
+            return decode(reply)
+        except PoisonedReplyError as error:
+            raise PoisonedReplyError(f"{self.role}{path}: {error}") from None
+        except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise PoisonedReplyError(f"{self.role}{path}: cannot read the reply: {error}") from error
+
+    def _headers(self) -> Mapping[str, str]:
+        secret = {name: self._key(variable) or "" for name, variable in self.settings.secret_headers.items()}
+        return {**self.settings.headers, **secret}
+
+    def _key(self, variable: str | None) -> str | None:
+        if variable is None:
+            return None
+        value = os.environ.get(variable)
+        if not value:
+            raise ConfigError(f"{self.role}.backend: the environment variable {variable} is not set")
+        return value
+
+
+def _decoder(kind: type[T]) -> Callable[[bytes], T]:
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+    return decoder.decode

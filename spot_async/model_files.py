@@ -1,0 +1,56 @@
+"""What a model directory says of itself: vocabulary, softmax size, context length.
+
+Read from files only. A remote server's model needs no weights here, but its tokenizer and config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spot_async.errors import ConfigError, DataError
+from spot_async.types import PolicyContext
+from spot_async.vocabulary import Vocabulary, first_line
+
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model directory says of itself."""
+
+    directory: Path
+    vocab_size: int
+    max_context_tokens: int
+    vocabulary: Vocabulary
+
+    @property
+    def policy_context(self) -> PolicyContext:
+        """What a policy may know, when these are the teacher's files (the student's in a run without a teacher)."""
+        return PolicyContext(vocab_size=self.vocab_size, tokenizer=self.vocabulary.tokenizer)
+
+
+def read_model(role: str, name: str) -> ModelFiles:
+    """Read a Hugging Face directory's configuration and tokenizer."""
+    directory = Path(name)
+    if not directory.is_dir():
+        raise ConfigError(f"{role}.model: no directory {name!r}; give the path of a Hugging Face model directory")
+    try:
+        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        raise DataError(f"{role}.model: {name} has no config.json, so it is no Hugging Face model directory") from None
+    except (msgspec.DecodeError, OSError) as error:
+        raise DataError(f"{role}.model: cannot read {name}/config.json: {first_line(error)}") from None
+    text_config = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
+    context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
+    if context is None or "vocab_size" not in text_config:
+        raise DataError(f"{role}.model: {name}/config.json names no vocab_size or no context length")
+    return ModelFiles(
+        directory=directory,
+        vocab_size=int(text_config["vocab_size"]),
+        max_context_tokens=int(context),
+        vocabulary=Vocabulary.load(directory),
+    )
