@@ -202,7 +202,7 @@ class _CompletionResponse(Response):
                 await asyncio.sleep(0)  # sending need not yield; so a hang-up is seen before more is written to it
 
         async def send_part(choice: Choice) -> None:
-            if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids:
+            if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids or choice.prompt_token_ids:
                 await event(msgspec.json.encode(self._answer.reply([choice], **usage)))
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
