@@ -47,7 +47,7 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
     address = httpx.URL(proxy if "://" in proxy else f"http://{proxy}")
     if address.scheme not in PROXY_SCHEMES:
         raise ConfigError(
-            f"{role}.backend.proxy: {address.scheme} proxies are not supported; give one of {' and '.join(PROXY_SCHEMES)}"
+            f"{role}.backend.proxy: {address.scheme} proxies are not supported; give an http or https one"
         )
     return httpx.Proxy(address)
 
