@@ -7,14 +7,13 @@ used: a server that was woken without new ones would sample noise.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from pydantic import Field
 
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
+from spot_async.errors import ConfigError, PermanentError, TransientError
 
-from .launch import LaunchSettings
 from .remote import RemoteServer, RemoteSettings
 
 
@@ -23,20 +22,57 @@ class SleepSettings(RemoteSettings):
 
     sleep_while_training: bool = Field(
         False,
-        description="of a student's server on the trainer's devices: it gives their memory back while the trainer trains",
+        description="of a student on the trainer's devices: its server gives their memory back while the trainer trains",
     )
 
 
 async def sleep_vllm(server: RemoteServer, *, deadline: float) -> None:
-    """Needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1. Returns once it sleeps."""
-    await _ask(server, "/sleep?level=1", None, "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1", deadline)
-    await _confirm_vllm(server, True, deadline)
+    """Returns once the server says that it sleeps."""
+    await server.ask("/sleep?level=1", None, bytes, deadline=deadline)
+    await _confirm(server, is_sleeping=True, deadline=deadline)
 
 
 async def wake_vllm(server: RemoteServer, *, deadline: float) -> None:
-    await _ask(server, "/wake_up", None, "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1", deadline)
-    await _confirm_vllm(server, False, deadline)
+    """Returns once the server says that it is awake."""
+    await server.ask("/wake_up", None, bytes, deadline=deadline)
+    await _confirm(server, is_sleeping=False, deadline=deadline)
 
 
-async def sleep_sglang(server: RemoteServer, *, deadline: float) -> None:
-    """Needs --enable-memory-saver and --enable-weights-cpu-backup."""
+async def check_vllm(server: RemoteServer, *, deadline: float) -> None:
+    """Whether a server can be told to sleep. One that was started without sleep mode shows it only when it is."""
+    try:
+        await _confirm(server, is_sleeping=False, deadline=deadline)
+    except PermanentError:
+        raise _cannot_sleep(server, "--enable-sleep-mode, and VLLM_SERVER_DEV_MODE=1 in its environment") from None
+
+
+async def sleep_sglang(server: RemoteServer, idle: Callable[[float], Awaitable[None]], *, deadline: float) -> None:
+    """`idle` returns once nothing is left of any request: a server that is told to sleep before ends."""
+    await idle(deadline)
+    await server.ask("/release_memory_occupation", {}, bytes, deadline=deadline)
+
+
+async def wake_sglang(server: RemoteServer, *, deadline: float) -> None:
+    await server.ask("/resume_memory_occupation", {}, bytes, deadline=deadline)
+
+
+def check_sglang(server: RemoteServer, *, memory_saver: bool, weights_backup: bool) -> None:
+    """Whether a server, by what it says of its flags, can sleep and has its weights again afterwards."""
+    if not (memory_saver and weights_backup):
+        raise _cannot_sleep(server, "--enable-memory-saver --enable-weights-cpu-backup")
+
+
+class _Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
+async def _confirm(server: RemoteServer, *, is_sleeping: bool, deadline: float) -> None:
+    found = await server.get("/is_sleeping", _Sleeping, deadline=deadline)
+    if found.is_sleeping != is_sleeping:
+        raise TransientError(
+            f"{server.role}: the server {'sleeps' if found.is_sleeping else 'is awake'} against orders"
+        )
+
+
+def _cannot_sleep(server: RemoteServer, flags: str) -> ConfigError:
+    return ConfigError(f"{server.role}.backend.sleep_while_training: the server cannot sleep: start it with {flags}")
