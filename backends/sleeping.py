@@ -22,7 +22,7 @@ class SleepSettings(RemoteSettings):
 
     sleep_while_training: bool = Field(
         False,
-        description="of a student on the trainer's devices: its server gives their memory back while the trainer trains",
+        description="of a student on the trainer's devices: its server gives their memory back while that trains",
     )
 
 

@@ -57,7 +57,7 @@ def plan_training(config: Config) -> TrainPlan:
     _check_context(config, {"student": student, **others})
     policy = make_policy(config, teacher or student)
     _check_roles(config, policy.needs)
-    _check_places(config, policy.needs)
+    check_places(config, policy.needs)
     _check_sleep(config)
     problems = load_problems(Path(config.data.train), "data.train")
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
@@ -95,6 +95,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     """The held-out problems, rendered with the student's own chat template."""
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
+    config.student.backend.check_machine("student.backend")
     problems = load_problems(Path(config.evaluation.problems), "evaluation.problems")
     renderer = PromptRenderer(student.vocabulary, config.prompt)
     room = student.max_context_tokens - config.evaluation.max_response_tokens
@@ -210,7 +211,7 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
             )
 
 
-def _check_places(config: Config, needs: PolicyNeeds) -> None:
+def check_places(config: Config, needs: PolicyNeeds) -> None:
     """Whether every server that is needed has a place of its own, and this machine what its settings name."""
     fixed = config.student.backend.place
     if needs.reference and config.reference is None and fixed is not None:
