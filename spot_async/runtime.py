@@ -20,8 +20,9 @@ from rich.console import Console
 from spot_async import registry
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
-from spot_async.diagnosis import diagnose
+from spot_async.diagnosis import capabilities, diagnose
 from spot_async.evaluation.runner import EvaluationResult, evaluate
+from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.model_files import ModelFiles
 from spot_async.orchestrator import (
@@ -31,9 +32,9 @@ from spot_async.orchestrator import (
     OrchestratorSettings,
     RunObserver,
 )
-from spot_async.preflight import TrainPlan
+from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.prompts import PromptSource
-from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Trainer, Verifier, WeightSink
+from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
@@ -130,6 +131,7 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             for warning in diagnosis.warnings:
                 screen.warn(warning)
             stages.capabilities = diagnosis.capabilities
+            await send_initial_weights(config.student, student, stages.capabilities["student"], screen.phase)
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
@@ -181,9 +183,13 @@ async def evaluate_student(
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
     with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
         screen.phase("starting the student")
+
+        async def run() -> EvaluationResult | None:
+            await send_initial_weights(config.student, student, await capabilities(student), screen.phase)
+            return await measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+
         async with running(student):
-            evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
-            result = await watched(evaluation, [student.watch])
+            result = await watched(run(), [student.watch])
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -310,6 +316,7 @@ def make_orchestrator(
         weight_sinks=weight_sinks,
         observer=observer,
         evaluate=evaluate,
+        sleepers=[each for each in weight_sinks if isinstance(each, Sleeper) and each.sleeps_while_training],
     )
 
 
@@ -322,6 +329,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
         end_token_ids=plan.stop_token_ids,
+        shares_devices=sleeps_while_training(config.student),
     )
 
 

@@ -159,7 +159,7 @@ class Subject:
         """Send weights, and compare with them from now on."""
         from spot_async.conformance.reference import Reference
 
-        snapshot = WeightSnapshot(directory=str(directory), version=version)
+        snapshot = WeightSnapshot(directory=str(directory.absolute()), version=version)
         await self.backend.update_weights(snapshot, deadline=self.deadline())
         self.reference = await asyncio.to_thread(Reference, directory, self.device)
         self.version = version

@@ -26,7 +26,7 @@ async def refused_snapshot(subject: Subject) -> Finding:
     original = subject.files.directory
     broken = await asyncio.to_thread(write_broken, original, subject.scratch / "broken")
     for what, directory in broken.items():
-        snapshot = WeightSnapshot(directory=str(directory), version=_next(version))
+        snapshot = WeightSnapshot(directory=str(directory.absolute()), version=_next(version))
         try:
             await subject.backend.update_weights(snapshot, deadline=subject.deadline())
         except (TransientError, ThrottledError) as error:
