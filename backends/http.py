@@ -8,7 +8,9 @@ turned into exactly one of the request errors here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +28,8 @@ from spot_async.errors import (
 )
 
 ERROR_EXCERPT_CHARACTERS = 300
+LONG_BODY_BYTES = 1 << 20
+LONG_BODIES_AT_ONCE = 2
 
 ReadError = Callable[[int, bytes], RequestError | None]
 
@@ -58,6 +62,7 @@ class HttpEndpoint:
             return aiohttp.ClientSession(connector=connector)
 
         self._transport = AiohttpTransport(client=session)
+        self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()
@@ -100,8 +105,9 @@ class HttpEndpoint:
                 response = await self._respond(request)
                 try:
                     if response.is_success:
-                        async for part in response.aiter_raw():
-                            sink(part)
+                        async with self._turn_of(response):
+                            async for part in response.aiter_raw():
+                                sink(part)
                         return
                     await response.aread()
                 finally:
@@ -112,6 +118,11 @@ class HttpEndpoint:
             raise TransientError(f"{self.name}{path}: {type(error).__name__}: {error}") from error
         own = self._read_error(response.status_code, response.content) if self._read_error else None
         raise own or error_for_status(f"{self.name}{path}", response)
+
+    def _turn_of(self, response: httpx.Response) -> AbstractAsyncContextManager[object]:
+        """Long bodies come in a few at a time: parts of dozens in one turn of the event loop would hold it up."""
+        is_long = int(response.headers.get("Content-Length", 0)) > LONG_BODY_BYTES
+        return self._long_bodies if is_long else contextlib.nullcontext()
 
     async def _respond(self, request: httpx.Request) -> httpx.Response:
         """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
