@@ -24,6 +24,7 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
+from spot_async.types import Traffic
 
 ERROR_EXCERPT_CHARACTERS = 300
 
@@ -49,6 +50,7 @@ class HttpEndpoint:
         read_error: ReadError | None = None,
     ) -> None:
         self.name = name
+        self.traffic = Traffic()
         self._read_error = read_error
         self._base_url = base_url.rstrip("/")
         self._headers = {**({"Authorization": f"Bearer {api_key}"} if api_key else {}), **(headers or {})}
@@ -95,15 +97,19 @@ class HttpEndpoint:
         sink: Callable[[bytes], None],
     ) -> None:
         request = httpx.Request(method, self._base_url + path, content=body, headers={**self._headers, **headers})
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += len(body or b"")
         try:
             async with asyncio.timeout_at(deadline):
                 response = await self._transport.handle_async_request(request)
                 try:
                     if response.is_success:
                         async for part in response.aiter_raw():
+                            self.traffic.received_bytes += len(part)
                             sink(part)
                         return
                     await response.aread()
+                    self.traffic.received_bytes += len(response.content)
                 finally:
                     await response.aclose()
         except TimeoutError:

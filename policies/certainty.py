@@ -95,7 +95,6 @@ class Evidence:
         self._widest = min(teacher_top_k, rule.vocab_size)
         self._width = np.full(rows, served)
         self._student_answers = np.full(rows, ask_student and rule.asks_student)
-        self._student_told = np.zeros(rows, dtype=np.bool_)
         self.bounds: ScoreBounds = score_bounds(self.teacher, self.student, rule, shape=False)
         self.decision = decide(self.bounds.score, budget)
         self._update(np.flatnonzero(~self.decision.ruled_out))  # the shape only where it can matter
@@ -121,7 +120,7 @@ class Evidence:
         width = np.minimum(self._width * WIDENING, self._widest)
         settled = (self.teacher.noise_nats == 0.0) & self.teacher.exact_entropy
         ask_teacher = ~settled & (width > self._width)
-        ask_student = self._student_answers & ~self._student_told
+        ask_student = self._student_answers & ~self.student.is_exact_at(self.teacher.ids[:, : self.rule.candidates])
         rows = self.undecided
         rows = rows[(ask_teacher | ask_student)[rows] & among[rows]][:limit]
         # Of two sources of doubt the larger one first. Candidates that may be others are the teacher's to name.
@@ -138,7 +137,6 @@ class Evidence:
     def take_student(self, rows: Ints, logprobs: npt.ArrayLike) -> None:
         """Exact log-probabilities (N, k) at the candidates of `rows`."""
         self.student.put(rows, self.teacher.ids[rows, : self.rule.candidates], logprobs)
-        self._student_told[rows] = True
         self._update(rows)
 
     def refuse_student(self, rows: Ints) -> None:
@@ -156,9 +154,8 @@ class Evidence:
         self.teacher.exact_entropy[rows] = top_k >= self.rule.vocab_size
         self.teacher.noise_nats[rows] = 0.0
         self._width[rows] = top_k
-        others = rows[(np.sort(self.teacher.ids[rows, :k], axis=-1) != before).any(axis=-1)]
-        self.student.drop(others, k)
-        self._student_told[others] = False
+        now = np.sort(self.teacher.ids[rows, :k], axis=-1)
+        self.student.drop(rows[(now != before).any(axis=-1)], k)
         self._update(rows)
 
     def _update(self, rows: Ints) -> None:

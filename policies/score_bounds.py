@@ -121,6 +121,17 @@ class StudentRows:
         self.ids[rows, : ids.shape[-1]] = ids
         self.logprobs[rows, : ids.shape[-1]] = np.asarray(logprobs, dtype=np.float64)
 
+    def logprobs_at(self, ids: Ints) -> Floats:
+        """(T, k) as they were told, at tokens (T, k); NaN where nothing was."""
+        same = ids[:, :, None] == self.ids[:, None, :]
+        told = np.take_along_axis(self.logprobs, same.argmax(axis=-1), axis=-1)
+        return np.where(same.any(axis=-1), told, np.nan)
+
+    def is_exact_at(self, ids: Ints) -> Bools:
+        """(T,) whether the values that count are known at all of tokens (T, k)."""
+        exact = (self.noise_nats == 0.0)[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
+        return np.asarray(exact.any(axis=-1).all(axis=-1))
+
     def drop(self, rows: Ints, count: int) -> None:
         """Forget what was `put`: the candidates are others now."""
         self.ids[rows, :count] = -1
@@ -139,6 +150,13 @@ class ScoreRule:
     @property
     def asks_student(self) -> bool:
         return self.variant not in ("H", "HC")
+
+
+def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
+    """What a student that reads whole responses says of tokens (T, L) it was asked about."""
+    values = np.asarray(logprobs, dtype=np.float64)
+    missing = probability_interval(np.exp(values).sum(axis=-1), 0.0).complement().upper
+    return StudentRows(np.asarray(ids, dtype=np.int64), values, np.zeros(values.shape), missing, missing)
 
 
 def served_student(
@@ -297,9 +315,8 @@ def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: Student
     exact = (teacher.noise_nats == 0.0) & teacher.exact_entropy
     logprobs = np.full((len(exact), k), -np.inf)
     if rule.asks_student:
-        same = (teacher.ids[:, :k, None] == student.ids[:, None, :]) & (student.noise_nats == 0.0)[:, None, :]
-        exact &= same.any(axis=-1).all(axis=-1)
-        logprobs = np.take_along_axis(student.logprobs, same.argmax(axis=-1), axis=-1)
+        exact &= student.is_exact_at(teacher.ids[:, :k])
+        logprobs = student.logprobs_at(teacher.ids[:, :k])
     rows = np.flatnonzero(exact)
     if not len(rows):
         return bounds

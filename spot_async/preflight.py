@@ -134,16 +134,43 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
         ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),
         *_context_too_small(config, found),
+        *_at_another_temperature(config, needs, found),
     ]  # fmt: skip
     if teacher is not None:
         missing += [
-            (teacher.max_top_k < needs.teacher_top_k, f"teacher.backend serves top-{teacher.max_top_k}, "
-             f"policy {config.policy.kind} needs top-{needs.teacher_top_k}"),
+            (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
             (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         ]  # fmt: skip
     for is_missing, message in missing:
         if is_missing:
             raise ConfigError(message)
+
+
+def _too_few_candidates(config: Config, needs: PolicyNeeds, teacher: Capabilities) -> str:
+    key, served = needs.teacher_top_k_key, teacher.max_top_k
+    lower = f"lower policy.{key}={needs.teacher_top_k} to {served} or" if key and served > 0 else "let it serve more:"
+    return (
+        f"teacher.backend serves top-{served}, policy {config.policy.kind} needs top-{needs.teacher_top_k}: {lower} "
+        f"raise the server's limit (teacher.backend.top_k, and what {teacher.server} itself allows, such as "
+        "--max-logprobs)"
+    )
+
+
+def _at_another_temperature(
+    config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]
+) -> list[tuple[bool, str]]:
+    """Log-probabilities that would be at temperature 1 beside rollouts at another."""
+    temperature = config.sampling.temperature
+    given = [("student", found["student"].generation_temperature, "sampled tokens")]
+    if needs.teacher_top_k > 0 and "teacher" in found:
+        given.append(("teacher", found["teacher"].score_temperature, "given tokens"))
+    if "reference" in found:
+        given.append(("reference", found["reference"].score_temperature, "given tokens"))
+    return [
+        (convention == "one" and temperature != 1.0, f"sampling.temperature={temperature:g}: {role}.backend "
+         f"({found[role].server}) gives log-probabilities of {what} at temperature 1 only: set it to 1")
+        for role, convention, what in given
+    ]  # fmt: skip
 
 
 def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:

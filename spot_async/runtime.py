@@ -140,7 +140,7 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
                 return result
 
             before = await evaluated("before")
-            observer = Observers(RunLog(directory, stages, sinks), history, screen)
+            observer = Observers(RunLog(directory, stages, sinks, backends.by_role()), history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
