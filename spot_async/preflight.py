@@ -147,12 +147,13 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
 
 
 def _too_few_candidates(config: Config, needs: PolicyNeeds, teacher: Capabilities) -> str:
-    key, served = needs.teacher_top_k_key, teacher.max_top_k
-    lower = f"lower policy.{key}={needs.teacher_top_k} to {served} or" if key and served > 0 else "let it serve more:"
+    if teacher.max_top_k == 0:
+        return f"teacher.backend ({teacher.server}) scores no given tokens, policy {config.policy.kind} needs that"
+    key = f"lower policy.{needs.teacher_top_k_key} to {teacher.max_top_k} or " if needs.teacher_top_k_key else ""
     return (
-        f"teacher.backend serves top-{served}, policy {config.policy.kind} needs top-{needs.teacher_top_k}: {lower} "
-        f"raise the server's limit (teacher.backend.top_k, and what {teacher.server} itself allows, such as "
-        "--max-logprobs)"
+        f"teacher.backend ({teacher.server}) serves top-{teacher.max_top_k}, policy {config.policy.kind} needs "
+        f"top-{needs.teacher_top_k}: {key}raise what the server serves (such as its --max-logprobs, and "
+        "teacher.backend.top_k where that is set)"
     )
 
 
