@@ -76,6 +76,9 @@ class RunConfig(Section):
 
     directory: str | None = Field(None, description="run directory, new or empty; default `runs/<config name>/<time>`")
     seed: int = Field(0, ge=0, description="every seed of the run derives from it")
+    samples_every: int = Field(
+        1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
+    )
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
 
 

@@ -57,7 +57,7 @@ def plan_training(config: Config) -> TrainPlan:
     _check_context(config, {"student": student, **others})
     policy = make_policy(config, teacher or student)
     _check_roles(config, policy.needs)
-    problems = load_problems(Path(config.data.train))
+    problems = load_problems(Path(config.data.train), "data.train")
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     if not sources:
@@ -93,7 +93,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     """The held-out problems, rendered with the student's own chat template."""
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
-    problems = load_problems(Path(config.evaluation.problems))
+    problems = load_problems(Path(config.evaluation.problems), "evaluation.problems")
     renderer = PromptRenderer(student.vocabulary, config.prompt)
     room = student.max_context_tokens - config.evaluation.max_response_tokens
     sources = render_all(problems, renderer, room)

@@ -161,7 +161,7 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, **settings)
         stages=stages,
         trainer=Trainer(),
         weight_sinks=[student],
-        observer=RunLog(directory, stages, [sink], {"student": server, "teacher": SimpleNamespace()}),
+        observer=RunLog(directory, stages, [sink], backends={"student": server, "teacher": SimpleNamespace()}),
         evaluate=evaluate,
     )
     run_on_virtual_time(orchestrator.run())

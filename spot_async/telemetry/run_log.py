@@ -35,13 +35,15 @@ class RunLog:
         directory: RunDirectory,
         stages: Stages,
         sinks: Sequence[MetricSink] = (),
+        *,
+        samples_every: int = 1,
         backends: Mapping[str, Backend] | None = None,
     ) -> None:
-        """`backends`, by role: those that count their traffic are reported."""
+        """`backends`, by role: the traffic of those that count it is reported."""
         self._directory = directory
-        sources = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
-        self._traffic = sources
-        self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in sources.items()}
+        self._samples_every = samples_every
+        self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
+        self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in self._traffic.items()}
         self._sinks = sinks
         self._stages = stages
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
@@ -54,7 +56,9 @@ class RunLog:
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
         metrics |= self._traffic_metrics()
         self._iteration_started_s = now_s
-        self._directory.append("samples.jsonl", [sample_line(result.iteration, sample) for sample in result.samples])
+        if self._samples_every and result.iteration % self._samples_every == 0:
+            lines = [sample_line(result.iteration, sample) for sample in result.samples]
+            self._directory.append("samples.jsonl", lines)
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
         for sink in self._sinks:
             sink.write(result.iteration, metrics)
