@@ -21,10 +21,18 @@ PADDED_TO = 8  # ids of the softmax beyond the tokenizer's
 
 
 def make_tokenizer() -> Any:
-    """Every byte, a few longer pieces that overlap in every way, bytes of characters joined with others, two specials."""
+    """Every byte, longer pieces that overlap in every way, bytes of characters joined with others, two specials."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_level = {byte: char for char, byte in byte_of(alphabet).items()}
-    pieces = [word.encode() for word in WORDS] + [b"a\xe4", b"\xb8\x96", b"\x96a", b"\xa9 ", b" \xe4\xb8", b"\x96\xe7", b"\xe4\xb8"]
+    pieces = [word.encode() for word in WORDS] + [
+        b"a\xe4",
+        b"\xb8\x96",
+        b"\x96a",
+        b"\xa9 ",
+        b" \xe4\xb8",
+        b"\x96\xe7",
+        b"\xe4\xb8",
+    ]
     names = alphabet + ["".join(to_level[byte] for byte in piece) for piece in pieces if len(piece) > 1]
     vocabulary = {name: i for i, name in enumerate(dict.fromkeys(names))}
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
