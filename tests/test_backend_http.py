@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 import numpy as np
@@ -161,3 +162,24 @@ def test_what_a_server_complains_of_is_found_in_every_shape_of_error(body: bytes
 def test_an_error_of_no_known_shape_is_shown_as_it_came() -> None:
     assert error_message(b'{"error": {"code": 3}}') == '{"error": {"code": 3}}'
     assert error_message(b"\xff") == "\ufffd"
+
+
+async def test_requests_and_their_bytes_are_counted_failed_ones_too() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        sent = re.search(r"content-length: (\d+)", head)
+        await reader.readexactly(int(sent[1]) if sent else 0)
+        status, body = ("503", b"busy") if "/full" in head else ("200", b"x" * 1234)
+        writer.write(f"HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        await endpoint.get("/health", deadline=soon())
+        await endpoint.post("/score", b"12345", content_type="text/plain", deadline=soon())
+        with pytest.raises(ThrottledError):
+            await endpoint.post("/full", b"123", content_type="text/plain", deadline=soon())
+        traffic = endpoint.traffic
+        assert (traffic.requests, traffic.sent_bytes, traffic.received_bytes) == (3, 8, 2 * 1234 + 4)
