@@ -45,11 +45,12 @@ from spot_async.types import (
 
 from .launch import Command, LaunchSettings
 from .probing import noise_nats, temperature_convention
-from .remote import RemoteServer, RemoteSettings
+from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ServerInfo, SglangWeights
+from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
 from .weight_transport import WeightSettings
 
 GENERATE = "/generate"
@@ -70,9 +71,9 @@ class Tokenized(msgspec.Struct):
 
 
 class SglangBackend:
-    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer` and `WeightSink` around one server."""
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
 
-    class Settings(RemoteSettings):
+    class Settings(SleepSettings):
         kind: str = "sglang"
         weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
 
@@ -84,7 +85,7 @@ class SglangBackend:
             role=role,
             model=model,
             run_directory=run_directory,
-            make_command=sglang_command,
+            make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
             ready_path=READY,
         )
         self._run_directory = run_directory
@@ -99,6 +100,10 @@ class SglangBackend:
             await stack.enter_async_context(self._server)
             deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
             info = await self._server.get("/server_info", ServerInfo, deadline=deadline)
+            if self.sleeps_while_training:
+                check_sglang(
+                    self._server, memory_saver=info.enable_memory_saver, weights_backup=info.enable_weights_cpu_backup
+                )
             log_directory = self._run_directory / "logs"
             self._weights = SglangWeights(self._server, self._settings.weights, info, log_directory=log_directory)
             stack.push_async_callback(self._weights.close)
@@ -220,6 +225,16 @@ class SglangBackend:
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         await self._weights.update(snapshot, deadline=deadline)
         self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        await sleep_sglang(self._server, self._weights.flush, deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await wake_sglang(self._server, deadline=deadline)
 
     async def _probe(self, info: ServerInfo, deadline: float) -> Capabilities:
         """What the server offers, where it can be found out by asking it."""
@@ -375,11 +390,13 @@ def _output_top_k(top_k: int) -> dict[str, Any]:
     }
 
 
-def sglang_command(settings: LaunchSettings, model: Path, port: int) -> Command:
+def sglang_command(settings: LaunchSettings, model: Path, port: int, *, sleeps: bool = False) -> Command:
     """What starts a server in an environment of its own. Its first weights are the run's version 0.0."""
     argv = [settings.python, "-m", "sglang.launch_server", "--model-path", str(model)]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype]
     argv += ["--tp-size", str(settings.tensor_parallel_size), "--weight-version", str(WeightVersion(0, 0))]
     if settings.memory_fraction is not None:
         argv += ["--mem-fraction-static", str(settings.memory_fraction)]
-    return Command([*argv, *settings.arguments])
+    if sleeps:
+        argv += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    return Command([*argv, *settings.arguments], package="sglang")

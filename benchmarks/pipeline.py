@@ -39,7 +39,7 @@ def _example() -> tuple[Vocabulary, Sequence[PromptSource]]:
     """Read once, as a run does before it starts."""
     vocabulary = Vocabulary.load(EXAMPLE / "student")
     renderer = PromptRenderer(vocabulary, PromptConfig(instruction="", template_arguments={}))
-    return vocabulary, render_all(load_problems(EXAMPLE / "data" / "train.jsonl"), renderer, 64)
+    return vocabulary, render_all(load_problems(EXAMPLE / "data" / "train.jsonl", "data.train"), renderer, 64)
 
 
 def make_orchestrator(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import os
 import signal
 from collections.abc import Coroutine
@@ -22,13 +23,13 @@ from spot_async.concurrency import root_cause
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.inspection.terminal import counted
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
 
 app = typer.Typer(
     name="spot-async",
-    help="On-policy distillation of small reasoning models, with sparse probing and outcome calibration.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,6 +47,21 @@ PagePath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="w
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="show configuration, a prompt and what would start; start nothing")
 ]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"spot-async {importlib.metadata.version('spot-async')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """On-policy distillation of small reasoning models, with sparse probing and outcome calibration."""
 
 
 @app.command()
@@ -80,7 +96,7 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
         if note := unverified_note(outcome.after):
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
-    screen.print(f"{outcome.iterations} iterations; prompts: {states}", highlight=False)
+    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states}", highlight=False)
     screen.print(Text(f"run directory: {path}"))
     screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
@@ -151,11 +167,15 @@ def inspect_run(
     from spot_async.inspection import commands
 
     try:
+        if sample is None and html is not None:
+            raise ConfigError("--html: name a sample; a list has no page")
+        if sample is not None and (iteration is not None or verdict is not None):
+            raise ConfigError("--iteration and --verdict choose what is listed; leave them out to see one sample")
         if sample is None:
             commands.list_samples(screen, run, iteration, verdict)
         else:
             commands.show_sample(screen, run, sample, html)
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         fail(error, code=2)
 
 
@@ -193,8 +213,9 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
             if model is not None
         ),
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
-        f"run       {plan.schedule.iterations} iterations of {training.batch_size} prompts in mini-batches of "
-        f"{training.mini_batch_size}, from {plan.problems - plan.filtered} problems ({plan.filtered} too long)",
+        f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
+        f"in mini-batches of {training.mini_batch_size}, from "
+        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long)",
         f"evaluate  {evaluations(config, len(plan.evaluation))}",
         f"write     {path}",
     ]
@@ -205,8 +226,8 @@ def evaluations(config: Config, problems: int) -> str:
     """When `problems` held-out problems are evaluated."""
     if config.evaluation is None:
         return "nothing"
-    every = f", and every {config.evaluation.eval_every} iterations" if config.evaluation.eval_every else ""
-    return f"{problems} problems before and after{every}"
+    every = f", and every {counted(config.evaluation.eval_every, 'iteration')}" if config.evaluation.eval_every else ""
+    return f"{counted(problems, 'problem')} before and after{every}"
 
 
 def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
@@ -248,9 +269,11 @@ def saved(directory: RunDirectory) -> str:
 
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
-    """Print the failure and leave."""
+    """Print the failure, below it what it carries as notes (the end of a server's log), and leave."""
     for line in str(error).splitlines():
         stderr.print(Text(f"error: {line}", style="red"))
+    for detail in getattr(error, "__notes__", ()):
+        stderr.print(Text(detail))
     if note is not None:
         stderr.print(Text(note))
     raise typer.Exit(code)

@@ -31,15 +31,15 @@ class _Row(msgspec.Struct, kw_only=True):
     tier: str | int | None = None
 
 
-def load_problems(path: Path) -> list[Problem]:
-    """Read JSONL with `problem` and `answer`, optionally `id` and `tier`.
+def load_problems(path: Path, key: str) -> list[Problem]:
+    """Read JSONL with `problem` and `answer`, optionally `id` and `tier`. `key` of the configuration names it.
 
     Raises DataError naming the file and the line of the first row that cannot be used.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise DataError(f"{path}: cannot read the problems: {error.strerror}") from None
+        raise DataError(f"{key}: cannot read {path}: {error.strerror}") from None
     problems: list[Problem] = []
     line_of_id: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

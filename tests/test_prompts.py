@@ -33,14 +33,16 @@ def write(tmp_path, text):
 )
 def test_a_row_that_cannot_be_used_is_named_by_line(tmp_path, text, where, what):
     with pytest.raises(DataError) as raised:
-        load_problems(write(tmp_path, text))
+        load_problems(write(tmp_path, text), "data.train")
     assert where in str(raised.value)
     assert what in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_numbers_are_accepted_as_answers_and_further_fields_ignored(tmp_path):
-    (problem,) = load_problems(write(tmp_path, '{"problem": "1+1", "answer": 2, "tier": 5, "source": "x"}\n'))
+    (problem,) = load_problems(
+        write(tmp_path, '{"problem": "1+1", "answer": 2, "tier": 5, "source": "x"}\n'), "data.train"
+    )
     assert problem == Problem(id="line-1", text="1+1", answer="2", tier="5")
 
 

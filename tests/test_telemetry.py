@@ -22,8 +22,9 @@ from spot_async.config import TelemetryConfig
 from spot_async.config_loading import validate
 from spot_async.errors import ConfigError
 from spot_async.orchestrator import IterationResult, PhaseTimes
+from spot_async.run_directory import RunDirectory
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.run_log import log_events_to
+from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import check_packages, open_sinks
 from spot_async.types import Sample, TrainReport, WeightSnapshot, WeightVersion
 
@@ -129,7 +130,6 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(monkeyp
 
 
 def test_tensorboard_files_hold_every_metric_at_its_iteration(tmp_path):
-    pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
     with open_sinks(config(tensorboard=True), tmp_path, []) as sinks:
@@ -155,7 +155,6 @@ def records(data):
 
 
 def test_wandb_gets_the_metrics_the_configuration_and_the_name_of_the_run(tmp_path):
-    pytest.importorskip("wandb")
     directory = tmp_path / "my-run"
     directory.mkdir()
     with open_sinks(config(wandb={"project": "p", "mode": "offline"}), directory, []) as sinks:
@@ -170,7 +169,6 @@ def test_wandb_gets_the_metrics_the_configuration_and_the_name_of_the_run(tmp_pa
 
 
 def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -189,3 +187,22 @@ def test_events_go_to_the_run_only_while_it_lasts(tmp_path):
     assert [event["event"] for event in captured] == ["outside"]
     (line,) = (tmp_path / "run.jsonl").read_text().splitlines()
     assert json.loads(line)["answer"] == 42
+
+
+@pytest.mark.parametrize(("every", "written"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (0, [])])
+def test_samples_are_written_as_often_as_configured_and_metrics_always(tmp_path, every, written):
+    directory = RunDirectory(tmp_path)
+    stages = SimpleNamespace(all=(), tokens_generated=0)
+    log = RunLog(directory, stages, samples_every=every)
+    sample = Sample(supervision=None, metrics={}, record={"problem_id": "p"})
+    snapshot = WeightSnapshot(directory=str(tmp_path), version=WeightVersion(0, 1))
+    for iteration in (1, 2, 3, 4):
+        report = TrainReport(snapshot=snapshot, metrics={"loss": 0.5})
+        log.iteration_finished(IterationResult(iteration, [sample], report, PhaseTimes()))
+
+    def iterations(name):
+        path = tmp_path / name
+        return [json.loads(line)["iteration"] for line in path.read_text().splitlines()] if path.exists() else []
+
+    assert iterations("samples.jsonl") == written
+    assert iterations("metrics.jsonl") == [1, 2, 3, 4]

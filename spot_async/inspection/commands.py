@@ -7,15 +7,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.errors import DataError
+from spot_async.errors import ConfigError, DataError
 from spot_async.inspection.reading import RunFiles, SampleSummary
+from spot_async.types import Verdict
 
 
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
     """Print the samples of one iteration, the last one when none is named. Raises DataError without any."""
-    from spot_async.inspection.terminal import samples_table
+    from spot_async.inspection.terminal import counted, samples_table
 
+    if verdict is not None and verdict not in list(Verdict):
+        raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
     files = RunFiles(run)
+    refuse_evaluation(files)
     rows: list[tuple[int, SampleSummary]] = []
     last = 0
     for number, summary in enumerate(files.samples()):
@@ -26,8 +30,11 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
             rows.append((number, summary))
     if not last:
         raise DataError(f"{run}: no samples yet: they are written as each iteration ends")
+    if iteration is not None and not 1 <= iteration <= last:
+        raise ConfigError(f"--iteration {iteration}: the run has 1 to {last}")
     shown = last if iteration is None else iteration
-    screen.print(samples_table(rows, f"{len(rows)} samples of iteration {shown}; the run has {last} iterations"))
+    title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
+    screen.print(samples_table(rows, title))
     screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
 
 
@@ -39,6 +46,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     from spot_async.inspection.view import colourings, visible
 
     files = RunFiles(run)
+    refuse_evaluation(files)
     number, sample = files.sample(wanted)
     selection = str((files.config().get("policy") or {}).get("selection"))
     found = colourings(sample, token_texts(files, sample.response_ids), selection)
@@ -54,7 +62,18 @@ def write_report(screen: Console, run: Path, html: Path | None) -> None:
     from spot_async.inspection.pages import report_page
     from spot_async.inspection.report import read_report
 
-    write_page(screen, html or run / "report.html", report_page(read_report(RunFiles(run))))
+    files = RunFiles(run)
+    refuse_evaluation(files)
+    write_page(screen, html or run / "report.html", report_page(read_report(files)))
+
+
+def refuse_evaluation(files: RunFiles) -> None:
+    """Raises DataError for the directory of `spot-async eval`: nothing was sampled for training there."""
+    if files.is_evaluation:
+        raise DataError(
+            f"{files.path} is an evaluation's: its figures are in summary.json, each judged response in "
+            "evaluation.jsonl; this command is for a training run"
+        )
 
 
 def write_page(screen: Console, path: Path, page: str) -> None:

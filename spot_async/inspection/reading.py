@@ -94,6 +94,11 @@ class RunFiles:
             raise DataError(f"{path} is no run directory: it holds no config.yaml")
         self.path = path
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether this is the directory of `spot-async eval`."""
+        return (self.path / "evaluation.jsonl").exists()
+
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""
         try:

@@ -32,6 +32,11 @@ HOT, GOOD, BAD = (217, 95, 2), (33, 113, 181), (203, 75, 22)
 WEAK = 0.08  # fainter colours are left out
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 sample`, `2 samples`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Table:
     """One line per sample. Retained positions are those of B+."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -48,7 +53,7 @@ def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Tabl
             str(row.iteration),
             Text(visible(row.problem_id)),
             _verdict(row.verdict),
-            f"{len(row.response_ids)}{' cut' if row.finish_reason == 'length' else ''}",
+            f"{len(row.response_ids) or '–'}{' cut' if row.finish_reason == 'length' else ''}",
             " ".join(str(branch.position) for branch in row.branches),
             " ".join(str(branch.position) for branch in row.branches if branch.retained),
         )
@@ -64,7 +69,11 @@ def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> Rend
     about = Text(" · ".join(remarks(sample)), style="dim")
     problem = Text.assemble(("problem  ", "dim"), visible(sample.problem))
     answer = Text.assemble(("answer   ", "dim"), visible(sample.answer))
-    parts: list[RenderableType] = [head, about, problem, answer, Text(), legend(colouring), response_text(colouring)]
+    parts: list[RenderableType] = [head, about, problem, answer, Text()]
+    if sample.response_ids:
+        parts += [legend(colouring), response_text(colouring)]
+    elif sample.response:
+        parts.append(Text(visible(sample.response)))
     for mark, branch in enumerate(sample.branches, start=1):
         parts += [Text(), branch_view(mark, branch, sample)]
     return Group(*parts)

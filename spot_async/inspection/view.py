@@ -105,7 +105,8 @@ def remarks(sample: SampleRecord) -> list[str]:
     """What concerns the whole response."""
     tokens = len(sample.response_ids)
     found = [f"iteration {sample.iteration}" + (f", weights {visible(sample.version)}" if sample.version else "")]
-    found.append(f"{tokens} tokens" + (f", ended by {visible(sample.finish_reason)}" if sample.finish_reason else ""))
+    recorded = f"{tokens} token{'' if tokens == 1 else 's'}" if tokens else "no tokens recorded (response_ids)"
+    found.append(recorded + (f", ended by {visible(sample.finish_reason)}" if sample.finish_reason else ""))
     for name in PER_TOKEN:
         numbers = getattr(sample, name)
         if numbers is not None and len(numbers) != tokens:

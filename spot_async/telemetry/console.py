@@ -178,7 +178,10 @@ def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
 def evaluation_table(
     before: EvaluationResult | None, after: EvaluationResult | None, best: BestCheckpoint | None = None
 ) -> Table:
-    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems. The best student below."""
+    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems. The best student below.
+
+    Of one sample a problem both are the same figure, shown once.
+    """
     result = after or before
     assert result is not None
     k = result.samples
@@ -195,7 +198,7 @@ def evaluation_table(
         pad_edge=False,
     )
     headings = [metric if len(columns) == 1 else f"{metric}\n{name}"
-                for metric in (f"Avg@{k}", f"Pass@{k}") for name, _ in columns]  # fmt: skip
+                for metric in (f"Avg@{k}", f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:
         headings.append(f"Avg@{k}\nchange")
     table.add_column("tier", no_wrap=True)
@@ -204,7 +207,9 @@ def evaluation_table(
     *single, whole = result.tier_names()
     for tier in (*single, whole):
         figures = [each.figures(tier) for _, each in columns]
-        cells = [with_error(f.avg, f.avg_error) for f in figures] + [with_error(f.pass_, f.pass_error) for f in figures]
+        cells = [with_error(f.avg, f.avg_error) for f in figures]
+        if k > 1:
+            cells += [with_error(f.pass_, f.pass_error) for f in figures]
         if before is not None and after is not None:
             cells.append(with_error(*paired_change(before, after, tier), signed=True))
         table.add_row(tier, str(figures[0].problems), *cells, end_section=tier in single[-1:])

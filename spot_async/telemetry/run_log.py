@@ -28,8 +28,11 @@ from spot_async.types import Prompt, Sample
 class RunLog:
     """`RunObserver` that keeps the files of a run directory up to date."""
 
-    def __init__(self, directory: RunDirectory, stages: Stages, sinks: Sequence[MetricSink] = ()) -> None:
+    def __init__(
+        self, directory: RunDirectory, stages: Stages, sinks: Sequence[MetricSink] = (), *, samples_every: int = 1
+    ) -> None:
         self._directory = directory
+        self._samples_every = samples_every
         self._sinks = sinks
         self._stages = stages
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
@@ -41,7 +44,9 @@ class RunLog:
         elapsed_s = now_s - self._iteration_started_s
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
         self._iteration_started_s = now_s
-        self._directory.append("samples.jsonl", [sample_line(result.iteration, sample) for sample in result.samples])
+        if self._samples_every and result.iteration % self._samples_every == 0:
+            lines = [sample_line(result.iteration, sample) for sample in result.samples]
+            self._directory.append("samples.jsonl", lines)
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
         for sink in self._sinks:
             sink.write(result.iteration, metrics)

@@ -71,7 +71,9 @@ class WeightPublisher:
             generation = copy.deepcopy(model.generation_config)
             generation.eos_token_id = list(self._end_token_ids)
             generation.save_pretrained(directory)
+        mode = (directory / "config.json").stat().st_mode  # safetensors leaves its files to their owner alone
         for file in directory.iterdir():
+            file.chmod(mode)
             _fsync(file)
         _fsync(directory)
 

@@ -10,28 +10,31 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the servers
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from server_process import RunningServer, free_port, run_server
 from tiny_models import make_model
+
+from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.vllm_launch import vllm_command
 
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
 # Tiny models on a CPU. Without TORCHDYNAMO_DISABLE the first request for log-probabilities compiles C++ for half a
 # minute; with more than one process vLLM's executor spins on every core.
 VLLM_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 VLLM_ARGUMENTS = [
-    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64"),
+    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni"),
 ]
 
@@ -76,17 +79,24 @@ def interpreter(variable: str) -> str:
 
 @pytest.fixture(scope="session")
 def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
-    """`start_vllm(model, *arguments, **environment)`: a vLLM server until the context ends."""
+    """`start_vllm(model, *arguments, ...)`: a vLLM server until the context ends, by the adapter's own command."""
     python = interpreter("SPOT_VLLM_PYTHON")
 
     @contextmanager
-    def start(model: Path, *arguments: str, **environment: str) -> Iterator[RunningServer]:
+    def start(
+        model: Path, *arguments: str, max_logprobs: int = 64, takes_weights: bool = True, scale_out: bool = True
+    ) -> Iterator[RunningServer]:
+        settings = LaunchSettings(
+            python=python,
+            dtype="float32",
+            arguments=[*VLLM_ARGUMENTS, *arguments],
+            environment=VLLM_ENVIRONMENT,
+        )
         port = free_port()
+        command = vllm_command(settings, model, port, max_logprobs=max_logprobs, takes_weights=takes_weights)
+        argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
         log_path = tmp_path_factory.mktemp("vllm") / "log"
-        argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-        argv += ["--host", "127.0.0.1", "--generation-config", "vllm", *VLLM_ARGUMENTS, *arguments]
-        environment = {**VLLM_ENVIRONMENT, **environment}
-        with run_server(argv, environment=environment, port=port, model=model, log_path=log_path) as server:
+        with run_server(argv, environment=command.environment, port=port, model=model, log_path=log_path) as server:
             yield server
 
     return start
@@ -95,8 +105,7 @@ def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
 @pytest.fixture(scope="session")
 def vllm_student(start_vllm: StartServer, models: TinyModels) -> Iterator[RunningServer]:
     """Everything switched on; tests that change its weights put the student's back."""
-    arguments = ("--enable-scale-out", "--max-logprobs", "64")
-    with start_vllm(models.student, *arguments, VLLM_SERVER_DEV_MODE="1") as server:
+    with start_vllm(models.student) as server:
         yield server
 
 
@@ -125,3 +134,20 @@ def sglang_student(start_sglang: StartServer, models: TinyModels) -> Iterator[Ru
     """Short prefill chunks, so that prompts are read in parts; tests that change its weights put the student's back."""
     with start_sglang(models.student, "--chunked-prefill-size", "128") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def dense_logprobs() -> Callable[[Path, Sequence[int]], npt.NDArray[np.float32]]:
+    """`dense_logprobs(model, tokens)`: a transformers forward in float32. Row i, (V,), is what comes after token i."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    load = functools.cache(lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+
+    def forward(model: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        with torch.no_grad():
+            logits = load(model)(torch.tensor([list(tokens)])).logits[0]
+        rows: npt.NDArray[np.float32] = logits.log_softmax(-1).numpy()
+        return rows
+
+    return forward

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -56,23 +55,13 @@ def sampling(max_tokens: int, **changes: Any) -> SamplingSettings:
 
 
 @pytest.fixture(scope="session")
-def rows() -> Rows:
+def rows(dense_logprobs: Callable[..., npt.NDArray[np.float32]]) -> Rows:
     """`rows(model, ids, temperature)`: log-probabilities (len(ids), V) of a plain float32 forward."""
 
-    @lru_cache(maxsize=4)
-    def load(model: Path) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    def compute(model: Path, ids: npt.NDArray[Any], temperature: float = 1.0) -> npt.NDArray[np.float64]:
-        import torch
-
-        with torch.no_grad():
-            logits = load(model)(torch.tensor(ids.tolist())[None]).logits[0].double()
-        found: npt.NDArray[np.float64] = (logits / temperature).log_softmax(-1).numpy()
-        return found
+    def compute(model: Path, ids: npt.NDArray[Any], temperature: float) -> npt.NDArray[np.float64]:
+        scaled = dense_logprobs(model, ids.tolist()).astype(np.float64) / temperature
+        normalizer = np.log(np.exp(scaled).sum(-1, keepdims=True))
+        return np.asarray(scaled - normalizer)
 
     return compute
 

@@ -1,0 +1,60 @@
+"""`inspect` and `report` as typed: options that cannot be meant, and directories that are something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spot_async.cli import app
+
+SAMPLE = {"iteration": 2, "problem_id": "p0", "problem": "1+1", "answer": "2", "verdict": "wrong", "response": "three"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two iterations whose policy recorded a text but no tokens."""
+    (tmp_path / "config.yaml").write_text("policy: {kind: mine}\n")
+    rows = [{**SAMPLE, "iteration": 1}, SAMPLE]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--verdict", "foo"], "one of correct, wrong, no_answer, timeout, error"),
+        (["--iteration", "9"], "the run has 1 to 2"),
+        (["--iteration", "0"], "the run has 1 to 2"),
+        (["--html", "page.html"], "name a sample"),
+        (["p0", "--verdict", "wrong"], "leave them out to see one sample"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_in_one_line(run: Path, arguments: list[str], said: str) -> None:
+    outcome = CliRunner().invoke(app, ["inspect", str(run), *arguments])
+    assert outcome.exit_code == 2
+    assert said in outcome.output
+    assert outcome.output.count("\n") == 1
+
+
+def test_a_policy_that_records_no_tokens_still_shows_its_response(run: Path) -> None:
+    shown = CliRunner().invoke(app, ["inspect", str(run), "1"]).output
+    assert "three" in shown
+    assert "no tokens recorded" in shown
+    assert "three" in (run / "inspect-1.html").read_text()
+
+
+def test_one_of_a_thing_is_not_spoken_of_in_the_plural(run: Path) -> None:
+    listed = CliRunner().invoke(app, ["inspect", str(run), "--iteration", "1"]).output
+    assert listed.startswith("1 sample of iteration 1; the run has 2 iterations")
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["report"]])
+def test_the_directory_of_an_evaluation_is_named_as_such(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "evaluation.jsonl").write_text("{}\n")
+    outcome = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert outcome.exit_code == 2
+    assert "is an evaluation's: its figures are in summary.json" in outcome.output
