@@ -28,6 +28,7 @@ from spot_async.errors import (
 )
 
 ERROR_EXCERPT_CHARACTERS = 300
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
 LONG_BODY_BYTES = 1 << 20
 LONG_BODIES_AT_ONCE = 2
 
@@ -132,7 +133,9 @@ class HttpEndpoint:
         """
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
-        except (httpx.RemoteProtocolError, httpx.ReadError):
+        except httpx.HTTPError as error:
+            if not isinstance(error.__cause__, CLOSED) or isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise
             response = await self._transport.handle_async_request(request)
         return response
 
