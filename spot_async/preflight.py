@@ -145,9 +145,9 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
             (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
             (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         ]  # fmt: skip
-    for is_missing, message in missing:
-        if is_missing:
-            raise ConfigError(message)
+    refusals = [message for is_missing, message in missing if is_missing]
+    if refusals:
+        raise ConfigError("\n".join(refusals))
 
 
 def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
