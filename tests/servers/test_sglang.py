@@ -176,7 +176,7 @@ async def test_a_router_that_drops_the_flat_fields_changes_no_number(
 async def test_start_up_finds_what_the_server_offers(sglang_student: RunningServer, connect: Connect) -> None:
     async with connect(sglang_student) as backend:
         found = await backend.capabilities(deadline=soon())
-    assert found.server == "SGLang 0.5.23, ignores seeds"
+    assert (found.server, found.seeds, found.prefix_caching) == ("sglang 0.5.23", False, True)
     assert (found.max_top_k, found.max_generation_top_k, found.max_position_top_k) == (VOCAB, VOCAB, VOCAB)
     assert (found.score_temperature, found.generation_temperature) == ("one", "request")
     assert 0 < found.logprob_noise_nats < 1e-4
@@ -455,7 +455,7 @@ async def test_seeds_act_under_deterministic_inference_and_a_killed_server_is_a_
     """Two things of one server, because it takes long to start."""
     with start_sglang(models.student, "--enable-deterministic-inference") as server:
         async with connect(server) as backend:
-            assert (await backend.capabilities(deadline=soon())).server == "SGLang 0.5.23, acts on seeds"
+            assert (await backend.capabilities(deadline=soon())).seeds
 
             async def sample(seed: int) -> list[int]:
                 settings = sampling(24, seed=seed, stop_token_ids=())
