@@ -8,8 +8,10 @@ turned into exactly one of the request errors here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
@@ -25,9 +27,13 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
+from spot_async.types import Traffic
 
 ERROR_EXCERPT_CHARACTERS = 300
 REDACTED = "***"
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
+LONG_BODY_BYTES = 1 << 20
+LONG_BODIES_AT_ONCE = 2
 
 ReadError = Callable[[int, bytes], RequestError | None]
 
@@ -57,6 +63,7 @@ class HttpEndpoint:
         proxy: httpx.Proxy | None = None,
     ) -> None:
         self.name = name
+        self.traffic = Traffic()
         self._read_error = read_error
         self._base_url = base_url.rstrip("/")
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -71,6 +78,7 @@ class HttpEndpoint:
             return aiohttp.ClientSession(connector=connector)
 
         self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
+        self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()
@@ -108,17 +116,21 @@ class HttpEndpoint:
         sink: Callable[[bytes], None],
     ) -> None:
         request = httpx.Request(method, self._base_url + path, content=body, headers={**self._headers, **headers})
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += len(body or b"")
         try:
             async with asyncio.timeout_at(deadline):
                 response = await self._respond(request)
                 try:
                     if response.is_success:
                         encoded = "Content-Encoding" in response.headers
-                        async for part in response.aiter_bytes() if encoded else response.aiter_raw():
-                            sink(part)
+                        async with self._turn_of(response):
+                            async for part in response.aiter_bytes() if encoded else response.aiter_raw():
+                                sink(part)
                         return
                     await response.aread()
                 finally:
+                    self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}{path}: no reply before the deadline") from None
@@ -134,6 +146,11 @@ class HttpEndpoint:
             said = said.replace(secret, REDACTED.encode())
         return said
 
+    def _turn_of(self, response: httpx.Response) -> AbstractAsyncContextManager[object]:
+        """Long bodies come in a few at a time: parts of dozens in one turn of the event loop would hold it up."""
+        is_long = int(response.headers.get("Content-Length", 0)) > LONG_BODY_BYTES
+        return self._long_bodies if is_long else contextlib.nullcontext()
+
     async def _respond(self, request: httpx.Request) -> httpx.Response:
         """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
 
@@ -142,7 +159,9 @@ class HttpEndpoint:
         """
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
-        except (httpx.RemoteProtocolError, httpx.ReadError):
+        except httpx.HTTPError as error:
+            if not isinstance(error.__cause__, CLOSED) or isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise
             response = await self._transport.handle_async_request(request)
         return response
 
