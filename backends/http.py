@@ -31,6 +31,7 @@ from spot_async.types import Traffic
 
 ERROR_EXCERPT_CHARACTERS = 300
 REDACTED = "***"
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
 LONG_BODY_BYTES = 1 << 20
 LONG_BODIES_AT_ONCE = 2
 
@@ -129,8 +130,8 @@ class HttpEndpoint:
                                 sink(part)
                         return
                     await response.aread()
-                    self.traffic.received_bytes += len(response.content)
                 finally:
+                    self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}{path}: no reply before the deadline") from None
@@ -159,7 +160,9 @@ class HttpEndpoint:
         """
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
-        except (httpx.RemoteProtocolError, httpx.ReadError):
+        except httpx.HTTPError as error:
+            if not isinstance(error.__cause__, CLOSED) or isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise
             response = await self._transport.handle_async_request(request)
         return response
 

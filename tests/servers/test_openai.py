@@ -100,10 +100,12 @@ async def test_every_dialect_gives_the_same_numbers_where_it_gives_any(
 ) -> None:
     ignores, token_id_prompts = LIMITS[limit]
     _, prompt, response = prompt_and_response(model)
-    async with limited_endpoint(server.url, ignores=ignores, token_id_prompts=token_id_prompts) as url:
-        async with backend(url, model) as teacher:
-            found = await teacher.capabilities(deadline=soon())
-            scores = await teacher.score(prompt, response, top_k=4, temperature=1.0, deadline=soon())
+    async with (
+        limited_endpoint(server.url, ignores=ignores, token_id_prompts=token_id_prompts) as url,
+        backend(url, model) as teacher,
+    ):
+        found = await teacher.capabilities(deadline=soon())
+        scores = await teacher.score(prompt, response, top_k=4, temperature=1.0, deadline=soon())
     assert found.token_id_prompts == token_id_prompts
     assert found.max_top_k == 40
     known = 1.0 if scores.valid is None else float(scores.valid.mean())
@@ -115,7 +117,7 @@ async def test_text_prompts_mask_what_the_server_tokenises_differently(
     server: RunningServer, model: Path, dense_logprobs: Dense
 ) -> None:
     """Our response spells a word in single characters where the tokenizer has a longer token for them."""
-    tokenizer, prompt, whole = prompt_and_response(model, "the sum equals")
+    tokenizer, prompt, _ = prompt_and_response(model)
     spelt = [i for char in "equals" for i in tokenizer.encode(char)]
     start = tokenizer.encode("the sum ")
     response = np.array([*start, *spelt, *tokenizer.encode(": 12.\n<|im_end|>")], np.int32)
