@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import os
 import signal
 from collections.abc import Coroutine
@@ -29,7 +30,6 @@ T = TypeVar("T")
 
 app = typer.Typer(
     name="spot-async",
-    help="On-policy distillation of small reasoning models, with sparse probing and outcome calibration.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,6 +47,21 @@ PagePath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="w
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="show configuration, a prompt and what would start; start nothing")
 ]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"spot-async {importlib.metadata.version('spot-async')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """On-policy distillation of small reasoning models, with sparse probing and outcome calibration."""
 
 
 @app.command()
@@ -254,9 +269,11 @@ def saved(directory: RunDirectory) -> str:
 
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
-    """Print the failure and leave."""
+    """Print the failure, below it what it carries as notes (the end of a server's log), and leave."""
     for line in str(error).splitlines():
         stderr.print(Text(f"error: {line}", style="red"))
+    for detail in getattr(error, "__notes__", ()):
+        stderr.print(Text(detail))
     if note is not None:
         stderr.print(Text(note))
     raise typer.Exit(code)

@@ -21,6 +21,7 @@ from spot_async import registry
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
 from spot_async.evaluation.runner import EvaluationResult, evaluate
+from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.model_files import ModelFiles
 from spot_async.orchestrator import (
@@ -30,9 +31,9 @@ from spot_async.orchestrator import (
     OrchestratorSettings,
     RunObserver,
 )
-from spot_async.preflight import TrainPlan, check_capabilities
+from spot_async.preflight import TrainPlan, check_capabilities, sleeps_while_training
 from spot_async.prompts import PromptSource
-from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Trainer, Verifier, WeightSink
+from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
@@ -127,6 +128,7 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             found = await gather(_capabilities(backend) for backend in backends.by_role().values())
             stages.capabilities = dict(zip(backends.by_role(), found, strict=True))
             check_capabilities(config, plan.policy.needs, stages.capabilities)
+            await send_initial_weights(config.student, student, stages.capabilities["student"], screen.phase)
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
@@ -178,9 +180,13 @@ async def evaluate_student(
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
     with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
         screen.phase("starting the student")
+
+        async def run() -> EvaluationResult | None:
+            await send_initial_weights(config.student, student, await _capabilities(student), screen.phase)
+            return await measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+
         async with running(student):
-            evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
-            result = await watched(evaluation, [student.watch])
+            result = await watched(run(), [student.watch])
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -307,6 +313,7 @@ def make_orchestrator(
         weight_sinks=weight_sinks,
         observer=observer,
         evaluate=evaluate,
+        sleepers=[each for each in weight_sinks if isinstance(each, Sleeper) and each.sleeps_while_training],
     )
 
 
@@ -319,6 +326,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
         end_token_ids=plan.stop_token_ids,
+        shares_devices=sleeps_while_training(config.student),
     )
 
 

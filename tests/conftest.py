@@ -170,13 +170,14 @@ def soft_targets() -> Callable[[list[int], int], SoftTargets]:
 
 @pytest.fixture(scope="session")
 def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Supervision]]:
-    """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages."""
+    """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages,
+    positions that the teacher could not be asked about."""
 
     def make() -> list[Supervision]:
         return [
             supervision(0, 12, targets=soft_targets([7, 2, 11], 4)),
             supervision(1, 1, targets=soft_targets([0], 4)),
-            supervision(2, 30),
+            supervision(2, 30, policy_mask=np.arange(30) % 3 > 0),
             supervision(3, 5, targets=soft_targets([], 4)),
             supervision(4, 9, targets=soft_targets([0, 3], 16)),
             supervision(5, 17, teacher_logprobs=None, advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
@@ -246,6 +247,8 @@ def dense_loss() -> Callable[..., torch.Tensor]:
                     advantage = float(np.float32(sample.teacher_logprobs[t]) - np.float32(old))
                 elif sample.advantages is not None:
                     advantage = float(sample.advantages[t])
+                if sample.policy_mask is not None and not sample.policy_mask[t]:
+                    advantage = None  # still one of the response's tokens
                 if advantage is not None:
                     ratio = (logprob - old).exp()
                     surrogate = min(ratio * advantage, ratio.clamp(1 - training.clip, 1 + training.clip) * advantage)
