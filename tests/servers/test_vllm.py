@@ -21,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
-from conftest import StartServer, TinyModels
+from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, StartServer, TinyModels, interpreter
 from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 
 from spot_async.backends import vllm_weights
+from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.remote import RemoteServer
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm_client import VllmClient, read_error
@@ -418,3 +419,26 @@ async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_kille
         bare_server.signal_group(signal.SIGKILL)
         with pytest.raises(TransientError, match=r"^student/v1/completions: "):
             await waiting
+
+
+async def test_a_server_of_ours_starts_with_what_a_student_needs_and_ends_with_its_backend(
+    models: TinyModels, snapshot: Callable[..., WeightSnapshot], tmp_path: Path
+) -> None:
+    launch = LaunchSettings(
+        python=interpreter("SPOT_VLLM_PYTHON"),
+        dtype="float32",
+        arguments=VLLM_ARGUMENTS,
+        environment=VLLM_ENVIRONMENT,
+    )
+    settings = VllmBackend.Settings(launch=launch, top_k=80)
+    async with VllmBackend(settings, role="student", model=str(models.student), run_directory=tmp_path) as backend:
+        found = await backend.capabilities(deadline=soon())
+        assert (found.version, found.weight_update, found.max_generation_top_k) == (V0, True, 80)
+        await backend.update_weights(snapshot(), deadline=soon())
+        reply = await backend.generate(PROMPT, sampling(), deadline=soon())
+        assert {span.version for span in reply.version_spans} == {V1}
+        assert backend.traffic.requests
+        url = backend._server.endpoint._base_url
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url + "/health")
