@@ -20,6 +20,7 @@ from rich.console import Console
 from spot_async import registry
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
+from spot_async.diagnosis import capabilities, diagnose
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
@@ -31,7 +32,7 @@ from spot_async.orchestrator import (
     OrchestratorSettings,
     RunObserver,
 )
-from spot_async.preflight import TrainPlan, check_capabilities, sleeps_while_training
+from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.prompts import PromptSource
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
@@ -43,12 +44,11 @@ from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Capabilities, Prompt
+from spot_async.types import Prompt
 from spot_async.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-CAPABILITIES_TIMEOUT_S = 60.0
 WEIGHT_UPDATE_TIMEOUT_S = 600.0
 
 
@@ -125,9 +125,12 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
         screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
 
         async def run() -> TrainOutcome:
-            found = await gather(_capabilities(backend) for backend in backends.by_role().values())
-            stages.capabilities = dict(zip(backends.by_role(), found, strict=True))
-            check_capabilities(config, plan.policy.needs, stages.capabilities)
+            screen.phase("checking the servers")
+            diagnosis = await diagnose(config, plan, backends.by_role())
+            diagnosis.raise_if_unsafe()
+            for warning in diagnosis.warnings:
+                screen.warn(warning)
+            stages.capabilities = diagnosis.capabilities
             await send_initial_weights(config.student, student, stages.capabilities["student"], screen.phase)
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
@@ -142,9 +145,8 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
                 return result
 
             before = await evaluated("before")
-            observer = Observers(
-                RunLog(directory, stages, sinks, samples_every=config.run.samples_every), history, screen
-            )
+            log = RunLog(directory, stages, sinks, samples_every=config.run.samples_every, backends=backends.by_role())
+            observer = Observers(log, history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
@@ -182,7 +184,7 @@ async def evaluate_student(
         screen.phase("starting the student")
 
         async def run() -> EvaluationResult | None:
-            await send_initial_weights(config.student, student, await _capabilities(student), screen.phase)
+            await send_initial_weights(config.student, student, await capabilities(student), screen.phase)
             return await measure(config, sources, student_files.vocabulary, student, directory, screen, "")
 
         async with running(student):
@@ -389,8 +391,3 @@ async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator
         yield
     finally:
         await gather(leave(resource) for resource in entered)
-
-
-async def _capabilities(backend: Backend) -> Capabilities:
-    deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
-    return await backend.capabilities(deadline=deadline)

@@ -85,6 +85,8 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
         exact_entropy=True,
         candidate_logprobs="batched",
         weight_update=engine.parameters.match(directory),
+        weight_transport="disk",
+        prefix_caching=False,  # a prefix is read once for requests that wait together, and not kept
     )
     served = ServedModel(
         name=directory.absolute().name,
