@@ -29,6 +29,7 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
+    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -112,6 +113,10 @@ class VllmBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""
