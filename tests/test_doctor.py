@@ -185,10 +185,7 @@ def test_prompts_full_of_unknown_tokens_are_a_warning_of_the_dry_run(tmp_path: P
     dry = ["train", "configs/quickstart.yaml", "--dry-run", "prompt.instruction="]
     warned = CliRunner().invoke(app, [*dry, f"data.train={problems}"])
     assert warned.exit_code == 0, warned.output
-    assert (
-        "of the prompts' tokens are the tokenizer's token for what it does not"
-        in warned.output
-    )
+    assert "of the prompts' tokens are the tokenizer's token for what it does not" in warned.output
     assert "warning" not in CliRunner().invoke(app, dry).output
 
 
