@@ -8,8 +8,10 @@ turned into exactly one of the request errors here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +29,9 @@ from spot_async.errors import (
 )
 
 ERROR_EXCERPT_CHARACTERS = 300
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
+LONG_BODY_BYTES = 1 << 20
+LONG_BODIES_AT_ONCE = 2
 REDACTED = "***"
 
 ReadError = Callable[[int, bytes], RequestError | None]
@@ -71,6 +76,7 @@ class HttpEndpoint:
             return aiohttp.ClientSession(connector=connector)
 
         self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
+        self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()
@@ -114,8 +120,9 @@ class HttpEndpoint:
                 try:
                     if response.is_success:
                         encoded = "Content-Encoding" in response.headers
-                        async for part in response.aiter_bytes() if encoded else response.aiter_raw():
-                            sink(part)
+                        async with self._turn_of(response):
+                            async for part in response.aiter_bytes() if encoded else response.aiter_raw():
+                                sink(part)
                         return
                     await response.aread()
                 finally:
@@ -134,6 +141,11 @@ class HttpEndpoint:
             said = said.replace(secret, REDACTED.encode())
         return said
 
+    def _turn_of(self, response: httpx.Response) -> AbstractAsyncContextManager[object]:
+        """Long bodies come in a few at a time: parts of dozens in one turn of the event loop would hold it up."""
+        is_long = int(response.headers.get("Content-Length", 0)) > LONG_BODY_BYTES
+        return self._long_bodies if is_long else contextlib.nullcontext()
+
     async def _respond(self, request: httpx.Request) -> httpx.Response:
         """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
 
@@ -142,7 +154,9 @@ class HttpEndpoint:
         """
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
-        except (httpx.RemoteProtocolError, httpx.ReadError):
+        except httpx.HTTPError as error:
+            if not isinstance(error.__cause__, CLOSED) or isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise
             response = await self._transport.handle_async_request(request)
         return response
 

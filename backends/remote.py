@@ -24,7 +24,7 @@ from spot_async.model_files import ModelFiles, read_model
 from .connection import address_of, check_headers, check_url, proxy_for, read_secret, tls_context
 from .http import HttpEndpoint, ReadError
 from .launch import LaunchedServer, LaunchSettings, MakeCommand
-from .stepwise import StepRunner, Steps
+from .stepwise import StepRunner, Steps, run_at_once
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
 
@@ -144,12 +144,14 @@ class RemoteServer:
         return self.read(path, reply, decode)
 
     async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
-        """As `ask` for replies that take long to read: one step of all those under way a turn of the event loop."""
+        """As `ask`, but a large reply is read on the loop, one step of all those under way a turn (see `stepwise`)."""
         reply = await self.endpoint.post(
             path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
         )
         with self._naming(path):
-            return await self._steps.run(decode(reply))
+            if len(reply) > LARGE_REPLY_BYTES:
+                return await self._steps.run(decode(reply))
+            return run_at_once(decode(reply))
 
     def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
         with self._naming(path):

@@ -23,9 +23,19 @@ class StepRunner:
     async def run(self, steps: Steps[T]) -> T:
         async with self._busy:
             while True:
+                await asyncio.sleep(0)
                 try:
                     next(steps)
                 except StopIteration as done:
                     result: T = done.value
                     return result
-                await asyncio.sleep(0)
+
+
+def run_at_once(steps: Steps[T]) -> T:
+    """The result of a computation that is short after all."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result

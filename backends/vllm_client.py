@@ -97,7 +97,9 @@ class VllmClient:
             # Row i is the distribution that token i was read against: its own decision, one after decision_row.
             rows = answer.prompt_rows[branch_prefix_length(len(prompt), 0) :]
             table = yield from read_table(rows, read_prompt_row, width=top_k + 1)
-            return Scored(table.of_tokens(np.array(response, np.int32)), *table.top(top_k))
+            logprobs = table.of_tokens(np.array(response, np.int32))
+            yield
+            return Scored(logprobs, *table.top(top_k))
 
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
         return await self._ask(prompt + response, parameters, read, deadline=deadline)

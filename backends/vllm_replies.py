@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -210,8 +211,9 @@ def read_table(rows: Sequence[msgspec.Raw], read_row: Callable[[msgspec.Raw], En
             raise PoisonedReplyError(f"a row of {lengths.max()} log-probabilities where at most {width} can be")
         filled = np.arange(width) < lengths[:, None]
         place = slice(start, start + len(part))
-        ids[place][filled] = [token_id for row_ids, _ in part for token_id in row_ids]
-        logprobs[place][filled] = [value for _, values in part for value in values]
+        count = int(lengths.sum())
+        ids[place][filled] = np.fromiter(chain.from_iterable(row_ids for row_ids, _ in part), np.int32, count)
+        logprobs[place][filled] = np.fromiter(chain.from_iterable(values for _, values in part), np.float32, count)
         yield
     if bool(((logprobs < CLAMPED) & np.isfinite(logprobs)).any()):
         raise PoisonedReplyError("log-probabilities of -9999, which the server writes where it has no number")
