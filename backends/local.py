@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import Field
 
 from spot_async import errors, wire
-from spot_async.config import PluginSettings, PositiveFloat
+from spot_async.config import Place, PluginSettings, PositiveFloat
 from spot_async.errors import (
     ConfigError,
     PermanentError,
@@ -43,6 +43,7 @@ from spot_async.types import (
     IntArray,
     SamplingSettings,
     TokenScores,
+    Traffic,
     WeightSnapshot,
     WeightVersion,
 )
@@ -65,6 +66,10 @@ class LocalBackend:
         kind: str = "local"
         port: int | None = Field(None, ge=1, le=65535, description="loopback port; default: a private Unix socket")
         start_timeout_s: PositiveFloat = Field(600.0, description="longest time loading the model may take")
+
+        @property
+        def place(self) -> Place | None:
+            return Place(f"port={self.port}", f"127.0.0.1:{self.port}") if self.port is not None else None
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
@@ -110,6 +115,10 @@ class LocalBackend:
     async def watch(self) -> None:
         """Run for as long as the child lives; raise `ProcessDiedError` when it ends by itself."""
         await self._child.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)

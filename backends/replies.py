@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.errors import PoisonedReplyError
-from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, TokenScores
+from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, ScoredPositions, TokenScores
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
 ENTROPY_SLACK_NATS = 1e-2
@@ -42,14 +42,19 @@ def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, voca
     _check_logprobs("logprobs", reply.logprobs, (count,))
     _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
     for name in ("entropy", "entropy_lower", "entropy_upper"):
-        values = getattr(reply, name)
-        _check_shape(name, values, (count,))
-        inside = (values >= -ENTROPY_SLACK_NATS) & (values <= math.log(vocab_size) + ENTROPY_SLACK_NATS)
-        if not inside.all():
-            raise PoisonedReplyError(f"{name} is not between 0 and log {vocab_size}")
+        _check_entropy(name, getattr(reply, name), (count,), vocab_size)
     ordered = (reply.entropy_lower <= reply.entropy) & (reply.entropy <= reply.entropy_upper)
     if not ordered.all():
         raise PoisonedReplyError("entropy lies outside its own bounds")
+
+
+def check_scored_positions(reply: ScoredPositions, positions: IntArray, *, top_k: int, vocab_size: int) -> None:
+    """One row per position that was asked for."""
+    _check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
+    for name in ("entropy_lower", "entropy_upper"):
+        _check_entropy(name, getattr(reply, name), (len(positions),), vocab_size)
+    if not (reply.entropy_lower <= reply.entropy_upper).all():
+        raise PoisonedReplyError("entropy_lower exceeds entropy_upper")
 
 
 def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> None:
@@ -63,6 +68,13 @@ def _check_topk(ids: IntArray | None, logprobs: FloatArray | None, shape: tuple[
     _check_logprobs("topk_logprobs", logprobs, shape)
     if not (logprobs[:, 1:] <= logprobs[:, :-1]).all():
         raise PoisonedReplyError("topk_logprobs do not descend")
+
+
+def _check_entropy(name: str, values: FloatArray, shape: tuple[int, ...], vocab_size: int) -> None:
+    _check_shape(name, values, shape)
+    inside = (values >= -ENTROPY_SLACK_NATS) & (values <= math.log(vocab_size) + ENTROPY_SLACK_NATS)
+    if not inside.all():
+        raise PoisonedReplyError(f"{name} is not between 0 and log {vocab_size}")
 
 
 def _check_ids(name: str, ids: IntArray, shape: tuple[int, ...], vocab_size: int) -> None:

@@ -25,6 +25,7 @@ from spot_async.run_directory import RunDirectory
 from spot_async.runtime import TrainOutcome
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
+from spot_async.types import Capabilities
 from spot_async.vocabulary import Vocabulary
 
 _one_run = threading.Lock()
@@ -85,6 +86,7 @@ def stages_for(
     teacher: Scorer | None = None,
     reference: Scorer | None = None,
     teacher_vocabulary: Vocabulary | None = None,
+    capabilities: Mapping[str, Capabilities] | None = None,
     sampling: SamplingConfig | None = None,
     config: StagesConfig | None = None,
     seed: int = 0,
@@ -94,13 +96,15 @@ def stages_for(
 
     `teacher` and `reference` are given as the policy's needs say; a policy that wants the teacher's responses needs
     one that generates. `vocabulary` is the student's; give the teacher's too where it ends its responses with another
-    token. `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be supervised at once.
-    Events (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
+    token. `capabilities`, by role, say what servers offer that serve less than whole distributions; without them a
+    policy asks for exact values. `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be
+    supervised at once. Events (a retry, a server's end) go to Python's `logging`, unless the program configured
+    structlog.
     """
     log_events_to_python_logging()
     needs = policy.needs
     teacher_generator = teacher if needs.teacher_responses and isinstance(teacher, Generator) else None
-    return Stages(
+    stages = Stages(
         Services(
             generator=student,
             scorer=teacher,
@@ -118,6 +122,8 @@ def stages_for(
         max_probes_per_prompt=needs.probes_per_prompt,
         max_samples_per_prompt=needs.samples_per_prompt,
     )
+    stages.capabilities = capabilities or {}
+    return stages
 
 
 def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:

@@ -20,8 +20,10 @@ from spot_async.types import (
     Prompt,
     Sample,
     SamplingSettings,
+    ScoredPositions,
     Supervision,
     TokenScores,
+    Traffic,
     TrainReport,
     Verdict,
     WeightSnapshot,
@@ -58,6 +60,34 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class PositionScorer(Protocol):
+    """Optional for a teacher whose scores only bound the entropy: single positions again, with a wider top-k.
+
+    A selection hangs on few positions; there a wider top-k narrows the bounds, and one as wide as the vocabulary
+    makes them exact. A server that returns the distribution after a prompt can do this, one request a position:
+    SGLang up to the vocabulary's size (top_logprobs_num), vLLM up to its --max-logprobs. `Capabilities` say how
+    wide: `max_position_top_k`.
+    """
+
+    async def score_at(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        *,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+    ) -> ScoredPositions:
+        """Rows for response positions (N,), 0-based: the distributions that decide `response_ids[positions]`.
+
+        `top_k` is at most `max_position_top_k`. What is returned stands for these positions from then on: it is
+        taken for exact, where `score` is taken to be within `logprob_noise_nats` of it.
+        """
+        ...
+
+
+@runtime_checkable
 class CandidateScorer(Protocol):
     """Log-probabilities of chosen tokens at chosen positions: the behaviour student."""
 
@@ -86,6 +116,24 @@ class WeightSink(Protocol):
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None: ...
 
 
+@runtime_checkable
+class Sleeper(Protocol):
+    """Optional for a student's server that shares its devices with the trainer: it gives their memory back meanwhile.
+
+    Asked to sleep only when nothing is in flight, and for nothing else until it is awake. It wakes with the weights
+    it had; new ones are sent after that.
+    """
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        """Whether its settings ask for it."""
+        ...
+
+    async def sleep(self, *, deadline: float) -> None: ...
+
+    async def wake(self, *, deadline: float) -> None: ...
+
+
 class Backend(Protocol):
     """A running inference service in one role. Entering starts it and waits until it answers."""
 
@@ -97,6 +145,16 @@ class Backend(Protocol):
 
     async def watch(self) -> None:
         """Run for as long as the service lives; raise `ProcessDiedError` when it ends by itself."""
+        ...
+
+
+@runtime_checkable
+class TrafficSource(Protocol):
+    """Optional for a backend that talks to a server: how much, for the metrics `traffic/<role>/...`."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Grows while the backend runs; there once it has been entered."""
         ...
 
 
@@ -113,8 +171,18 @@ class Verifier(Protocol):
 class PromptStages(Protocol):
     """The stages as one prompt's coroutine sees them: priority, seed and deadline are already its own."""
 
-    async def rollout(self, *, n: int = 0) -> Generation:
-        """Sample the prompt's n-th response from the behaviour policy."""
+    @property
+    def student(self) -> Capabilities | None:
+        """What the student's server was found to offer; None where nobody said: then all that a policy may ask for."""
+        ...
+
+    @property
+    def teacher(self) -> Capabilities | None:
+        """The same of the teacher's."""
+        ...
+
+    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
+        """Sample the prompt's n-th response from the behaviour policy, with the top-k of each token's distribution."""
         ...
 
     async def teacher_response(self) -> Generation:
@@ -123,6 +191,10 @@ class PromptStages(Protocol):
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         """Score the response under the teacher."""
+        ...
+
+    async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
+        """Score single positions under the teacher once more, with a wider top-k; see `PositionScorer`."""
         ...
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:

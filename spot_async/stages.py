@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,17 +20,19 @@ from spot_async.actor import Priority, Stage
 from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError
-from spot_async.protocols import CandidateScorer, Generator, Scorer, Verifier
+from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
 from spot_async.timeline import Timeline
 from spot_async.types import (
+    Capabilities,
     FloatArray,
     Generation,
     IntArray,
     Problem,
     Prompt,
     SamplingSettings,
+    ScoredPositions,
     TokenScores,
     Verdict,
     WeightVersion,
@@ -82,6 +85,7 @@ class Stages:
         self.sampling = sampling
         self.run_seed = run_seed
         self.student = student
+        self.capabilities: Mapping[str, Capabilities] = {}  # by role, once the backends were asked
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
         # What ends a response is one decision, whichever token each model spells it with. A teacher that only
@@ -130,7 +134,15 @@ class BoundStages:
         self._stages = stages
         self._prompt = prompt
 
-    async def rollout(self, *, n: int = 0) -> Generation:
+    @property
+    def student(self) -> Capabilities | None:
+        return self._stages.capabilities.get("student")
+
+    @property
+    def teacher(self) -> Capabilities | None:
+        return self._stages.capabilities.get("teacher")
+
+    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
         nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
         return await self._generate(
             self._stages.rollout,
@@ -138,6 +150,7 @@ class BoundStages:
             (self._prompt.ordinal,),
             self._prompt.token_ids,
             self._settings(self._stages.sampling.max_response_tokens, "rollout", *nth),
+            top_k=top_k,
         )
 
     async def teacher_response(self) -> Generation:
@@ -164,6 +177,24 @@ class BoundStages:
             ),
         )
         return msgspec.structs.replace(scores, topk_ids=self._with_swapped_ends(scores.topk_ids))
+
+    async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
+        scorer = _given(self._stages.services.scorer, "teacher_top_k")
+        if not isinstance(scorer, PositionScorer):
+            raise LookupError("the policy asks the teacher for single positions, which its backend does not offer")
+        scored_ids = self._as_teacher_ends(response_ids)
+        rows = await self._stages.score.ask(
+            (self._prompt.ordinal,),
+            lambda deadline: scorer.score_at(
+                self._prompt.token_ids,
+                scored_ids,
+                positions,
+                top_k=top_k,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
+            ),
+        )
+        return msgspec.structs.replace(rows, topk_ids=self._with_swapped_ends(rows.topk_ids))
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         reference = _given(self._stages.services.reference, "reference")
@@ -229,11 +260,13 @@ class BoundStages:
         priority: tuple[int, ...],
         prefix_ids: IntArray,
         settings: SamplingSettings,
+        *,
+        top_k: int = 0,
     ) -> Generation:
         generation = await stage.ask(
             priority,
             lambda deadline: generator.generate(
-                prefix_ids, settings, session=f"prompt-{self._prompt.ordinal}", deadline=deadline
+                prefix_ids, settings, top_k=top_k, session=f"prompt-{self._prompt.ordinal}", deadline=deadline
             ),
         )
         self._stages.tokens_generated += len(generation.token_ids)

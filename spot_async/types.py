@@ -119,6 +119,26 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     entropy_lower: FloatArray  # (T,) equal to entropy when it is exact
     entropy_upper: FloatArray  # (T,)
     version: WeightVersion
+    # (T,) false where the server could not be asked about our token or the candidates are not known (a text prompt
+    # that it tokenised differently): the row then holds finite placeholders that nobody may use. None: all are known.
+    valid: BoolArray | None = None
+
+
+class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's distributions at a few response positions, in more detail than `TokenScores` has of all of them."""
+
+    topk_ids: IntArray  # (N, K) descending by probability; special tokens included, as everywhere
+    topk_logprobs: FloatArray  # (N, K)
+    entropy_lower: FloatArray  # (N,) nats
+    entropy_upper: FloatArray  # (N,) equal to entropy_lower when it is exact
+
+
+class Traffic(msgspec.Struct, kw_only=True):
+    """What went to and came from one server so far. Bodies only, as they were on the wire."""
+
+    requests: int = 0  # attempts, whatever came of them
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +165,7 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     teacher_logprobs: FloatArray | None = None  # (T,) advantages follow as teacher - behaviour
     advantages: FloatArray | None = None  # (T,) given directly; exclusive with teacher_logprobs
     reference_logprobs: FloatArray | None = None  # (T,) for the reference KL
+    policy_mask: BoolArray | None = None  # (T,) false where nothing is known of the advantage; None: known everywhere
     soft_targets: SoftTargets | None = None
 
 
@@ -165,6 +186,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy asks of the backends; checked against `Capabilities` before the first request."""
 
     teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing
+    teacher_top_k_key: str | None = None  # the key of `policy` that sets it
     teacher_responses: bool = False  # the teacher writes responses of its own
     reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False
@@ -224,17 +246,24 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int
     max_top_k: int  # of scores; 0 where the server scores no given tokens
     max_generation_top_k: int = 0  # of generations, per sampled token
+    # Of single positions that are asked for again (`protocols.PositionScorer`); 0: not offered. A server that serves
+    # as many as `vocab_size` gives exact entropies there.
+    max_position_top_k: int = 0
     exact_entropy: bool  # else scores carry bounds from the served top-k
     candidate_logprobs: CandidateSupport
     weight_update: bool
     generation: bool = True
     token_id_prompts: bool = True  # else text, and positions tokenised otherwise are masked
+    sampled_token_ids: bool = True  # else generations are text that is tokenised again: for KD and evaluation only
     abort: bool = True  # a request that is given up frees its place at once
     # Largest difference seen between two computations of the same row; intervals are widened by it.
     logprob_noise_nats: float = 0.0
     logprob_convention: Literal["untruncated", "truncated"] = "untruncated"
     score_temperature: LogprobTemperature = "request"
     generation_temperature: LogprobTemperature = "request"
+    seeds: bool = True  # equal requests with equal seeds give equal tokens, whatever runs beside them
+    prefix_caching: bool | None = None  # None where the server does not say
+    weight_transport: str | None = None  # how new weights reach it, for people; None where it takes none or nobody says
     # Weights that are being served; None when a server that was already running may hold any.
     version: WeightVersion | None = WeightVersion(0, 0)
     server: str = "local"  # name and version of the server, for people

@@ -28,7 +28,7 @@ from spot_async.serving.sampling import sample
 from spot_async.serving.scoring import candidate_rows, score_rows
 from spot_async.serving.settings import EngineSettings
 from spot_async.serving.slots import SlotTable
-from spot_async.serving.tasks import CandidateTask, GenerateTask, ScoreTask, Task, take_group
+from spot_async.serving.tasks import CandidateTask, GenerateTask, ScoreTask, Task, Tokens, take_group
 from spot_async.serving.weights import Parameters
 from spot_async.types import Generation, TokenScores, WeightVersion
 
@@ -137,6 +137,10 @@ class Engine:
         )
 
     # -- generation --
+
+    def sampled_since(self, task: GenerateTask, start: int) -> Tokens | None:
+        """What a response has got in its slot from token `start` on; None for one that is in none."""
+        return self._table.since(task.row, start) if task.row is not None else None
 
     def _prefill_batch(self) -> None:
         """Give slots to waiting tasks, with all of their contexts but the last token read into the cache.
