@@ -1,4 +1,5 @@
 # Two commands are all a new machine needs: `make quickstart` and `make test`.
+# `make test-servers` also installs real inference servers, each in an environment of its own.
 # The only requirement is Python 3.11 or later with venv.
 PYTHON ?= python3
 VENV := .venv
@@ -6,8 +7,13 @@ BIN := $(VENV)/bin
 # Set TORCH_INDEX=https://download.pytorch.org/whl/cpu where pip cannot find a CPU build of torch by itself.
 TORCH_INDEX ?=
 TORCH_FLAGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: install quickstart test lint types docs clean
+# Interpreters of servers that are installed already, for test-servers to use in place of its own.
+SPOT_VLLM_PYTHON ?=
+SPOT_SGLANG_PYTHON ?=
+
+.PHONY: install quickstart test test-servers lint types docs clean
 
 install: $(VENV)/installed
 
@@ -24,6 +30,24 @@ quickstart: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Real vLLM and SGLang on this machine's CPU, with tiny models.
+test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
+	SPOT_VLLM_PYTHON=$(or $(SPOT_VLLM_PYTHON),$(CURDIR)/.venv-vllm/bin/python) \
+	SPOT_SGLANG_PYTHON=$(or $(SPOT_SGLANG_PYTHON),$(CURDIR)/.venv-sglang/bin/python) \
+	$(BIN)/python -m pytest tests/servers
+
+# The lists are complete, so nothing else is resolved.
+.venv-vllm/installed: tests/servers/vllm_requirements.txt tests/servers/vllm_dependencies.txt
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(word 1,$^)
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(EXTRA_TORCH_FLAGS) -r $(word 2,$^)
+	touch $@
+
+.venv-sglang/installed: tests/servers/sglang_requirements.txt
+	$(PYTHON) -m venv --clear .venv-sglang
+	.venv-sglang/bin/pip install --quiet --disable-pip-version-check --no-deps $(EXTRA_TORCH_FLAGS) -r $<
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +59,4 @@ docs: install
 	$(BIN)/python -m spot_async.config_docs > docs/configuration.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,7 +8,10 @@ turned into exactly one of the request errors here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +30,10 @@ from spot_async.errors import (
 from spot_async.types import Traffic
 
 ERROR_EXCERPT_CHARACTERS = 300
+REDACTED = "***"
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
+LONG_BODY_BYTES = 1 << 20
+LONG_BODIES_AT_ONCE = 2
 
 ReadError = Callable[[int, bytes], RequestError | None]
 
@@ -35,8 +42,11 @@ class HttpEndpoint:
     """A connection pool to one server, over TCP or a Unix socket. Enter it before use.
 
     The number of connections is not limited here: how much is in flight is the stages' decision. Requests go to
-    httpx's transport itself: redirects, cookies and proxies, which a client adds for half of a request's time,
-    have no place between an orchestrator and its servers.
+    httpx's transport itself: redirects and cookies, which a client adds for half of a request's time, have no
+    place between an orchestrator and its servers. `verify` and `proxy` are as httpx knows them.
+
+    The key, the secret headers' values and the proxy's password appear in no error: a server that repeats
+    them in what it says finds them replaced.
     """
 
     def __init__(
@@ -47,19 +57,28 @@ class HttpEndpoint:
         uds: str | None = None,
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
+        secret_headers: Mapping[str, str] | None = None,
         read_error: ReadError | None = None,
+        verify: ssl.SSLContext | bool = True,
+        proxy: httpx.Proxy | None = None,
     ) -> None:
         self.name = name
         self.traffic = Traffic()
         self._read_error = read_error
         self._base_url = base_url.rstrip("/")
-        self._headers = {**({"Authorization": f"Bearer {api_key}"} if api_key else {}), **(headers or {})}
+        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        accepted = {"Accept-Encoding": "gzip, deflate"}  # what is decoded here
+        self._headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
+        secrets = [api_key, *(secret_headers or {}).values(), *(proxy.raw_auth or () if proxy else ())]
+        self._secrets = [each.encode() if isinstance(each, str) else each for each in secrets if each]
 
         def session() -> aiohttp.ClientSession:
-            connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0)
+            context = self._transport.ssl_context
+            connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0, ssl=context)
             return aiohttp.ClientSession(connector=connector)
 
-        self._transport = AiohttpTransport(client=session)
+        self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
+        self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()
@@ -101,28 +120,56 @@ class HttpEndpoint:
         self.traffic.sent_bytes += len(body or b"")
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._transport.handle_async_request(request)
+                response = await self._respond(request)
                 try:
                     if response.is_success:
-                        async for part in response.aiter_raw():
-                            self.traffic.received_bytes += len(part)
-                            sink(part)
+                        encoded = "Content-Encoding" in response.headers
+                        async with self._turn_of(response):
+                            async for part in response.aiter_bytes() if encoded else response.aiter_raw():
+                                self.traffic.received_bytes += len(part)
+                                sink(part)
                         return
                     await response.aread()
-                    self.traffic.received_bytes += len(response.content)
                 finally:
+                    self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}{path}: no reply before the deadline") from None
         except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-            raise TransientError(f"{self.name}{path}: {type(error).__name__}: {error}") from error
-        own = self._read_error(response.status_code, response.content) if self._read_error else None
-        raise own or error_for_status(f"{self.name}{path}", response)
+            said = self._redacted(str(error).encode()).decode()
+            raise TransientError(f"{self.name}{path}: {type(error).__name__}: {said}") from None
+        content = self._redacted(response.content)
+        own = self._read_error(response.status_code, content) if self._read_error else None
+        raise own or error_for_status(f"{self.name}{path}", response, content)
+
+    def _redacted(self, said: bytes) -> bytes:
+        for secret in self._secrets:
+            said = said.replace(secret, REDACTED.encode())
+        return said
+
+    def _turn_of(self, response: httpx.Response) -> AbstractAsyncContextManager[object]:
+        """Long bodies come in a few at a time: parts of dozens in one turn of the event loop would hold it up."""
+        is_long = int(response.headers.get("Content-Length", 0)) > LONG_BODY_BYTES
+        return self._long_bodies if is_long else contextlib.nullcontext()
+
+    async def _respond(self, request: httpx.Request) -> httpx.Response:
+        """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
+
+        Servers close idle connections, and some close one after an error: a request on it then fails unread.
+        Asking twice does no harm here: nothing that is sent adds to what was sent before.
+        """
+        try:
+            response: httpx.Response = await self._transport.handle_async_request(request)
+        except httpx.HTTPError as error:
+            if not isinstance(error.__cause__, CLOSED) or isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise
+            response = await self._transport.handle_async_request(request)
+        return response
 
 
-def error_for_status(request: str, response: httpx.Response) -> RequestError:
+def error_for_status(request: str, response: httpx.Response, content: bytes) -> RequestError:
     """The error of a reply that is none: 429 and 503 throttled, other 4xx permanent, the rest transient."""
-    excerpt = " ".join(error_message(response.content).split())[:ERROR_EXCERPT_CHARACTERS]
+    excerpt = " ".join(error_message(content).split())[:ERROR_EXCERPT_CHARACTERS]
     message = f"{request}: HTTP {response.status_code}: {excerpt}"
     if response.status_code in (429, 503):
         return ThrottledError(message, retry_after_s(response.headers.get("Retry-After")))

@@ -6,13 +6,50 @@ is waited for, explained by its log when it fails, and stopped with everything i
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import os
+import random
+import shutil
+import socket
+import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self
 
+import pydantic
+import structlog
 from pydantic import Field
 
 from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
+from spot_async.errors import ConfigError, ProcessDiedError, RequestError
+from spot_async.processes import ChildProcess, foreign_environment
+
+LOG_LINES = 10  # shown of a server that failed, from the end of its log
+LOG_ERRORS = 3  # and what exceptions said before
+PROBE_TIMEOUT_S = 10.0
+PROBE_INTERVAL_S = 0.25
+VERSION_TIMEOUT_S = 60.0
+# Below those that outgoing connections get: a connection to a server that does not listen yet would now and then
+# get that very port, be connected to itself, and keep the server from listening.
+FREE_PORTS = range(20_000, 32_768)
+NO_SUCH_MODULE = 3
+# Prints the version of the distribution that a module comes from; exits with 3 when there is no such module.
+VERSION_CODE = """
+import importlib.metadata, importlib.util, sys
+sys.path[:] = [path for path in sys.path if path]
+spec = importlib.util.find_spec(sys.argv[1])
+if spec is None or spec.origin is None:
+    sys.exit(3)
+names = importlib.metadata.packages_distributions().get(sys.argv[1], [])
+print(importlib.metadata.version(names[0]) if names else "unknown")
+"""
+
+
+def _numbers_too(value: Any) -> Any:
+    return str(value) if type(value) is int else value  # `devices: 0` is a number to YAML
 
 
 class LaunchSettings(Section):
@@ -20,24 +57,189 @@ class LaunchSettings(Section):
 
     python: str = Field(description="interpreter of the environment that the server is installed in")
     port: int | None = Field(None, ge=1, le=65535, description="loopback port; default: a free one")
-    devices: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of the server, such as `0,1`; default: all")
+    devices: Annotated[str | None, pydantic.BeforeValidator(_numbers_too)] = Field(
+        None, description="CUDA_VISIBLE_DEVICES of the server, such as `0,1`; default: all"
+    )
     tensor_parallel_size: PositiveInt = Field(1, description="devices that share the model")
     memory_fraction: Probability | None = Field(
         None, description="share of device memory for weights and KV cache; default: the server's own"
     )
     dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
     arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
-    environment: dict[str, str] = Field({}, description="further environment variables")
+    environment: dict[str, str] = Field(
+        {}, description="further environment variables; no secrets: what this process has is passed on, and not saved"
+    )
     start_timeout_s: PositiveFloat = Field(600.0, description="longest time until it answers")
+
+    @pydantic.model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        given = None if self.devices is None else len(self.devices.split(","))
+        if given is not None and 1 < self.tensor_parallel_size != given:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices, but devices={self.devices} "
+                f"names {given}"
+            )
+        return self
+
+    def check_machine(self, section: str) -> None:
+        """As that of `PluginSettings`."""
+        if self.interpreter is None:
+            raise ConfigError(
+                f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
+            )
+
+    @property
+    def interpreter(self) -> str | None:
+        """The interpreter's path; None when there is none."""
+        return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
 
 
 @dataclass(frozen=True)
 class Command:
-    """What starts a server."""
+    """What starts a server: all of its command line, the settings' own arguments included.
+
+    Devices and the settings' environment are added to `environment` here. `make_command` may take its time: it
+    runs in a thread, and raises `ConfigError` with keys that begin with `launch`.
+    """
 
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    package: str | None = None  # module that the interpreter must be able to import; None: not looked for
 
 
 MakeCommand = Callable[[LaunchSettings, Path, int], Command]  # of the settings, the model directory and the port
-IsReady = Callable[[], Awaitable[bool]]
+Ask = Callable[[float], Awaitable[object]]  # until a deadline; raises a `RequestError` while the server is not ready
+
+
+class LaunchedServer:
+    """A server as our child, from entering to leaving. Entered does not mean that it answers: see `until_ready`."""
+
+    def __init__(
+        self, settings: LaunchSettings, *, role: str, model: Path, log_path: Path, make_command: MakeCommand
+    ) -> None:
+        self._settings = settings
+        self._role = role
+        self._model = model.absolute()
+        self._log_path = log_path
+        self._make_command = make_command
+        self._child: ChildProcess
+        self.url: str
+
+    async def __aenter__(self) -> Self:
+        """Raises `ConfigError` for an interpreter, package or port that cannot be used."""
+        self._settings.check_machine(f"{self._role}.backend.launch")
+        try:
+            port, command = await asyncio.to_thread(self._prepare)
+        except ConfigError as error:
+            raise ConfigError(f"{self._role}.backend.{error}") from None
+        self.url = f"http://127.0.0.1:{port}"
+        self._child = await ChildProcess.start_foreign(
+            self._role, command.argv, log_path=self._log_path, environment=command.environment
+        )
+        return self
+
+    def _prepare(self) -> tuple[int, Command]:
+        """The port, and the command with its whole environment. Runs the interpreter, so not in the event loop."""
+        settings = self._settings.model_copy(update={"python": self._settings.interpreter})
+        port = free_port() if settings.port is None else check_port(settings.port)
+        command = self._make_command(settings, self._model, port)
+        if command.package is not None:
+            version = installed_version(settings, command.package)
+            structlog.get_logger().info("starting", process=self._role, package=command.package, version=version)
+        devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
+        return port, replace(command, environment={**command.environment, **devices, **settings.environment})
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._child.stop()
+
+    async def watch(self) -> None:
+        """Run for as long as it lives; raise `ProcessDiedError`, the log's last lines as its note, when it ends."""
+        try:
+            await self._child.watch()
+        except ProcessDiedError as error:
+            self._explain(error)
+            raise
+
+    async def until_ready(self, ask: Ask) -> None:
+        """Return once it answers. Raises `ProcessDiedError` when it ends instead, or takes too long."""
+        last: RequestError | None = None
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s), asyncio.TaskGroup() as group:
+                watcher = group.create_task(self.watch())
+                loop = asyncio.get_running_loop()
+                while not watcher.done():
+                    try:
+                        await ask(loop.time() + PROBE_TIMEOUT_S)
+                        break
+                    except RequestError as error:
+                        last = error
+                    await asyncio.sleep(PROBE_INTERVAL_S)
+                watcher.cancel()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the watcher's
+        except TimeoutError:
+            late = ProcessDiedError(
+                f"{self._role} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
+                f"({last}): raise {self._role}.backend.launch.start_timeout_s or see the log: {self._log_path}"
+            )
+            self._explain(late)
+            raise late from None
+
+    def _explain(self, error: ProcessDiedError) -> None:
+        lines, errors = self._child.last_lines(LOG_LINES), self._child.earlier_errors(LOG_ERRORS, LOG_LINES)
+        error.add_note("\n".join(f"  {line}" for line in [*errors, *(["..."] if errors else []), *lines]))
+
+
+def installed_version(settings: LaunchSettings, package: str) -> str:
+    """The version of the distribution that a module comes from, in the settings' environment; asked for once.
+
+    Raises `ConfigError` when it is not there.
+    """
+    return _installed_version(settings.python, package, settings.environment.get("PYTHONPATH"))
+
+
+@functools.lru_cache
+def _installed_version(python: str, package: str, python_path: str | None) -> str:
+    own = {} if python_path is None else {"PYTHONPATH": python_path}
+    command = [python, "-c", VERSION_CODE, package]
+    try:
+        done = subprocess.run(
+            command,
+            env=foreign_environment(own),
+            capture_output=True,
+            text=True,
+            timeout=VERSION_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"launch.python: cannot run {python}: {error}") from None
+    if done.returncode == NO_SUCH_MODULE:
+        raise ConfigError(f"launch.python: no {package} in {python}: install it there, or name another interpreter")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"launch.python: {python} cannot look for {package}: {lines[-1]}")
+    return done.stdout.split()[-1]
+
+
+def check_port(port: int) -> int:
+    """The port, when it can be listened at; raises `ConfigError` when another program does."""
+    if not _is_free(port):
+        raise ConfigError(f"launch.port={port}: taken by another program; give another one, or none for a free one")
+    return port
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens at."""
+    return next(port for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no listeners
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

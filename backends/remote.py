@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,12 +17,14 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
-from spot_async.errors import ConfigError, PoisonedReplyError
+from spot_async.config import NonNegativeFloat, Place, PluginSettings, PositiveInt
+from spot_async.errors import ConfigError, PoisonedReplyError, TransientError
 from spot_async.model_files import ModelFiles, read_model
 
-from .http import HttpEndpoint
-from .launch import LaunchSettings, MakeCommand
+from .connection import address_of, check_headers, check_url, proxy_for, read_secret, tls_context
+from .http import HttpEndpoint, ReadError
+from .launch import LaunchedServer, LaunchSettings, MakeCommand
+from .stepwise import StepRunner, Steps, run_at_once
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
 
@@ -39,6 +40,10 @@ class RemoteSettings(PluginSettings):
     api_key_env: str | None = Field(None, description="environment variable with the server's key")
     headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
     secret_headers: dict[str, str] = Field({}, description="request headers whose values are environment variables")
+    proxy: str | None = Field(None, description="proxy's URL; default: that of HTTPS_PROXY or HTTP_PROXY")
+    ca_certificates: str | None = Field(
+        None, description="file of the certificates to trust; default: SSL_CERT_FILE, else the usual ones"
+    )
     top_k: PositiveInt | None = Field(
         None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
     )
@@ -51,6 +56,22 @@ class RemoteSettings(PluginSettings):
         if (self.url is None) == (self.launch is None):
             raise ValueError("give exactly one of url (a running server) and launch (one to start)")
         return self
+
+    @property
+    def place(self) -> Place | None:
+        if self.url is not None:
+            return Place(f"url={self.url}", address_of(self.url), is_attached=True)
+        port = self.launch.port if self.launch is not None else None
+        return Place(f"launch.port={port}", f"127.0.0.1:{port}") if port is not None else None
+
+    def check_machine(self, section: str) -> None:
+        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
+            read_secret(section, variable)
+        if self.launch is not None:
+            self.launch.check_machine(f"{section}.launch")
+
+    _check_urls = pydantic.field_validator("url", "proxy")(check_url)
+    _check_headers = pydantic.field_validator("headers")(check_headers)
 
 
 class RemoteServer:
@@ -65,6 +86,7 @@ class RemoteServer:
         run_directory: Path,
         make_command: MakeCommand | None = None,
         ready_path: str = "/health",
+        read_error: ReadError | None = None,
     ) -> None:
         self.settings = settings
         self.role = role
@@ -73,16 +95,22 @@ class RemoteServer:
         self._run_directory = run_directory
         self._make_command = make_command
         self._ready_path = ready_path
+        self._read_error = read_error
+        self._launched: LaunchedServer | None = None
+        self._steps = StepRunner()
         self._exit_stack: contextlib.AsyncExitStack
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             url = self.settings.url
             if url is None:
-                raise ConfigError(f"{self.role}.backend.launch: not built yet; start the server and give its url")
-            self.endpoint = await stack.enter_async_context(
-                HttpEndpoint(self.role, url, api_key=self._key(self.settings.api_key_env), headers=self._headers())
-            )
+                self._launched = await stack.enter_async_context(self._launch())
+                url = self._launched.url
+            self.endpoint = await stack.enter_async_context(self._connection(url))
+            if self._launched is not None:
+                await self._launched.until_ready(
+                    lambda deadline: self.endpoint.get(self._ready_path, deadline=deadline)
+                )
             self._exit_stack = stack.pop_all()
         return self
 
@@ -93,7 +121,10 @@ class RemoteServer:
 
     async def watch(self) -> None:
         """Run for as long as the server does, when we started it; for ever when we did not."""
-        await asyncio.get_running_loop().create_future()
+        if self._launched is not None:
+            await self._launched.watch()
+        else:
+            await asyncio.get_running_loop().create_future()
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
         return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))
@@ -112,25 +143,53 @@ class RemoteServer:
             return await asyncio.to_thread(self.read, path, reply, decode)
         return self.read(path, reply, decode)
 
+    async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
+        """As `ask`, but a large reply is read on the loop, one step of all those under way a turn (see `stepwise`)."""
+        reply = await self.endpoint.post(
+            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
+        )
+        with self._naming(path):
+            if len(reply) > LARGE_REPLY_BYTES:
+                return await self._steps.run(decode(reply))
+            return run_at_once(decode(reply))
+
     def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
-        try:
+        with self._naming(path):
             return decode(reply)
-        except PoisonedReplyError as error:
-            raise PoisonedReplyError(f"{self.role}{path}: {error}") from None
+
+    @contextlib.contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (PoisonedReplyError, TransientError) as error:
+            raise type(error)(f"{self.role}{path}: {error}") from None
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PoisonedReplyError(f"{self.role}{path}: cannot read the reply: {error}") from error
 
-    def _headers(self) -> Mapping[str, str]:
-        secret = {name: self._key(variable) or "" for name, variable in self.settings.secret_headers.items()}
-        return {**self.settings.headers, **secret}
+    def _launch(self) -> LaunchedServer:
+        launch = self.settings.launch
+        if launch is None or self._make_command is None:
+            raise ConfigError(f"{self.role}.backend.launch: {self.settings.kind} starts no server; give its url")
+        return LaunchedServer(
+            launch,
+            role=self.role,
+            model=self.files.directory,
+            log_path=self._run_directory / "logs" / f"{self.role}.log",
+            make_command=self._make_command,
+        )
 
-    def _key(self, variable: str | None) -> str | None:
-        if variable is None:
-            return None
-        value = os.environ.get(variable)
-        if not value:
-            raise ConfigError(f"{self.role}.backend: the environment variable {variable} is not set")
-        return value
+    def _connection(self, url: str) -> HttpEndpoint:
+        settings, section = self.settings, f"{self.role}.backend"
+        return HttpEndpoint(
+            self.role,
+            url,
+            api_key=read_secret(section, settings.api_key_env) if settings.api_key_env is not None else None,
+            headers=settings.headers,
+            secret_headers={name: read_secret(section, each) for name, each in settings.secret_headers.items()},
+            read_error=self._read_error,
+            verify=tls_context(self.role, settings.ca_certificates),
+            proxy=proxy_for(self.role, url, settings.proxy),
+        )
 
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:

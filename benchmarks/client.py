@@ -6,6 +6,7 @@ First one small `generate` request: with bare aiohttp (nothing encoded, decoded 
 transport (the same), with `HttpEndpoint` (the same), and with the local backend, which encodes the request, reads and
 checks the reply. Then a whole SPOT sample through the real orchestrator, policy and verifier: 1 rollout, 1 score,
 1 candidate request, 8 probes, 9 verdicts, of eight tokens each. Ways take turns; the best of the rounds counts.
+Last, what scores of remote servers cost, by dialect (`scoring.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import httpx
 import numpy as np
 from pipeline import EXAMPLE, PROBES, VOCAB, make_orchestrator
 from report import show
+from scoring import measure_scoring
 
 from spot_async import wire
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.local import LocalBackend
 from spot_async.config import StageConfig, StagesConfig
+from spot_async.memory import tune_gc
 from spot_async.serving import api
 from spot_async.stages import Services
 from spot_async.types import Capabilities, SamplingSettings
@@ -154,7 +157,7 @@ async def measure(arguments: argparse.Namespace, directory: Path, uds: str) -> N
         backend = await make_backend(stack, uds, directory)
         ways = await ways_to_ask(stack, uds, backend)
         gc.collect()
-        gc.freeze()  # as a run does
+        tune_gc()  # as a run does
         best: dict[tuple[str, int], float] = {}
         for round_number in range(arguments.rounds + 1):
             for in_flight in IN_FLIGHT:
@@ -186,6 +189,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, stub(Path(directory)) as uds:
         asyncio.run(measure(arguments, Path(directory), uds))
+    measure_scoring(arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from spot_async.protocols import PromptStages
-from spot_async.types import Generation, Prompt, Sample, SoftTargets, Supervision, TokenScores, Verdict, WeightVersion
+from spot_async.types import (
+    FloatArray,
+    Generation,
+    Prompt,
+    Sample,
+    SoftTargets,
+    Supervision,
+    TokenScores,
+    Verdict,
+    WeightVersion,
+)
 
 
 def distillation_sample(
@@ -28,17 +40,31 @@ def distillation_sample(
         behavior_logprobs=rollout.logprobs,
         version=oldest_version(rollout),
         teacher_logprobs=scores.logprobs,
+        policy_mask=scores.valid,
         soft_targets=soft_targets,
     )
     return Sample(
         supervision=supervision,
-        metrics=rollout_metrics(rollout, verdict)
-        | {"teacher/entropy_nats": float(scores.entropy.mean())}
-        | (metrics or {}),
-        record=rollout_record(prompt, stages, rollout, verdict)
-        | {"teacher_logprobs": scores.logprobs, "teacher_entropy_nats": scores.entropy}
-        | (record or {}),
+        metrics=rollout_metrics(rollout, verdict) | teacher_metrics(scores) | (metrics or {}),
+        record=rollout_record(prompt, stages, rollout, verdict) | teacher_record(scores) | (record or {}),
     )
+
+
+def teacher_metrics(scores: TokenScores) -> dict[str, float]:
+    """The mean entropy of what is known; for a teacher that reads text, also the share that is not."""
+    if scores.valid is None:
+        return {"teacher/entropy_nats": float(scores.entropy.mean())}
+    masked = {"teacher/masked": 1.0 - float(scores.valid.mean())}
+    return masked | ({"teacher/entropy_nats": float(scores.entropy[scores.valid].mean())} if scores.valid.any() else {})
+
+
+def teacher_record(scores: TokenScores) -> dict[str, Any]:
+    """Per position; NaN (null in the file) where nothing is known."""
+
+    def shown(values: FloatArray) -> FloatArray:
+        return values if scores.valid is None else np.where(scores.valid, values, np.float32(np.nan))
+
+    return {"teacher_logprobs": shown(scores.logprobs), "teacher_entropy_nats": shown(scores.entropy)}
 
 
 def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, verdict: Verdict) -> dict[str, Any]:

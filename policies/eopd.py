@@ -50,7 +50,8 @@ class EopdPolicy:
         scores, verdict = await both(
             stages.score(rollout.token_ids, top_k=self.settings.top_k), stages.verify(rollout.token_ids)
         )
-        gated = np.flatnonzero(scores.entropy > self.settings.tau_nats)
+        known = np.ones(len(scores.entropy), np.bool_) if scores.valid is None else scores.valid
+        gated = np.flatnonzero(known & (scores.entropy > self.settings.tau_nats))
         return [
             distillation_sample(
                 prompt,
@@ -61,7 +62,7 @@ class EopdPolicy:
                 soft_targets=self._forward_kl(scores, gated),
                 metrics={
                     "eopd/gated": len(gated) / len(scores.entropy),
-                    "eopd/uncertain": float(self._uncertain(scores, stages).mean()),
+                    "eopd/uncertain": float((known & self._uncertain(scores, stages)).mean()),
                 },
                 record={"gated_positions": gated.tolist()},
             )

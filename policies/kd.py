@@ -20,9 +20,18 @@ from spot_async.concurrency import both
 from spot_async.config import PluginSettings, PositiveInt
 from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.protocols import PromptStages
-from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, Supervision
+from spot_async.types import (
+    Generation,
+    PolicyContext,
+    PolicyNeeds,
+    Prompt,
+    Sample,
+    SoftTargets,
+    Supervision,
+    TokenScores,
+)
 
-from .distillation import response_record
+from .distillation import response_record, teacher_metrics, teacher_record
 from .targets import target_entropy, teacher_prior
 from .teacher_responses import ResponseFile, TeacherResponse
 
@@ -31,7 +40,9 @@ class KdSettings(PluginSettings):
     kind: Literal["kd"] = "kd"
     top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
     forward_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5, description="weight of the forward KL; the cross-entropy on the teacher's tokens has the rest"
+        0.5,
+        description="weight of the forward KL; the cross-entropy on the teacher's tokens has the rest. "
+        "0 asks the teacher for no log-probabilities",
     )
     save: str | None = Field(None, description="new file that the teacher's responses and scores are written to")
     load: str | None = Field(None, description="file written by `save`: train from it, without a teacher")
@@ -50,19 +61,20 @@ class KdPolicy:
 
     def __init__(self, settings: KdSettings, context: PolicyContext) -> None:
         self.settings = settings
+        self._top_k = settings.top_k if settings.forward_kl_weight > 0 else 0  # 0: cross-entropy alone, no scores
         self._responses: dict[str, TeacherResponse] = {}  # by problem
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # epochs may overlap
         self._file: ResponseFile | None = None
         if settings.load is not None:
-            self._responses = ResponseFile(Path(settings.load), context, settings.top_k).read()
+            self._responses = ResponseFile(Path(settings.load), context, self._top_k).read()
         elif settings.save is not None:
-            self._file = ResponseFile.new(Path(settings.save), context, settings.top_k)
+            self._file = ResponseFile.new(Path(settings.save), context, self._top_k)
         asks_teacher = settings.load is None
         self.needs = PolicyNeeds(
-            teacher_top_k=settings.top_k if asks_teacher else 0,
+            teacher_top_k=self._top_k if asks_teacher else 0,
             teacher_top_k_key="top_k",
             teacher_responses=asks_teacher,
-            soft_target_bytes_per_token=12 + 8 * (1 + settings.top_k),
+            soft_target_bytes_per_token=12 + 8 * (1 + self._top_k),
         )
 
     def check(self, prompts: Iterable[Prompt]) -> None:
@@ -96,9 +108,7 @@ class KdPolicy:
         if self.settings.load is not None:
             raise PermanentError(f"policy.load: {self.settings.load} has no response to problem {prompt.problem.id!r}")
         response = await stages.teacher_response()
-        scores, verdict = await both(
-            stages.score(response.token_ids, top_k=self.settings.top_k), stages.verify(response.token_ids)
-        )
+        scores, verdict = await both(self._score(response, stages), stages.verify(response.token_ids))
         taught = TeacherResponse(
             problem_id=prompt.problem.id,
             prompt_ids=prompt.token_ids,
@@ -110,6 +120,9 @@ class KdPolicy:
         if self._file is not None:
             self._file.append(taught)
         return taught
+
+    async def _score(self, response: Generation, stages: PromptStages) -> TokenScores | None:
+        return await stages.score(response.token_ids, top_k=self._top_k) if self._top_k else None
 
     def _sample(self, prompt: Prompt, stages: PromptStages, taught: TeacherResponse) -> Sample:
         response, scores = taught.response, taught.scores
@@ -125,7 +138,7 @@ class KdPolicy:
         metrics = {
             "teacher/tokens": float(len(response.token_ids)),
             "teacher/truncated": float(response.finish_reason == "length"),
-            "teacher/entropy_nats": float(scores.entropy.mean()),
+            **(teacher_metrics(scores) if scores is not None else {}),
         }
         if taught.verdict.reward is not None:
             metrics["teacher/accuracy"] = taught.verdict.reward
@@ -133,19 +146,27 @@ class KdPolicy:
             supervision=supervision,
             metrics=metrics,
             record=response_record(prompt, stages, response, taught.verdict)
-            | {"teacher_logprobs": scores.logprobs, "teacher_entropy_nats": scores.entropy},
+            | (teacher_record(scores) if scores is not None else {}),
         )
 
     def _targets(self, taught: TeacherResponse) -> SoftTargets:
-        """`(1 - w) CE + w FKL` at every position as one mixture: all of 1 - w on the token written, w on the prior."""
-        weight, k = self.settings.forward_kl_weight, self.settings.top_k
+        """`(1 - w) CE + w FKL` at every position as one mixture: all of 1 - w on the token written, w on the prior.
+
+        Where the teacher's candidates are not known, the cross-entropy is all there is, with its own weight.
+        """
+        k, scores = self._top_k, taught.scores
         written = taught.response.token_ids[:, None]  # (T, 1); may be among the candidates, probabilities then add up
-        prior = teacher_prior(taught.scores.topk_logprobs[:, :k])  # (T, k)
         tokens = len(written)
+        if scores is None or not k:
+            topk_ids, prior, known = np.zeros((tokens, 0), np.int32), np.zeros((tokens, 0)), np.zeros(tokens, np.bool_)
+        else:
+            topk_ids, prior = scores.topk_ids[:, :k], teacher_prior(scores.topk_logprobs[:, :k])  # (T, k)
+            known = np.ones(tokens, np.bool_) if scores.valid is None else scores.valid
+        weight = np.where(known, self.settings.forward_kl_weight, 0.0)[:, None]  # (T, 1)
         return SoftTargets(
             positions=np.arange(tokens, dtype=np.int32),
-            token_ids=np.concatenate([written, taught.scores.topk_ids[:, :k]], axis=1),
-            probabilities=np.concatenate([np.full((tokens, 1), 1 - weight), weight * prior], axis=1, dtype=np.float32),
-            weights=np.full(tokens, 1 / tokens, dtype=np.float32),
-            offsets=(-weight * target_entropy(prior)).astype(np.float32),
+            token_ids=np.concatenate([written, topk_ids], axis=1),
+            probabilities=np.concatenate([1 - weight, weight * prior], axis=1, dtype=np.float32),
+            weights=(np.where(known, 1.0, 1 - self.settings.forward_kl_weight) / tokens).astype(np.float32),
+            offsets=(-weight[:, 0] * target_entropy(prior)).astype(np.float32),
         )

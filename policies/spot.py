@@ -197,7 +197,8 @@ class SpotPolicy:
         """Where to probe: the M best of the eligible positions."""
         if self._probeable is None:
             return NOTHING_SELECTED
-        eligible = np.flatnonzero(self._probeable[rollout.token_ids])
+        probeable = self._probeable[rollout.token_ids]  # (T,)
+        eligible = np.flatnonzero(probeable if scores.valid is None else probeable & scores.valid)
         if len(eligible) == 0:
             return NOTHING_SELECTED
         if self._estimates(stages):

@@ -40,7 +40,7 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
     problem_id: str
     prompt_ids: IntArray  # (P,) as it was rendered
     response: Generation
-    scores: TokenScores
+    scores: TokenScores | None  # None when no log-probabilities were asked for
     verdict: Verdict
 
 

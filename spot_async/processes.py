@@ -1,7 +1,8 @@
 """Child processes that are supervised: own process group, log file, and no way to outlive their parent.
 
 A child that ends by itself raises `ProcessDiedError` from `watch`, naming the signal or exit code and
-the last lines of its log. `stop` ends the whole group: SIGTERM, a grace period, SIGKILL.
+the last lines of its log. `stop` ends everything below it: SIGTERM, a grace period, SIGKILL. A foreign program,
+which cannot call `exit_with_parent`, runs under a guard of ours (`guard.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,20 +21,33 @@ from typing import BinaryIO
 
 import structlog
 
+from spot_async import guard
 from spot_async.errors import ProcessDiedError, StorageError
 
 LOG_TAIL_BYTES = 4096
+LOG_SEARCH_BYTES = 1 << 16  # looked through for what went wrong before the last words
+LINE_CHARACTERS = 300
+LAST_WORDS = 5  # lines; interpreters say this and that after the exception that ended a program
 STOP_GRACE_S = 5.0
+FOREIGN_GRACE_S = 15.0  # inference servers take their time to stop, and leave shared memory behind when killed
+GUARD_MARGIN_S = 5.0  # by which a guard is given longer than what it guards
+OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # misleads an interpreter of another one
 _PR_SET_PDEATHSIG = 1
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# At the start of a line, or after what loggers put there: a warning may quote one too.
+_EXCEPTION = re.compile(r"(?:^|[\])] )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|(?:[\w. -]+: )?error: .*)")
 
 
 class ChildProcess:
     """One running child. Made by `start`."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log_path: Path, *, is_foreign: bool = False
+    ) -> None:
         self.name = name
         self.log_path = log_path
         self._process = process
+        self._is_foreign = is_foreign
         self._stopping = False
 
     @classmethod
@@ -40,16 +55,19 @@ class ChildProcess:
         cls, name: str, argv: Sequence[str], *, log_path: Path, environment: Mapping[str, str] | None = None
     ) -> ChildProcess:
         """Start `argv` in a session of its own; stdout and stderr go to `log_path`."""
-        with _open_log(log_path) as log:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **(environment or {}), "SPOT_ASYNC_PARENT": str(os.getpid())},
-                start_new_session=True,
-            )
-        return cls(name, process, log_path)
+        return cls(name, await _spawn(argv, log_path, {**os.environ, **(environment or {})}), log_path)
+
+    @classmethod
+    async def start_foreign(
+        cls, name: str, argv: Sequence[str], *, log_path: Path, environment: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        """As `start`, for a program that knows nothing of us: nothing of it outlives its end, `stop` or our own death.
+
+        `pid` is the guard's. What Python modules are found by comes from `environment` alone.
+        """
+        guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
+        process = await _spawn(guarded, log_path, foreign_environment(environment or {}))
+        return cls(name, process, log_path, is_foreign=True)
 
     @property
     def pid(self) -> int:
@@ -62,36 +80,84 @@ class ChildProcess:
             raise ProcessDiedError(self.describe_end(code))
 
     def describe_end(self, code: int) -> str:
-        """One line: who ended, how, and the log's last line."""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        tail = self.log_tail().strip().splitlines()
-        last = f": {tail[-1].strip()}" if tail and code >= 0 else ""
-        return f"{self.name} (pid {self.pid}) {how}{last} (log: {self.log_path})"
+        """One line: who ended, how, and the last error in the last lines of its log, or its last line."""
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            lines = self.last_lines(LAST_WORDS)
+            errors = [line for line in lines if _EXCEPTION.search(line)]
+            how = ": ".join([f"exited with code {code}", *(errors or lines)[-1:]])
+        return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
 
-    def log_tail(self) -> str:
+    def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
         """The end of the child's log."""
         with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - size))
             return log.read().decode(errors="replace")
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End the child and everything in its group; returns when it is gone. Idempotent."""
+    def last_lines(self, count: int) -> list[str]:
+        """The log's last lines that say something, without terminal colours and overwritten progress bars."""
+        return _readable(self.log_tail())[-count:]
+
+    def earlier_errors(self, count: int, before: int) -> list[str]:
+        """What exceptions said before the last lines, each once: the cause is often far above its consequences."""
+        lines = _readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
+        said = dict.fromkeys(found[1] for line in lines if (found := _EXCEPTION.search(line)))
+        return [*said][-count:]
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """End the child and everything below it; returns when it is gone. Idempotent."""
         self._stopping = True
+        if grace_s is None:
+            grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S if self._is_foreign else STOP_GRACE_S
         cpu_s = tree_cpu_s(self.pid)
         try:
             if self._process.returncode is None:
-                self._signal_group(signal.SIGTERM)
+                self._terminate()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(grace_s):
                         await self._process.wait()
         finally:
-            self._signal_group(signal.SIGKILL)
+            self._kill()
             await self._process.wait()
         structlog.get_logger().info("stopped", process=self.name, pid=self.pid, cpu_s=cpu_s)
 
-    def _signal_group(self, number: signal.Signals) -> None:
+    def _terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+            if self._is_foreign:
+                os.kill(self.pid, signal.SIGTERM)  # the guard, which asks the program to end and sees to the rest
+            else:
+                os.killpg(self.pid, signal.SIGTERM)
+
+    def _kill(self) -> None:
+        below = guard.process_tree(self.pid) if self._process.returncode is None else {}
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for pid in below:  # those in sessions of their own too
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """What a program of another Python environment is given: ours, without what our modules are found by, and `own`."""
+    return {**{name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}, **own}
+
+
+def _readable(text: str) -> list[str]:
+    lines = (_ESCAPE.sub("", line.rstrip().rpartition("\r")[2]) for line in text.split("\n"))
+    return [line[:LINE_CHARACTERS] for line in lines if line.strip()]
+
+
+async def _spawn(argv: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    with _open_log(log_path) as log:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
+            start_new_session=True,
+        )
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -104,20 +170,11 @@ def _open_log(path: Path) -> BinaryIO:
 
 def tree_cpu_s(root: int) -> float:
     """CPU seconds that a process and its living descendants have used; NaN where there is no /proc."""
-    parent_of: dict[int, int] = {}
-    ticks_of: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            parent_of[int(entry.name)] = int(fields[1])
-            ticks_of[int(entry.name)] = sum(map(int, fields[11:15]))  # user and system, reaped children included
-    if root not in parent_of:
+    tree = guard.process_tree(root)
+    if not tree:
         return math.nan
-    tree, found = {root}, 0
-    while len(tree) > found:
-        found = len(tree)
-        tree |= {pid for pid, parent in parent_of.items() if parent in tree}
-    return sum(ticks_of[pid] for pid in tree) / os.sysconf("SC_CLK_TCK")
+    ticks = sum(sum(map(int, fields[11:15])) for fields in tree.values())  # user, system, and of reaped children
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def exit_with_parent() -> None:

@@ -119,6 +119,9 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     entropy_lower: FloatArray  # (T,) equal to entropy when it is exact
     entropy_upper: FloatArray  # (T,)
     version: WeightVersion
+    # (T,) false where the server could not be asked about our token or the candidates are not known (a text prompt
+    # that it tokenised differently): the row then holds finite placeholders that nobody may use. None: all are known.
+    valid: BoolArray | None = None
 
 
 class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +165,7 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     teacher_logprobs: FloatArray | None = None  # (T,) advantages follow as teacher - behaviour
     advantages: FloatArray | None = None  # (T,) given directly; exclusive with teacher_logprobs
     reference_logprobs: FloatArray | None = None  # (T,) for the reference KL
+    policy_mask: BoolArray | None = None  # (T,) false where nothing is known of the advantage; None: known everywhere
     soft_targets: SoftTargets | None = None
 
 
@@ -250,12 +254,16 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_update: bool
     generation: bool = True
     token_id_prompts: bool = True  # else text, and positions tokenised otherwise are masked
+    sampled_token_ids: bool = True  # else generations are text that is tokenised again: for KD and evaluation only
     abort: bool = True  # a request that is given up frees its place at once
     # Largest difference seen between two computations of the same row; intervals are widened by it.
     logprob_noise_nats: float = 0.0
     logprob_convention: Literal["untruncated", "truncated"] = "untruncated"
     score_temperature: LogprobTemperature = "request"
     generation_temperature: LogprobTemperature = "request"
+    seeds: bool = True  # equal requests with equal seeds give equal tokens, whatever runs beside them
+    prefix_caching: bool | None = None  # None where the server does not say
+    weight_transport: str | None = None  # how new weights reach it, for people; None where it takes none or nobody says
     # Weights that are being served; None when a server that was already running may hold any.
     version: WeightVersion | None = WeightVersion(0, 0)
     server: str = "local"  # name and version of the server, for people

@@ -20,20 +20,11 @@ class Vocabulary:
     @classmethod
     def load(cls, directory: Path) -> Vocabulary:
         """Read the tokenizer and the end tokens that tokenizer and generation config name."""
-        from transformers import GenerationConfig  # slow to import
-
         tokenizer = load_tokenizer(directory)
-        ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        if (directory / "generation_config.json").exists():
-            try:
-                configured = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
-            except (OSError, ValueError) as error:
-                raise DataError(f"{directory}: cannot read generation_config.json: {first_line(error)}") from None
-            if configured is not None:
-                ends += configured if isinstance(configured, list) else [configured]
+        ends = end_token_ids(directory, tokenizer)
         if not ends:
             raise DataError(f"{directory}: neither tokenizer nor generation_config.json names an end token")
-        return cls(tokenizer, tuple(dict.fromkeys(ends)))
+        return cls(tokenizer, ends)
 
     def decode(self, token_ids: IntArray) -> str:
         """Text without special tokens."""
@@ -58,6 +49,21 @@ def load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{directory}: has no tokenizer that can be loaded: {first_line(error)}") from None
+
+
+def end_token_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response by tokenizer and generation config; empty when neither names one."""
+    from transformers import GenerationConfig  # slow to import
+
+    ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if (directory / "generation_config.json").exists():
+        try:
+            configured = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+        except (OSError, ValueError) as error:
+            raise DataError(f"{directory}: cannot read generation_config.json: {first_line(error)}") from None
+        if configured is not None:
+            ends += configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(ends))
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

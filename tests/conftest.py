@@ -10,8 +10,12 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the processes that tests start
 
+import contextlib
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from spot_async.trainer.rank import StudentTrainer
 
 VOCAB = 50
+collect_ignore = ["servers"]  # those need installed servers: `make test-servers`
 
 
 @pytest.fixture(scope="session")
@@ -169,13 +174,14 @@ def soft_targets() -> Callable[[list[int], int], SoftTargets]:
 
 @pytest.fixture(scope="session")
 def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Supervision]]:
-    """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages."""
+    """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages,
+    positions that the teacher could not be asked about."""
 
     def make() -> list[Supervision]:
         return [
             supervision(0, 12, targets=soft_targets([7, 2, 11], 4)),
             supervision(1, 1, targets=soft_targets([0], 4)),
-            supervision(2, 30),
+            supervision(2, 30, policy_mask=np.arange(30) % 3 > 0),
             supervision(3, 5, targets=soft_targets([], 4)),
             supervision(4, 9, targets=soft_targets([0, 3], 16)),
             supervision(5, 17, teacher_logprobs=None, advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
@@ -245,6 +251,8 @@ def dense_loss() -> Callable[..., torch.Tensor]:
                     advantage = float(np.float32(sample.teacher_logprobs[t]) - np.float32(old))
                 elif sample.advantages is not None:
                     advantage = float(sample.advantages[t])
+                if sample.policy_mask is not None and not sample.policy_mask[t]:
+                    advantage = None  # still one of the response's tokens
                 if advantage is not None:
                     ratio = (logprob - old).exp()
                     surrogate = min(ratio * advantage, ratio.clamp(1 - training.clip, 1 + training.clip) * advantage)
@@ -347,3 +355,28 @@ def recomputed() -> Callable[..., np.ndarray]:
         return log_softmax(logprobs + moves)
 
     return again
+
+
+@pytest.fixture(scope="session")
+def running_server() -> Callable[..., AbstractContextManager[str]]:
+    """The address of a `spot-async serve` while it runs: `running_server(model, *options, key=None)`."""
+
+    @contextlib.contextmanager
+    def running(model: Path, *options: str, key: str | None = None) -> Iterator[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "SPOT_ASYNC_API_KEY"}
+        environment |= {"SPOT_ASYNC_API_KEY": key} if key else {}
+        command = [sys.executable, "-m", "spot_async", "serve", str(model), "--port", "0", *options]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        try:
+            first = process.stderr.readline()
+            assert first.startswith(f"serving {model} on 127.0.0.1 port "), first + process.stderr.read()
+            yield f"http://127.0.0.1:{first.split()[-1]}"
+            process.send_signal(signal.SIGINT)  # as Ctrl-C does
+            assert process.wait(timeout=20) == 0
+            assert process.stderr.read() == "stopped\n", "it complained"
+        finally:
+            process.kill()
+            process.wait()
+
+    return running

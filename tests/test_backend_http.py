@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 
 import msgspec
@@ -162,6 +163,53 @@ def test_what_a_server_complains_of_is_found_in_every_shape_of_error(body: bytes
 def test_an_error_of_no_known_shape_is_shown_as_it_came() -> None:
     assert error_message(b'{"error": {"code": 3}}') == '{"error": {"code": 3}}'
     assert error_message(b"\xff") == "\ufffd"
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once() -> None:
+    connections = 0
+
+    async def answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 X\r\nContent-Length: 2\r\n\r\nok")  # stays open for another request
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n{}")
+        writer.close()
+
+    server = await asyncio.start_server(answer_one, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        for _ in range(2):
+            reply = await endpoint.post("/x", b"{}", content_type="application/json", deadline=soon())
+            assert reply == b"ok"
+    assert connections == 2
+
+
+async def test_many_long_replies_at_once_all_come_whole_and_wait_no_longer_than_the_deadline() -> None:
+    body = bytes(range(256)) * (1 << 13)  # 2 MiB
+    stuck = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 X\r\nContent-Length: %d\r\n\r\n" % len(body))
+        if b"/stuck" in head:
+            await stuck.wait()
+        with contextlib.suppress(ConnectionError):
+            writer.write(body)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        replies = await asyncio.gather(*(endpoint.get("/x", deadline=soon()) for _ in range(9)))
+        assert all(reply == body for reply in replies)
+        late = [endpoint.get(path, deadline=soon(0.2)) for path in ("/stuck", "/stuck", "/x")]
+        outcomes = await asyncio.gather(*late, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes[:2]] == [DeadlineExceededError] * 2
+        assert await endpoint.get("/x", deadline=soon()) == body  # given up requests hold no place
+        stuck.set()
 
 
 async def test_requests_and_their_bytes_are_counted_failed_ones_too() -> None:

@@ -319,7 +319,9 @@ def test_settings_that_cannot_be_served_are_one_line_and_exit_code_2(model_direc
             ([model, "--uds", str(tmp_path / "uds")], "uds: is in use by another process"),
             ([model, "--port", "0", "--host", "0.0.0.0"], "set SPOT_ASYNC_API_KEY to a secret key first"),
             ([model, "--port", "0", "--uds", "x"], "give exactly one of uds and port"),
-            ([model, "--port", "0", "--slots", "0"], "slots Input should be greater than 0"),
+            ([model, "--port", "0", "--slots", "0"], "error: --slots 0: must be greater than 0"),
+            ([model, "--port", "0", "--dtype", "foo"], "error: --dtype foo: must be 'float32' or 'bfloat16'"),
+            ([model, "--port", "http"], "error: --port http: must be a valid integer"),
         ):
             done = run_server(*arguments)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

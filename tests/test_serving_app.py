@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from starlette.applications import Starlette
 
 from spot_async import wire
 from spot_async.serving import api
 from spot_async.serving.app import build_app
+from spot_async.serving.completion import ServedModel
+from spot_async.serving.detokenizer import TokenTexts
 from spot_async.serving.engine import Engine
 from spot_async.serving.model import load_model
+from spot_async.serving.openai_app import openai_routes
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
+from spot_async.serving.tasks import Tokens
 from spot_async.serving.worker import EngineWorker
-from spot_async.types import Capabilities, SamplingSettings
+from spot_async.types import Capabilities, SamplingSettings, WeightVersion
+from spot_async.vocabulary import load_tokenizer
 
 VOCAB = 50
 PROMPT = np.array([5, 9, 2], np.int32)
@@ -92,3 +101,67 @@ def test_cancelling_a_future_aborts_its_request(worker: EngineWorker) -> None:
         worker.stop()
         thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def running(worker: EngineWorker) -> Iterator[EngineWorker]:
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    yield worker
+    worker.stop()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def test_tokens_are_reported_once_each_also_across_an_update(running: EngineWorker) -> None:
+    reported: list[Tokens] = []
+    enough = threading.Event()
+
+    def note(tokens: Tokens) -> None:
+        reported.append(tokens)
+        if len(reported) == 5:
+            enough.set()
+
+    request = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(600), top_k=2, timeout_s=60.0)
+    future = running.submit(request, on_tokens=note)
+    assert enough.wait(timeout=30)
+    weights = running.read_weights(Path(running._engine._model.name))
+    running.update_weights(weights, WeightVersion(0, 1)).result(timeout=30)
+    whole = future.result(timeout=30)
+    assert len(whole.version_spans) == 2
+    count = sum(len(tokens.token_ids) for tokens in reported)
+    assert count == 599
+    for name in Tokens._fields:
+        parts = np.concatenate([getattr(tokens, name) for tokens in reported])
+        np.testing.assert_array_equal(parts, getattr(whole, name)[:count])
+
+
+async def test_a_failure_in_a_stream_is_an_event_of_it(running: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, steps = running._engine._model, itertools.count()
+    decode = model.decode
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        if next(steps) == 20:
+            raise RuntimeError("out of memory\nand more")
+        return decode(*arguments)
+
+    monkeypatch.setattr(model, "decode", failing)
+    tokenizer = load_tokenizer(Path(model.name))
+    served = ServedModel("m", model.name, 20000, VOCAB, (), tokenizer, TokenTexts(tokenizer))
+    routes = [openai_routes(running, served, max_completions=8)]
+    transport = httpx.ASGITransport(app=build_app(running, CAPABILITIES, api_key=None, more_routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        body = {"prompt": "w3 w4", "max_tokens": 60, "stream": True}
+        reply = await client.post("/v1/completions", json=body)
+        *events, error, done, _ = reply.text.split("\n\n")
+        assert (reply.status_code, done) == (200, "data: [DONE]")
+        assert len(events) > 5
+        assert json.loads(error.removeprefix("data: ")) == {
+            "error": {
+                "message": "the engine failed on this request: out of memory",
+                "type": "server_error",
+                "param": None,
+                "code": None,
+            }
+        }
+        assert (await client.post("/v1/completions", json={**body, "stream": False})).status_code == 200

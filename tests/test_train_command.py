@@ -5,6 +5,7 @@ Every drill uses real processes and real signals, and ends with one clear line a
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -268,6 +269,11 @@ def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused
 
 def test_responses_beyond_the_context_are_one_line(refused):
     refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "at most 512")
+
+
+def test_the_version_is_the_package_s(monkeypatch):
+    done = invoke(monkeypatch, "--version")
+    assert (done.exit_code, done.output) == (0, f"spot-async {importlib.metadata.version('spot-async')}\n")
 
 
 def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):

@@ -104,7 +104,9 @@ def test_report_holds_the_documented_metrics(
     assert metrics["trajectories"] == 7
     assert metrics["tokens"] == sum(len(sample.response_ids) for sample in batch)
     assert metrics["branch_positions"] == 3 + 1 + 0 + 2 + 3
-    advantages = [s.teacher_logprobs - s.behavior_logprobs for s in batch if s.teacher_logprobs is not None]
+    known = [slice(None) if s.policy_mask is None else s.policy_mask for s in batch]
+    follow = [(s, mask) for s, mask in zip(batch, known, strict=True) if s.teacher_logprobs is not None]
+    advantages = [(s.teacher_logprobs - s.behavior_logprobs)[mask] for s, mask in follow]
     expected = np.concatenate([*advantages, np.linspace(-2, 2, 17)]).mean()  # problem 6 has no policy term
     assert metrics["advantage_mean"] == pytest.approx(expected, rel=1e-5)
 

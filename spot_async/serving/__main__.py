@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from spot_async.errors import SpotError
 from spot_async.processes import exit_with_parent
@@ -34,22 +35,32 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m sp
     try:
         serve(ServeSettings.model_validate_strings(given))
     except ValidationError as errors:
-        first = errors.errors(include_url=False)[0]
-        _refuse(f"{'.'.join(map(str, first['loc']))} {first['msg'].removeprefix('Value error, ')}".strip())
+        _refuse(_explain(errors.errors(include_url=False)[0]))
     except SpotError as error:
         _refuse(str(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before it could serve
+        sys.stderr.write("stopped\n")
         sys.exit(130)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     for name, field in ServeSettings.model_fields.items():
-        flag = name if field.is_required() else f"--{name.replace('_', '-')}"
+        flag = name if field.is_required() else _option(name)
         default = f" (default: {field.default})" if field.default is not None and not field.is_required() else ""
         default = f" (default: {DEFAULT_PORT})" if name == "port" else default
         parser.add_argument(flag, help=f"{field.description}{default}")
     return parser
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _explain(error: ErrorDetails) -> str:
+    """One line: the option, its value and what it must be."""
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{_option(str(error['loc'][0]))} {error['input']}: {message}" if error["loc"] else message
 
 
 def _refuse(message: str) -> NoReturn:

@@ -44,6 +44,12 @@ STATUS: dict[type[SpotError], int] = {
     PoisonedReplyError: 500,
     TransientError: 500,
 }
+SERVER_ERROR = 500
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that an error is answered with."""
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), SERVER_ERROR)
 
 
 class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,9 @@ a request whose client hangs up or whose time is up gives its slot back. Torch n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,23 +17,26 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async import wire
 from spot_async.concurrency import gather
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError
-from spot_async.serving import api
+from spot_async.serving import api, openai_api
+from spot_async.serving.disconnect import ClientGone, while_connected
+from spot_async.serving.openai_app import unauthorized
 from spot_async.serving.worker import EngineWorker
 from spot_async.types import Capabilities
 
 CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
-SERVER_ERROR = 500
 
 T = TypeVar("T")
 
 
-def build_app(worker: EngineWorker, capabilities: Capabilities, *, api_key: str | None) -> Starlette:
+def build_app(
+    worker: EngineWorker, capabilities: Capabilities, *, api_key: str | None, more_routes: Sequence[BaseRoute] = ()
+) -> Starlette:
     """The server's ASGI application; with `api_key`, requests must carry it as a bearer token."""
     updating = asyncio.Lock()
 
@@ -72,6 +76,7 @@ def build_app(worker: EngineWorker, capabilities: Capabilities, *, api_key: str 
         Route(api.SCORE, submit(api.ScoreRequest), methods=["POST"]),
         Route(api.CANDIDATE_LOGPROBS, submit(api.CandidateRequest), methods=["POST"]),
         Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
+        *more_routes,
     ]
     guards = [Middleware(_RequireKey, api_key=api_key)] if api_key else []
     return Starlette(routes=routes, middleware=guards, exception_handlers={SpotError: _error_reply})
@@ -99,10 +104,6 @@ async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> R
     return Response(status_code=CLIENT_GONE) if result.cancelled() else _reply(result.result())
 
 
-class _ClientGone(Exception):
-    """Ends the tasks of a response that nobody reads any more."""
-
-
 class _Replies(Response):
     """Answers several requests, each as soon as it is done. Their deadlines and errors are their own."""
 
@@ -116,14 +117,9 @@ class _Replies(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with asyncio.TaskGroup() as group:
-                watcher = group.create_task(_raise_when_gone(receive))
-                await gather(self._answer(index, request, send) for index, request in enumerate(self._requests))
-                watcher.cancel()
-        except* _ClientGone:
-            pass
-        else:
+        with contextlib.suppress(ClientGone):
+            answers = gather(self._answer(index, request, send) for index, request in enumerate(self._requests))
+            await while_connected(receive, answers)
             await send({"type": "http.response.body", "body": b""})
 
     async def _answer(self, index: int, request: api.GenerateRequest, send: Send) -> None:
@@ -141,12 +137,6 @@ class _Replies(Response):
         await send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
-async def _raise_when_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise _ClientGone
-
-
 def _failed(index: int, error: SpotError) -> api.GenerateReply:
     return api.GenerateReply(index=index, error=api.ErrorReply(error=type(error).__name__, message=str(error)))
 
@@ -162,9 +152,7 @@ def _reply(message: object, status: int = 200) -> Response:
 
 
 def _error_reply(request: Request, error: Exception) -> Response:
-    kind = next((kind for kind in type(error).__mro__ if kind in api.STATUS), None)
-    status = api.STATUS[kind] if kind is not None else SERVER_ERROR
-    return _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), status)
+    return _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), api.status_of(error))
 
 
 class _RequireKey:
@@ -175,7 +163,12 @@ class _RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "http" and not hmac.compare_digest(given, self._expected):
-            body = api.ErrorReply(error=PermanentError.__name__, message="needs the server's API key as bearer token")
-            await _reply(body, 401)(scope, receive, send)
+            await self._refusal(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _refusal(self, path: str) -> Response:
+        if path.startswith(openai_api.PREFIX):
+            return unauthorized()
+        body = api.ErrorReply(error=PermanentError.__name__, message="needs the server's API key as bearer token")
+        return _reply(body, 401)

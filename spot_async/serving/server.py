@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import ipaddress
 import os
 import signal
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from spot_async.errors import ConfigError, DataError
-from spot_async.memory import tune_malloc
+from spot_async.memory import tune_gc, tune_malloc
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -46,26 +45,30 @@ def serve(settings: ServeSettings) -> None:
     with _listen(settings) as listener:
         tune_malloc()
         worker, app = _load(directory, settings, api_key)
-        gc.freeze()  # or each full collection walks the libraries' half million objects
+        tune_gc()
         _notify_ready()
-        sys.stderr.write(f"serving {directory} on {_address(settings)}\n")
+        sys.stderr.write(f"serving {directory} on {_address(settings, listener)}\n")
         asyncio.run(_run(worker, app, listener))
+        sys.stderr.write("stopped\n")
 
 
 def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tuple[EngineWorker, Starlette]:
     import torch  # seconds, and after malloc is tuned
 
     from spot_async.serving.app import build_app
+    from spot_async.serving.completion import ServedModel
+    from spot_async.serving.detokenizer import TokenTexts
     from spot_async.serving.engine import Engine
     from spot_async.serving.fused import fused
     from spot_async.serving.model import load_model, quiet_transformers
+    from spot_async.serving.openai_app import openai_routes
     from spot_async.serving.worker import EngineWorker
     from spot_async.types import Capabilities
-    from spot_async.vocabulary import load_tokenizer, tokenizer_fingerprint
+    from spot_async.vocabulary import end_token_ids, load_tokenizer, tokenizer_fingerprint
 
     quiet_transformers()
     torch.set_num_threads(settings.threads)
-    fingerprint = tokenizer_fingerprint(load_tokenizer(directory))
+    tokenizer = load_tokenizer(directory)
     model = load_model(directory, settings)
     if settings.fast_path:
         model = fused(model)
@@ -74,15 +77,27 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
     capabilities = Capabilities(
         model=settings.model,
         vocab_size=model.vocab_size,
-        vocab_fingerprint=fingerprint,
+        vocab_fingerprint=tokenizer_fingerprint(tokenizer),
         max_context_tokens=model.max_context_tokens,
         max_top_k=engine.limits.max_top_k,
         max_generation_top_k=engine.limits.max_top_k,
         exact_entropy=True,
         candidate_logprobs="batched",
         weight_update=engine.parameters.match(directory),
+        weight_transport="disk",
+        prefix_caching=False,  # a prefix is read once for requests that wait together, and not kept
     )
-    return worker, build_app(worker, capabilities, api_key=api_key)
+    served = ServedModel(
+        name=directory.absolute().name,
+        directory=settings.model,
+        max_context_tokens=model.max_context_tokens,
+        max_logprobs=engine.limits.max_top_k,
+        end_token_ids=tuple(end for end in end_token_ids(directory, tokenizer) if end < model.vocab_size),
+        tokenizer=tokenizer,
+        token_texts=TokenTexts(tokenizer),
+    )
+    openai = openai_routes(worker, served, max_completions=settings.slots + settings.max_waiting)
+    return worker, build_app(worker, capabilities, api_key=api_key, more_routes=[openai])
 
 
 async def _run(worker: EngineWorker, app: Starlette, listener: socket.socket) -> None:
@@ -144,8 +159,11 @@ def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
             Path(path).unlink(missing_ok=True)
 
 
-def _address(settings: ServeSettings) -> str:
-    return settings.uds if settings.uds is not None else f"{settings.host} port {settings.port}"
+def _address(settings: ServeSettings, listener: socket.socket | None = None) -> str:
+    """Where `listener` listens, or where it should: port 0 becomes a free one."""
+    if settings.uds is not None:
+        return settings.uds
+    return f"{settings.host} port {listener.getsockname()[1] if listener else settings.port}"
 
 
 def _tcp_listener(host: str, port: int) -> socket.socket:

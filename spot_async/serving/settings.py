@@ -39,6 +39,9 @@ class ServeSettings(EngineSettings):
     uds: str | None = Field(None, description="path of the Unix socket to listen on; exclusive with port")
     host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs SPOT_ASYNC_API_KEY")
     port: int | None = Field(None, ge=0, le=65535, description="TCP port to listen on")
+    max_waiting: PositiveInt = Field(
+        1024, description="choices of /v1/completions beyond the slots that may wait; more are told to come back"
+    )
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,24 @@ import numpy.typing as npt
 from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.sampling import draw_uniforms
 from spot_async.types import FloatArray, Generation, IntArray, TokenScores, VersionSpan, WeightVersion
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens of a response, or of a text that was scored."""
+
+    token_ids: IntArray  # (t,)
+    logprobs: FloatArray  # (t,)
+    topk_ids: IntArray | None  # (t, K)
+    topk_logprobs: FloatArray | None  # (t, K)
+
+    def part(self, rows: slice) -> Tokens:
+        ids, logprobs = self.topk_ids, self.topk_logprobs
+        return Tokens(
+            self.token_ids[rows],
+            self.logprobs[rows],
+            None if ids is None else ids[rows],
+            None if logprobs is None else logprobs[rows],
+        )
 
 
 @dataclasses.dataclass(eq=False)

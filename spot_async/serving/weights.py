@@ -7,7 +7,6 @@ Tensors that the model ties (one storage, several names) may come under any of t
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from spot_async.errors import DataError
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from spot_async.weight_files import weight_files
 
 
 class Parameters:
@@ -75,22 +72,6 @@ class Parameters:
         """Put tensors from `read` in place."""
         for name, tensor in tensors.items():
             self._tensors[name].copy_(tensor)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The snapshot's safetensors files; raises `DataError` when there are none or the index is unusable."""
-    index = directory / INDEX_FILE
-    if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE]
-    if not index.is_file():
-        raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index}: is no index of safetensors files: {error}") from error
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise DataError(f"{index}: names files outside its directory")
-    return [directory / name for name in names]
 
 
 def _read_file(path: Path) -> list[tuple[str, torch.Tensor]]:

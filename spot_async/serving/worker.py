@@ -6,6 +6,7 @@ The thread sleeps while there is nothing to do and never waits while there is. R
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import time
@@ -18,8 +19,24 @@ import torch
 
 from spot_async.serving.api import Stats, VersionReply
 from spot_async.serving.engine import Engine
-from spot_async.serving.tasks import Request, Task, new_task
+from spot_async.serving.limits import Limits
+from spot_async.serving.tasks import GenerateTask, Request, Task, Tokens, new_task
 from spot_async.types import WeightVersion
+
+
+@dataclasses.dataclass
+class _Listener:
+    """Somebody who wants to know the tokens of a response while they are sampled."""
+
+    task: GenerateTask
+    on_tokens: Callable[[Tokens], None]
+    reported: int = 0
+
+    def report(self, engine: Engine) -> None:
+        tokens = engine.sampled_since(self.task, self.reported)
+        if tokens is not None and len(tokens.token_ids):
+            self.reported += len(tokens.token_ids)
+            self.on_tokens(tokens)
 
 
 class EngineWorker:
@@ -28,6 +45,7 @@ class EngineWorker:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._listeners: list[_Listener] = []
         self._stopping = False
 
     def run(self) -> None:
@@ -35,6 +53,8 @@ class EngineWorker:
         while not self._stopping:
             if self._engine.busy and self._calls.empty():
                 self._engine.step()
+                if self._listeners:
+                    self._report()
             else:
                 self._calls.get()()
 
@@ -45,12 +65,22 @@ class EngineWorker:
     def _stop(self) -> None:
         self._stopping = True
 
-    def submit(self, request: Request) -> Future[Any]:
-        """A future of the request's reply; raises `PermanentError` when it cannot be served."""
+    @property
+    def limits(self) -> Limits:
+        return self._engine.limits
+
+    def submit(self, request: Request, on_tokens: Callable[[Tokens], None] | None = None) -> Future[Any]:
+        """A future of the request's reply; raises `PermanentError` when it cannot be served.
+
+        `on_tokens` gets what a generation has sampled, step by step, on the engine's thread: it must be quick. The
+        tokens of the last step come with the reply only.
+        """
         self._engine.limits.check(request)
         task = new_task(request)
         task.future.add_done_callback(functools.partial(self._abort_cancelled, task))
         self._calls.put(functools.partial(self._engine.submit, task))
+        if on_tokens is not None and isinstance(task, GenerateTask):
+            self._calls.put(functools.partial(self._listen, _Listener(task, on_tokens)))
         return task.future
 
     def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
@@ -85,6 +115,14 @@ class EngineWorker:
             cpu_s=time.process_time(),
             version=engine.version,
         )
+
+    def _listen(self, listener: _Listener) -> None:
+        self._listeners.append(listener)
+
+    def _report(self) -> None:
+        self._listeners = [listener for listener in self._listeners if not listener.task.future.done()]
+        for listener in self._listeners:
+            listener.report(self._engine)
 
     def _abort_cancelled(self, task: Task, future: Future[Any]) -> None:
         if future.cancelled():

@@ -72,12 +72,12 @@ class MicroBatch:
     rows: Tensor  # (R,) int64: decision rows, of the (B * L, hidden) outputs
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
-    has_policy_term: Tensor  # (B,) bool
-    served_logprobs: Tensor  # (B, T) of the inference server; 0 for trajectories without a policy term
+    policy_mask: Tensor  # (B, T) bool: response tokens that have a policy term, so that their advantage is known
+    served_logprobs: Tensor  # (B, T) of the inference server; 0 where there is no policy term
     behavior_logprobs: Tensor  # (B, T) log pi_old of ratios and advantages: the served ones, or recomputed
-    teacher_logprobs: Tensor  # (B, T); 0 for trajectories whose advantages do not follow from them
+    teacher_logprobs: Tensor  # (B, T); 0 where advantages do not follow from them
     follows_teacher: Tensor  # (B,) bool: advantages are teacher minus behaviour
-    advantages: Tensor  # (B, T); 0 for trajectories without a policy term
+    advantages: Tensor  # (B, T); 0 where there is no policy term
     reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
     soft_rows: Tensor  # (N,) int64, of R, ascending
     soft_trajectories: Tensor  # (N,) int64, of B
@@ -89,15 +89,10 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
 
-    @property
-    def policy_mask(self) -> Tensor:
-        """(B, T) bool: response tokens that have a policy term."""
-        return self.mask & self.has_policy_term[:, None]
-
     def with_behavior(self, logprobs: Tensor) -> MicroBatch:
         """The same trajectories with other log pi_old (B, T); advantages that follow from it follow."""
         behavior = torch.where(self.policy_mask, logprobs, 0.0)
-        follows = self.mask & self.follows_teacher[:, None]
+        follows = self.policy_mask & self.follows_teacher[:, None]
         advantages = torch.where(follows, self.teacher_logprobs - behavior, self.advantages)
         return replace(self, behavior_logprobs=behavior, advantages=advantages)
 
@@ -113,8 +108,10 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
     """Pad and concatenate the trajectories of one micro-batch."""
     inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples]
     longest = max(map(len, inputs))
-    advantages = [advantages_of(s) for s in samples]
-    served = [s.behavior_logprobs if a is not None else None for s, a in zip(samples, advantages, strict=True)]
+    known = [_policy_mask(s) for s in samples]
+    advantages = [_where(mask, advantages_of(s)) for s, mask in zip(samples, known, strict=True)]
+    served = [_where(mask, s.behavior_logprobs) for s, mask in zip(samples, known, strict=True)]
+    teacher = [_where(mask, s.teacher_logprobs) for s, mask in zip(samples, known, strict=True)]
     lengths = [len(s.response_ids) for s in samples]
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
     return MicroBatch(
@@ -122,15 +119,27 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
         rows=torch.from_numpy(np.concatenate([r + i * longest for i, r in enumerate(rows)])),
         sampled_ids=torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64)),
         mask=_padded([np.ones(n) for n in lengths], max(lengths), np.bool_),
-        has_policy_term=torch.tensor([a is not None for a in advantages]),
+        policy_mask=_padded(known, max(lengths), np.bool_),
         served_logprobs=_padded(served, max(lengths), np.float32),
         behavior_logprobs=_padded(served, max(lengths), np.float32),
-        teacher_logprobs=_padded([s.teacher_logprobs for s in samples], max(lengths), np.float32),
+        teacher_logprobs=_padded(teacher, max(lengths), np.float32),
         follows_teacher=torch.tensor([s.teacher_logprobs is not None for s in samples]),
         advantages=_padded(advantages, max(lengths), np.float32),
         reference_logprobs=_padded([s.reference_logprobs for s in samples], max(lengths), np.float32),
         **_collate_soft_targets([s.soft_targets for s in samples], lengths),
     )
+
+
+def _policy_mask(sample: Supervision) -> np.ndarray[Any, Any] | None:
+    """(T,) where the sample has an advantage; None without a policy term."""
+    if sample.teacher_logprobs is None and sample.advantages is None:
+        return None
+    return np.ones(len(sample.response_ids), np.bool_) if sample.policy_mask is None else sample.policy_mask
+
+
+def _where(mask: np.ndarray[Any, Any] | None, values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
+    """0 where there is no policy term: an advantage of 0 has no loss and no gradient, whatever the ratio."""
+    return None if mask is None or values is None else np.where(mask, values, 0)
 
 
 def _padded(rows: Sequence[np.ndarray[Any, Any] | None], width: int, dtype: type) -> Tensor:
@@ -180,6 +189,7 @@ def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool)
         "teacher_logprobs": sample.teacher_logprobs,
         "advantages": sample.advantages,
         "reference_logprobs": sample.reference_logprobs,
+        "policy_mask": sample.policy_mask,
     }
     problems = [
         f"{name} has shape {array.shape}, its response {tokens} tokens"

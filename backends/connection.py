@@ -1,0 +1,97 @@
+"""How a remote server is reached: proxies and certificates, from settings or, as httpx does, from the environment.
+
+Only decides; the connections are `http.py`'s.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+import urllib.request
+
+import httpx
+
+from spot_async.errors import ConfigError
+
+PROXY_SCHEMES = ("http", "https")
+SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "api-key", "x-api-key", "cookie"})
+
+
+def tls_context(role: str, ca_certificates: str | None) -> ssl.SSLContext:
+    """Certificates to trust: the file or directory given, else SSL_CERT_FILE or SSL_CERT_DIR, else the usual ones."""
+    if ca_certificates is None:
+        return httpx.create_ssl_context()
+    try:
+        context = ssl.create_default_context()
+        context.load_verify_locations(ca_certificates)
+    except (OSError, ssl.SSLError) as error:
+        reason = getattr(error, "strerror", None) or "it holds no certificate in PEM form"
+        raise ConfigError(f"{role}.backend.ca_certificates={ca_certificates}: cannot be used: {reason}") from None
+    return context
+
+
+def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
+    """The proxy given, else that of HTTPS_PROXY, HTTP_PROXY or ALL_PROXY for an address that NO_PROXY does not name.
+
+    This machine's own addresses are never asked for through the environment's proxy.
+    """
+    target = httpx.URL(url)
+    if proxy is None:
+        if _is_loopback(target.host) or urllib.request.proxy_bypass(target.host):
+            return None
+        named = urllib.request.getproxies()
+        proxy = named.get(target.scheme) or named.get("all")
+        if proxy is None:
+            return None
+    address = httpx.URL(proxy if "://" in proxy else f"http://{proxy}")
+    if address.scheme not in PROXY_SCHEMES:
+        raise ConfigError(
+            f"{role}.backend.proxy: {address.scheme} proxies are not supported; give an http or https one"
+        )
+    return httpx.Proxy(address)
+
+
+def check_url(url: str | None) -> str | None:
+    """For settings: an address without a password. Raises ValueError."""
+    if url is not None and httpx.URL(url).userinfo:
+        raise ValueError(
+            "holds a password, which would be saved with the run: use api_key_env or secret_headers for a server, the "
+            "environment variable HTTPS_PROXY for a proxy"
+        )
+    return url
+
+
+def address_of(url: str) -> str:
+    """Host, port and path: equal for addresses that are written differently."""
+    target = httpx.URL(url)
+    host = "127.0.0.1" if target.host == "localhost" else target.host
+    port = target.port or {"http": 80, "https": 443}.get(target.scheme)
+    return f"{host}:{port}{target.path.rstrip('/')}"
+
+
+def read_secret(section: str, variable: str) -> str:
+    """An environment variable's value; raises `ConfigError` when it is not set or no header can carry it."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ConfigError(f"{section}: the environment variable {variable} is not set")
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{section}: the environment variable {variable} holds what no header can carry")
+    return value
+
+
+def check_headers(headers: dict[str, str]) -> dict[str, str]:
+    """For settings: headers whose values may be saved with the run. Raises ValueError."""
+    for name in headers:
+        if name.lower() in SECRET_HEADERS:
+            raise ValueError(
+                f"{name} is a secret, which would be saved with the run: name an environment variable in secret_headers"
+            )
+    return headers
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,311 @@
+"""Any OpenAI-compatible endpoint as a teacher that scores, a model that writes, or both.
+
+Speaks the dialect that the endpoint was found to understand (`openai_dialect.py`); what comes back is read by
+`openai_replies.py`. An endpoint takes no weights from us, so as a student it can be evaluated, not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from spot_async.concurrency import gather
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
+from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores, Traffic
+
+from .openai_chat import ChatReply, user_message
+from .openai_dialect import CHAT, COMPLETIONS, PROBE_TEXT, Dialect, probe, read_error
+from .openai_replies import (
+    Completion,
+    PromptRows,
+    echoed_rows,
+    generation,
+    no_scores,
+    prompt_rows,
+    retokenized,
+    token_scores,
+)
+from .remote import RemoteServer, RemoteSettings
+from .replies import check_generation, check_scores
+from .text_alignment import align, as_text
+from .token_texts import UNKNOWN, TokenTexts
+
+DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get tighter with every one
+MAX_STOP_TEXTS = 4  # of OpenAI's API
+NOISE_READINGS = 3  # beside each other
+
+_completion = msgspec.json.Decoder(Completion)
+
+
+class OpenAIBackend:
+    """A `Generator` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
+
+    class Settings(RemoteSettings):
+        kind: Literal["openai"] = "openai"
+        request_fields: dict[str, Any] = Field(
+            {}, description="further fields of every request, as the endpoint spells them"
+        )
+
+        @pydantic.field_validator("url")
+        @classmethod
+        def _before_version(cls, url: str | None) -> str | None:
+            """Clients are often given the address with the API's version behind it."""
+            return url and url.rstrip("/").removesuffix("/v1")
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._settings = settings
+        self._role = role
+        self._server = RemoteServer(
+            settings,
+            role=role,
+            model=model,
+            run_directory=run_directory,
+            read_error=functools.partial(read_error, role),
+        )
+        self._files = self._server.files
+        self._tokenizer = self._files.vocabulary.tokenizer
+        self._found: Capabilities | None = None
+        self._finding = asyncio.Lock()
+        self._dialect: Dialect
+        self._texts: TokenTexts | None = None  # None where every token goes and comes by its id
+        self._noise_nats = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self._server.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._server.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        async with self._finding:
+            if self._found is None:
+                self._found = await self._find(deadline)
+        return self._found
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        found = await self.capabilities(deadline=deadline)
+        self._check_ids(prompt_ids)
+        if top_k > found.max_generation_top_k:
+            raise PermanentError(
+                f"{self._role}.backend gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
+            )
+        if self._dialect.chat_length_key is not None:
+            reply = await self._chat(prompt_ids, sampling, self._dialect.chat_length_key, deadline)
+        else:
+            reply = await self._complete(prompt_ids, sampling, top_k, deadline)
+        check_generation(reply, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
+        return reply
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        found = await self.capabilities(deadline=deadline)
+        self._check_ids(np.concatenate([prompt_ids, response_ids]))
+        if self._dialect.scoring is None:
+            raise PermanentError(f"{self._role}.backend only writes: it gives no log-probabilities of given tokens")
+        if top_k > found.max_top_k:
+            raise PermanentError(f"{self._role}.backend serves top-{found.max_top_k} at most, not {top_k}")
+        if temperature != 1.0 and found.score_temperature == "one":
+            raise PermanentError(f"{self._role}.backend scores at temperature 1 only, not {temperature:g}")
+        if not len(response_ids):
+            return no_scores(top_k)
+        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
+
+    async def _find(self, deadline: float) -> Capabilities:
+        ids = self._tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+        self._dialect = dialect = await probe(self._server, ids, self._settings.request_fields, deadline)
+        scores = dialect.scoring is not None
+        reads_text = not dialect.token_id_prompts and dialect.chat_length_key is None
+        if dialect.keyed_by_text or reads_text:
+            self._texts = TokenTexts(self._tokenizer, self._files.vocab_size)
+        measured = await self._measure_noise(np.array(ids, dtype=np.int32), deadline) if scores else 0.0
+        noise = self._settings.logprob_noise_nats
+        self._noise_nats = measured if noise is None else noise
+        context = self._files.max_context_tokens
+        if dialect.max_context_tokens is not None:  # a scored text is followed by one generated token
+            context = min(context, dialect.max_context_tokens - int(scores))
+        named_by_id = dialect.sampled_token_ids and not dialect.keyed_by_text
+        return Capabilities(
+            model=dialect.model,
+            vocab_size=self._files.vocab_size,
+            vocab_fingerprint=self._files.vocabulary.fingerprint,
+            max_context_tokens=context,
+            max_top_k=dialect.max_top_k,
+            max_generation_top_k=dialect.max_top_k if named_by_id else 0,
+            exact_entropy=False,
+            candidate_logprobs="none",
+            weight_update=False,
+            token_id_prompts=dialect.token_id_prompts,
+            abort=False,  # what an unknown server does with a request that nobody waits for is its own affair
+            sampled_token_ids=dialect.sampled_token_ids,
+            logprob_noise_nats=self._noise_nats,
+            score_temperature=dialect.score_temperature,
+            generation_temperature=dialect.generation_temperature,
+            server=dialect.description,
+        )
+
+    async def _measure_noise(self, ids: IntArray, deadline: float) -> float:
+        """Largest difference between readings of one text, alone and beside each other, nats."""
+        half = len(ids) // 2
+
+        async def read() -> TokenScores:
+            return await self._score(ids[:half], ids[half:], 1, 1.0, deadline)
+
+        first = await read()
+        if first.valid is not None and not first.valid.any():
+            raise ConfigError(
+                f"{self._role}.backend.url: the endpoint tokenises text otherwise than {self._role}.model "
+                f"({self._files.directory}): not one token of a plain sentence is the same; name its own model there"
+            )
+        others = await gather(read() for _ in range(NOISE_READINGS))
+        return max(float(np.abs(first.logprobs - other.logprobs).max()) for other in others)
+
+    async def _score(
+        self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        dialect, texts = self._dialect, self._texts
+        ids = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
+        sent = None if dialect.token_id_prompts or texts is None else as_text(ids, texts)
+        served_k = max(top_k, min(self._settings.top_k or DEFAULT_TOP_K, dialect.max_top_k))
+        body = dialect.score_body(
+            ids.tolist() if sent is None else self._without_start(sent.text, ids), served_k, temperature=temperature
+        )
+
+        def decode(reply: bytes) -> TokenScores:
+            rows = self._rows(_completion.decode(reply), None if sent is not None else ids.tolist())
+            if sent is None:
+                at = np.arange(len(prompt_ids), len(ids), dtype=np.int32)
+            else:
+                assert texts is not None
+                at = align(sent, rows.token_ids, texts)[len(prompt_ids) :]
+            scores = token_scores(
+                rows,
+                at,
+                served_k=served_k,
+                top_k=top_k,
+                texts=texts if dialect.keyed_by_text else None,
+                vocab_size=self._files.vocab_size,
+                noise_nats=self._noise_nats,
+            )
+            check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
+            return scores
+
+        return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+
+    def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
+        """Rows of the prompt that was sent as `sent_ids`, or as text."""
+        dialect, choice = self._dialect, reply.only
+        if dialect.scoring == "prompt_logprobs":
+            return prompt_rows(choice, sent_ids)
+        tokens = None if sent_ids is None else len(sent_ids)
+        if tokens is None and dialect.scoring == "echo_and_generate" and choice.logprobs is not None:
+            stated = reply.usage.prompt_tokens if reply.usage is not None else None
+            tokens = stated if stated is not None else len(choice.logprobs.tokens) - 1
+        rows = echoed_rows(choice, self._texts if dialect.keyed_by_text else None, tokens=tokens)
+        if sent_ids is not None:
+            differ = [read for read, ours in zip(rows.token_ids, sent_ids, strict=True) if read not in (UNKNOWN, ours)]
+            if differ:
+                raise PoisonedReplyError(f"echoed {len(differ)} other tokens than were sent")
+        return rows
+
+    async def _complete(
+        self, prompt_ids: IntArray, sampling: SamplingSettings, top_k: int, deadline: float
+    ) -> Generation:
+        dialect = self._dialect
+        body: dict[str, Any] = {
+            "model": dialect.model,
+            "prompt": prompt_ids.tolist() if dialect.token_id_prompts else self._prompt_text(prompt_ids),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            **dialect.extra,
+        }
+        if dialect.sampled_token_ids:
+            body |= {"logprobs": max(top_k, 1), "stop_token_ids": list(sampling.stop_token_ids), "ignore_eos": True}
+        else:
+            body["stop"] = self._stop_texts(sampling)
+
+        def decode(reply: bytes) -> Generation:
+            choice = _completion.decode(reply).only
+            if dialect.sampled_token_ids:
+                return generation(self._role, choice, sampling, top_k=top_k)
+            return self._retokenized(choice.text or "", choice.finish_reason, sampling)
+
+        return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+
+    async def _chat(
+        self, prompt_ids: IntArray, sampling: SamplingSettings, length_key: str, deadline: float
+    ) -> Generation:
+        body = {
+            "model": self._dialect.model,
+            "messages": [{"role": "user", "content": user_message(self._role, self._tokenizer, prompt_ids)}],
+            length_key: sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+        }
+        reply = await self._server.post(CHAT, self._with_fields(body), ChatReply, deadline=deadline)
+        choice = reply.only
+        return self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
+
+    def _retokenized(self, text: str, finish_reason: str | None, sampling: SamplingSettings) -> Generation:
+        ends = (*self._files.vocabulary.end_token_ids, *sampling.stop_token_ids)
+        end = next(each for each in ends if each in sampling.stop_token_ids)
+        return retokenized(self._role, text, finish_reason, sampling, self._tokenizer, end)
+
+    def _stop_texts(self, sampling: SamplingSettings) -> list[str]:
+        """Ends of a response as text; endpoints end at their own end token besides."""
+        texts = [self._tokenizer.decode([each], skip_special_tokens=False) for each in sampling.stop_token_ids]
+        return [text for text in texts if text][:MAX_STOP_TEXTS]
+
+    def _prompt_text(self, prompt_ids: IntArray) -> str:
+        assert self._texts is not None
+        sent = as_text(prompt_ids, self._texts)
+        if (sent.spans < 0).any():
+            raise PermanentError(f"{self._role}.backend takes text only, which cannot carry all tokens of this prompt")
+        return self._without_start(sent.text, prompt_ids)
+
+    def _without_start(self, text: str, ids: IntArray) -> str:
+        """Without the start token that the endpoint puts before every text by itself."""
+        start = self._tokenizer.bos_token_id
+        if not self._dialect.prepends_start or start is None or not len(ids) or ids[0] != start:
+            return text
+        return text.removeprefix(self._tokenizer.convert_ids_to_tokens(start))
+
+    def _with_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._settings.request_fields, **body}
+
+    def _check_ids(self, ids: IntArray) -> None:
+        """Ids outside the vocabulary end some servers."""
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
+            raise PermanentError(
+                f"{self._role}.backend: a token id lies outside the vocabulary of {self._files.vocab_size}"
+            )

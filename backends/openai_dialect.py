@@ -1,0 +1,323 @@
+"""What an OpenAI-compatible endpoint understands, found out by asking it at start-up. Nothing is assumed.
+
+Every probe is a real request of a few tokens. A refusal of a request's form (400, 404, 422) means that the endpoint
+does not speak so; every other failure is the endpoint's trouble and stops the start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from spot_async.errors import ConfigError, PermanentError, RequestError
+from spot_async.types import LogprobTemperature
+
+from .http import ERROR_EXCERPT_CHARACTERS, error_message
+from .openai_replies import Choice, Completion
+from .remote import RemoteServer
+from .token_texts import TOKEN_ID_PREFIX
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MODELS = "/v1/models"
+PROBE_TEXT = "One half of 12 is 6, and 3 times 5 is 15. The sum of both numbers is"
+LARGEST_K_ASKED = 256
+OTHER_TEMPERATURE = 0.5
+SAME_NATS = 0.1  # more than noise, less than another temperature changes
+# What vLLM and SGLang add to the API; others ignore it or refuse it.
+EXTENSIONS: Mapping[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+TEXT_EXTENSIONS: Mapping[str, Any] = {"add_special_tokens": False}
+
+Scoring = Literal["prompt_logprobs", "echo", "echo_and_generate"]
+
+
+class UnsupportedError(PermanentError):
+    """The endpoint does not understand a request of this form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How to speak to one endpoint."""
+
+    model: str
+    max_context_tokens: int | None = None  # as it says itself
+    chat_length_key: str | None = None  # of an endpoint that only chats: its name for max_tokens
+    token_id_prompts: bool = False
+    prepends_start: bool = False  # puts its start token before a text
+    extensions: bool = False  # `EXTENSIONS` may be sent
+    sampled_token_ids: bool = False
+    generation_logprobs: bool = False
+    scoring: Scoring | None = None  # None: it scores no given tokens
+    keyed_by_text: bool = False  # its top log-probabilities
+    max_top_k: int = 0  # of scores
+    score_temperature: LogprobTemperature = "one"
+    generation_temperature: LogprobTemperature = "one"
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        if self.chat_length_key is not None:
+            return "OpenAI-compatible: chat only"
+        prompts = "token ids" if self.token_id_prompts else "text"
+        scores = "no scores" if self.scoring is None else f"scores by {self.scoring.replace('_', ' ')}"
+        keys = "" if self.scoring is None else f", tokens named by {'text' if self.keyed_by_text else 'id'}"
+        return f"OpenAI-compatible: prompts as {prompts}, {scores}{keys}"
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Fields of every completions request."""
+        return {**EXTENSIONS, **({} if self.token_id_prompts else TEXT_EXTENSIONS)} if self.extensions else {}
+
+    def score_body(self, prompt: Sequence[int] | str, k: int, *, temperature: float = 1.0) -> dict[str, Any]:
+        """Of a request for the log-probabilities of all of `prompt`'s tokens."""
+        body = {"model": self.model, "prompt": prompt, "temperature": temperature, "max_tokens": 1, **self.extra}
+        match self.scoring:
+            case "prompt_logprobs":  # the ids that were sent need not come back
+                return {**body, "prompt_logprobs": k, "return_token_ids": not self.token_id_prompts}
+            case "echo":
+                return {**body, "echo": True, "logprobs": k, "max_tokens": 0}
+            case _:
+                return {**body, "echo": True, "logprobs": k}
+
+
+async def probe(server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping[str, Any], deadline: float) -> Dialect:
+    """Ask everything; `prompt_ids` is `PROBE_TEXT`, `fields` what the user wants in every request."""
+    prober = _Prober(server, list(prompt_ids), fields, deadline)
+    return await prober.find()
+
+
+def read_error(role: str, status: int, body: bytes) -> RequestError | None:
+    """Which of a 4xx status's meanings it has here; None where `http.py` knows."""
+    said = " ".join(error_message(body).split())[:ERROR_EXCERPT_CHARACTERS]
+    message = f"{role}: HTTP {status}: {said}"
+    if status == 402 or (status == 429 and b"insufficient_quota" in body):
+        return PermanentError(f"{message}; the account has no credit left")
+    if status in (401, 403):
+        return PermanentError(f"{message}; check the key that {role}.backend.api_key_env names")
+    if status == 404 and "model" in said.lower():
+        return PermanentError(f"{message}; set {role}.backend.served_model to a model that it serves")
+    return UnsupportedError(message) if status in (400, 404, 405, 422, 501) else None
+
+
+class _Prober:
+    def __init__(self, server: RemoteServer, prompt_ids: list[int], fields: Mapping[str, Any], deadline: float) -> None:
+        self._server = server
+        self._prompt_ids = prompt_ids
+        self._fields = fields
+        self._deadline = deadline
+
+    async def find(self) -> Dialect:
+        model, context = await self._model()
+        dialect = Dialect(model=model, max_context_tokens=context)
+        found = await self._completions(dialect)
+        if found is None:
+            return await self._chat(dialect)
+        dialect = await self._scoring(found)
+        if dialect.scoring is not None:
+            dialect = replace(dialect, score_temperature=await self._score_temperature(dialect))
+        if dialect.generation_logprobs:
+            dialect = replace(dialect, generation_temperature=await self._generation_temperature(dialect))
+        return dialect
+
+    async def _model(self) -> tuple[str, int | None]:
+        """The model's name, and the context that the endpoint states (vLLM and SGLang do)."""
+        wanted, role = self._server.settings.served_model, self._server.role
+        try:
+            listed = await self._server.get(MODELS, _Models, deadline=self._deadline)
+        except UnsupportedError:
+            listed = _Models(data=[])
+        names = [each.id for each in listed.data]
+        if wanted is None and len(names) != 1:
+            known = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+            raise ConfigError(f"{role}.backend.served_model: required, since the endpoint serves {known or 'no list'}")
+        name = wanted or names[0]
+        return name, next((each.max_model_len for each in listed.data if each.id == name), None)
+
+    async def _completions(self, dialect: Dialect) -> Dialect | None:
+        """The best form of request that it takes; None when it has no completions."""
+        for token_id_prompts in (True, False):
+            for extensions in (True, False):
+                for logprobs in (True, False):
+                    asked = replace(dialect, token_id_prompts=token_id_prompts, extensions=extensions)
+                    reply = await self._tried(asked, {"logprobs": 1} if logprobs else {})
+                    if reply is not None:
+                        choice = reply.only
+                        return replace(
+                            asked,
+                            prepends_start=_prompt_tokens(reply) == len(self._prompt_ids) + 1,
+                            generation_logprobs=choice.logprobs is not None,
+                            sampled_token_ids=_names_ids(choice) and choice.logprobs is not None,
+                        )
+        return None
+
+    async def _tried(self, asked: Dialect, more: Mapping[str, Any]) -> Completion | None:
+        prompt = self._prompt(asked)
+        body = {"model": asked.model, "prompt": prompt, "max_tokens": 1, **asked.extra, **more}
+        reply = await self._ask(body)
+        if reply is not None and asked.token_id_prompts and _prompt_tokens(reply) not in (None, len(self._prompt_ids)):
+            return None  # it took the list for something else
+        return reply
+
+    async def _scoring(self, dialect: Dialect) -> Dialect:
+        ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")
+        for way in ways:
+            asked = replace(dialect, scoring=way)
+            choice = await self._scored(asked, 1)
+            if choice is None:
+                continue
+            if way == "prompt_logprobs" and choice.prompt_logprobs is not None:
+                if choice.prompt_token_ids is None and not dialect.token_id_prompts:
+                    continue  # rows by id, but of tokens that nobody names
+                return replace(asked, max_top_k=await self._largest_k(asked))
+            if way != "prompt_logprobs" and _echoes(choice):
+                tokens = choice.logprobs.tokens if choice.logprobs is not None else []
+                by_text = not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens)
+                asked = replace(asked, keyed_by_text=by_text)
+                return replace(asked, max_top_k=await self._largest_k(asked))
+        return dialect
+
+    async def _scored(self, dialect: Dialect, k: int) -> Choice | None:
+        reply = await self._ask(dialect.score_body(self._prompt(dialect), k))
+        return None if reply is None else reply.only
+
+    async def _largest_k(self, dialect: Dialect) -> int:
+        """The largest K served: what a refusal names, or found by halving."""
+        limit = min(LARGEST_K_ASKED, self._server.files.vocab_size)
+
+        async def refusal(k: int) -> str | None:
+            try:
+                await self._post(dialect.score_body(self._prompt(dialect), k))
+            except UnsupportedError as error:
+                return str(error)
+            return None
+
+        served, refused = await largest_served(limit, refusal)
+        return served if refused else min(served, await self._counted(dialect, served))
+
+    async def _counted(self, dialect: Dialect, k: int) -> int:
+        """How many of K it really gave: some endpoints cut without a word. Texts that collide are no cut."""
+        choice = await self._scored(dialect, k)
+        assert choice is not None
+        rows: Sequence[Mapping[str, Any] | None] = choice.prompt_logprobs or []
+        if not rows and choice.logprobs is not None:
+            rows = choice.logprobs.top_logprobs or []
+        given = max(len(row or {}) for row in rows)
+        return k if given >= k or (dialect.keyed_by_text and given > k // 2) else max(1, given - 1)
+
+    async def _score_temperature(self, dialect: Dialect) -> LogprobTemperature:
+        prompt = self._prompt(dialect)
+        one, other = [
+            (await self._post(dialect.score_body(prompt, 1, temperature=temperature))).only
+            for temperature in (1.0, OTHER_TEMPERATURE)
+        ]
+        return "one" if _same_numbers(one, other) else "request"
+
+    async def _generation_temperature(self, dialect: Dialect) -> LogprobTemperature:
+        body = {
+            "model": dialect.model,
+            "prompt": self._prompt(dialect),
+            "max_tokens": 1,
+            "logprobs": 2,
+            **dialect.extra,
+        }
+        found = []
+        for temperature in (1.0, OTHER_TEMPERATURE):
+            logprobs = (await self._post({**body, "temperature": temperature})).only.logprobs
+            found.append((logprobs.top_logprobs or [{}])[0] or {} if logprobs is not None else {})
+        one, other = found
+        moved = [abs((one[key] or 0.0) - (other[key] or 0.0)) for key in one.keys() & other.keys()]
+        return "one" if max(moved, default=0.0) < SAME_NATS else "request"
+
+    async def _chat(self, dialect: Dialect) -> Dialect:
+        for key in ("max_completion_tokens", "max_tokens"):
+            messages = [{"role": "user", "content": PROBE_TEXT}]
+            body = {"model": dialect.model, "messages": messages, key: 16, **self._fields}
+            try:
+                await self._server.post(CHAT, body, Any, deadline=self._deadline)
+            except UnsupportedError as error:
+                refused = error
+                continue
+            return replace(dialect, chat_length_key=key)
+        raise ConfigError(
+            f"{self._server.role}.backend.url: answers neither {COMPLETIONS} nor {CHAT} ({refused}); the url is what "
+            "comes before /v1"
+        )
+
+    def _prompt(self, dialect: Dialect) -> list[int] | str:
+        return self._prompt_ids if dialect.token_id_prompts else PROBE_TEXT
+
+    async def _ask(self, body: Mapping[str, Any]) -> Completion | None:
+        try:
+            return await self._post(body)
+        except UnsupportedError:
+            return None
+
+    async def _post(self, body: Mapping[str, Any]) -> Completion:
+        return await self._server.post(COMPLETIONS, {**self._fields, **body}, Completion, deadline=self._deadline)
+
+
+async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | None]]) -> tuple[int, bool]:
+    """The largest K up to `limit` that is not refused, and whether one was; K = 1 is served.
+
+    `refusal` says why a K is refused, or None. What it says often names the limit.
+    """
+    said = await refusal(limit)
+    if said is None:
+        return limit, False
+    low, high = 1, limit  # served, refused
+    for named in sorted({int(number) for number in re.findall(r"\d+", said)}, reverse=True):
+        if low < named < high and await refusal(named) is None:
+            if await refusal(named + 1) is not None:
+                return named, True
+            low = named + 1
+            break
+    while high - low > 1:
+        middle = (low + high) // 2
+        if await refusal(middle) is None:
+            low = middle
+        else:
+            high = middle
+    return low, True
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def _prompt_tokens(reply: Completion) -> int | None:
+    return reply.usage.prompt_tokens if reply.usage is not None else None
+
+
+def _names_ids(choice: Choice) -> bool:
+    tokens = choice.logprobs.tokens if choice.logprobs is not None else []
+    return choice.token_ids is not None or (bool(tokens) and all(each.startswith(TOKEN_ID_PREFIX) for each in tokens))
+
+
+def _echoes(choice: Choice) -> bool:
+    """Whether a reply to `echo` has the prompt's log-probabilities: all but the first token's."""
+    logprobs = choice.logprobs
+    if logprobs is None or logprobs.top_logprobs is None or len(logprobs.token_logprobs) < 3:
+        return False
+    return all(value is not None for value in logprobs.token_logprobs[1:]) and all(logprobs.top_logprobs[1:])
+
+
+def _same_numbers(one: Choice, other: Choice) -> bool:
+    """Whether two readings of the same prompt agree; temperatures of 1 and 0.5 differ by far more than noise."""
+
+    def numbers(choice: Choice) -> list[float]:
+        if choice.prompt_logprobs is not None:
+            return [entry.logprob or 0.0 for row in choice.prompt_logprobs[1:] for entry in (row or {}).values()]
+        # a generated token at the end is another one each time
+        return [] if choice.logprobs is None else [value or 0.0 for value in choice.logprobs.token_logprobs[1:-1]]
+
+    pairs = zip(numbers(one), numbers(other), strict=False)
+    return max((abs(a - b) for a, b in pairs), default=0.0) < SAME_NATS

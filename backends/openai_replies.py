@@ -1,0 +1,336 @@
+"""What OpenAI-compatible servers answer, and how it becomes arrays. Pure; knows no connection.
+
+Servers differ in how they give a prompt's log-probabilities (echoed tokens, or vLLM's `prompt_logprobs`) and in
+how they name tokens (by id, or by text). Here both become rows: one for each token that the server read, with its
+own log-probability and those of the most likely ones. Sending requests and finding out who speaks how are not
+done here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.errors import PermanentError, PoisonedReplyError, TransientError
+from spot_async.policies.acquisition import entropy_bounds
+from spot_async.types import (
+    BoolArray,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    TokenScores,
+    VersionSpan,
+    WeightVersion,
+)
+
+from .token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
+
+FLOOR_NATS = -9999.0  # vLLM's word for minus infinity and for NaN
+Doubles = npt.NDArray[np.float64]
+
+
+class Logprobs(msgspec.Struct):
+    """Of a completions choice: the echoed prompt's tokens, where asked for, then the generated ones."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float | None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None  # generated, of vLLM and SGLang
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None  # vLLM; the actual token comes first
+    stop_reason: int | str | None = None  # vLLM: the stop token that matched
+    matched_stop: int | str | None = None  # the same of SGLang
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class Completion(msgspec.Struct):
+    """Reply of /v1/completions."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+    @property
+    def only(self) -> Choice:
+        if len(self.choices) != 1:
+            raise PoisonedReplyError(f"{len(self.choices)} choices where 1 was asked for")
+        return self.choices[0]
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """What a server said of each token of a prompt. The first one has no log-probability."""
+
+    token_ids: Sequence[int]  # (M,) `UNKNOWN` where it is not certain which token it is
+    logprobs: Sequence[float | None]  # (M,)
+    top: Sequence[Mapping[str, float | None] | None]  # (M,) by key
+
+
+def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None) -> PromptRows:
+    """Of a request with `echo`; `tokens` is how many the prompt had, where a generated one may follow. `texts` is None
+    where tokens are named by id."""
+    logprobs = choice.logprobs
+    if logprobs is None or logprobs.top_logprobs is None:
+        raise PoisonedReplyError("no log-probabilities although they were asked for")
+    ids = choice.prompt_token_ids
+    if ids is None:
+        ids = texts.ids_of(logprobs.tokens) if texts is not None else [token_id_of(each) for each in logprobs.tokens]
+    count = len(ids) if tokens is None else tokens
+    if not count <= len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs):
+        raise PoisonedReplyError("tokens and log-probabilities differ in number")
+    return PromptRows(
+        token_ids=ids[:count],
+        logprobs=logprobs.token_logprobs[:count],
+        top=logprobs.top_logprobs[:count],
+    )
+
+
+def prompt_rows(choice: Choice, token_ids: Sequence[int] | None) -> PromptRows:
+    """Of `prompt_logprobs`; `token_ids` are those sent, or None where the server made them of text."""
+    rows = choice.prompt_logprobs
+    ids = choice.prompt_token_ids or token_ids
+    if rows is None or ids is None:
+        raise PoisonedReplyError("no prompt_logprobs although they were asked for")
+    if len(rows) != len(ids):
+        raise PoisonedReplyError(f"{len(rows)} rows of prompt_logprobs for {len(ids)} tokens")
+    top = [None if not row else {key: entry.logprob for key, entry in row.items()} for row in rows]
+    own = [None if row is None else row.get(str(i)) for row, i in zip(top, ids, strict=True)]
+    return PromptRows(token_ids=ids, logprobs=own, top=top)
+
+
+def token_scores(
+    rows: PromptRows,
+    at: IntArray,
+    *,
+    served_k: int,
+    top_k: int,
+    texts: TokenTexts | None,
+    vocab_size: int,
+    noise_nats: float,
+) -> TokenScores:
+    """Scores of T response tokens; `at` (T,) is the row of each, -1 where the server has none.
+
+    Masked are tokens without a row, and rows whose `top_k` best tokens are not all known. Their entropy bounds need no
+    names, only numbers: they are formed from all that is served (method.md section 1), widened by the noise.
+    """
+    positions = np.flatnonzero(at >= 0)
+    chosen = [int(row) for row in at[positions]]
+    own = _numbers([rows.logprobs[row] for row in chosen])  # (N,)
+    ids, values = _top([rows.top[row] or {} for row in chosen], texts, width=served_k)  # (N, W >= K)
+    if texts is not None:
+        shown, lost = _without_extra(ids, values, own, served_k)
+    else:
+        shown, lost = values[:, :served_k], np.zeros(len(chosen), dtype=np.bool_)
+        if not np.isfinite(shown).all():
+            raise PoisonedReplyError(f"fewer than {served_k} log-probabilities at a position")
+    lower, upper = served_entropy_bounds(shown, lost, vocab_size)
+    lower = np.maximum(lower - noise_nats * (1 + lower), 0.0)
+    upper = np.minimum(upper + noise_nats * (1 + upper), math.log(vocab_size))
+    # An entry that is lost has at most what is missing: below the last candidate's, it can be no candidate itself.
+    missing = 1.0 - np.exp(shown).sum(axis=-1)
+    complete = ~lost | (missing * math.exp(2 * noise_nats) < np.exp(shown[:, top_k - 1]))
+    known = complete & (ids[:, :top_k] != UNKNOWN).all(axis=1)
+    rows_at = positions[known]
+    topk = ids[known, :top_k], values[known, :top_k]
+    return _scattered(len(at), rows_at, own[known], *topk, lower[known], upper[known], vocab_size)
+
+
+def served_entropy_bounds(shown: Doubles, lost: BoolArray, vocab_size: int) -> tuple[Doubles, Doubles]:
+    """Bounds (N,) in nats from served log-probabilities (N, K), rows descending and padded with -inf.
+
+    Rows without a loss hold the K most likely. A `lost` row lacks entries that were among them: then no unseen token
+    is known to be less likely than a shown one, so the entropy is smallest with all that is missing on one token,
+    and largest, as ever, with it spread evenly.
+    """
+    lower, upper = np.zeros(len(shown)), np.zeros(len(shown))
+    whole = ~lost
+    if whole.any():
+        lower[whole], upper[whole] = entropy_bounds(shown[whole], vocab_size)
+    probabilities = np.exp(shown[lost])
+    unseen = vocab_size - np.isfinite(shown[lost]).sum(axis=-1)
+    missing = np.clip(1.0 - probabilities.sum(axis=-1), 0.0, 1.0)
+    entropy = _minus_plogp(probabilities).sum(axis=-1) + _minus_plogp(missing)
+    lower[lost] = entropy
+    upper[lost] = entropy + missing * np.log(np.maximum(unseen, 1))
+    return lower, upper
+
+
+def _minus_plogp(p: Doubles) -> Doubles:
+    return -p * np.log(np.where(p > 0.0, p, 1.0))
+
+
+def _without_extra(ids: IntArray, values: Doubles, own: Doubles, served_k: int) -> tuple[Doubles, BoolArray]:
+    """The part of text-keyed rows (N, W) that is known to be among the K most likely, and which rows lack some.
+
+    Tokens with the same text are one entry, so that a row with such a text may hold fewer than K. The token that was
+    read is added where it is not among the K; with fewer than K + 1 entries nobody can tell whether it was.
+    """
+    count = np.isfinite(values).sum(axis=-1)
+    shown = values[:, :served_k].copy()
+    merged = ((ids == UNKNOWN) & np.isfinite(values)).any(axis=-1)  # perhaps
+    last = np.take_along_axis(values, np.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    added = merged & (count <= served_k) & (own <= last)  # perhaps; without it one entry fewer is known
+    shown[np.flatnonzero(added), count[added] - 1] = -np.inf
+    return shown, added | (count < served_k)
+
+
+def _top(
+    entries: Sequence[Mapping[str, float | None]], texts: TokenTexts | None, *, width: int
+) -> tuple[IntArray, Doubles]:
+    """Ids and log-probabilities (N, W), descending; W the longest row's, `width` at least, padded with -inf."""
+    counts = np.array([len(each) for each in entries], dtype=np.int64)
+    width = int(counts.max(initial=width))
+    keys = [key for each in entries for key in each]
+    flat_values = _numbers([value for each in entries for value in each.values()])
+    ids = np.full((len(entries), width), UNKNOWN, dtype=np.int32)
+    values = np.full((len(entries), width), -np.inf)
+    filled = np.arange(width) < counts[:, None]
+    ids[filled] = texts.ids_of(keys) if texts is not None else [token_id_of(key) for key in keys]
+    values[filled] = flat_values
+    order = np.argsort(-values, axis=1, kind="stable")
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1)
+
+
+def token_id_of(key: str) -> int:
+    """Of a token that is named by its id, with vLLM's prefix or without. Raises ValueError for another."""
+    return int(key.removeprefix(TOKEN_ID_PREFIX))
+
+
+def _numbers(values: Sequence[float | None]) -> Doubles:
+    """As an array; servers write NaN and infinities as null or as a number that no log-probability can be."""
+    try:
+        numbers = np.array(values, dtype=np.float64)
+    except TypeError:
+        numbers = np.array([np.nan])
+    if not (np.isfinite(numbers) & (numbers > FLOOR_NATS)).all():
+        raise PoisonedReplyError("a log-probability is not a number")
+    return numbers
+
+
+def _scattered(
+    count: int,
+    positions: npt.NDArray[Any],
+    logprobs: Doubles,
+    topk_ids: IntArray,
+    topk_logprobs: Doubles,
+    lower: Doubles,
+    upper: Doubles,
+    vocab_size: int,
+) -> TokenScores:
+    """Known rows at their positions; elsewhere placeholders, with nothing known of the entropy."""
+
+    def spread(values: npt.NDArray[Any], fill: float, dtype: type) -> npt.NDArray[Any]:
+        whole = np.full((count, *values.shape[1:]), fill, dtype=dtype)
+        whole[positions] = values
+        return whole
+
+    valid = np.zeros(count, dtype=np.bool_)
+    valid[positions] = True
+    bottom: FloatArray = spread(lower, 0.0, np.float32)
+    top: FloatArray = spread(upper, math.log(vocab_size), np.float32)
+    return TokenScores(
+        logprobs=spread(logprobs, 0.0, np.float32),
+        topk_ids=spread(topk_ids, 0, np.int32),
+        topk_logprobs=spread(topk_logprobs, 0.0, np.float32),
+        entropy=(bottom + top) / np.float32(2),
+        entropy_lower=bottom,
+        entropy_upper=top,
+        version=WeightVersion(0, 0),
+        valid=None if valid.all() else valid,
+    )
+
+
+def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: int) -> Generation:
+    """A response of a server that says which token ids it sampled. Raises `PoisonedReplyError`, or `TransientError`
+    for one that was aborted."""
+    logprobs = choice.logprobs
+    if logprobs is None:
+        raise PoisonedReplyError("no log-probabilities although they were asked for")
+    ids = choice.token_ids if choice.token_ids is not None else [token_id_of(each) for each in logprobs.tokens]
+    check_finished(role, choice.finish_reason)
+    if not len(ids) == len(logprobs.token_logprobs):
+        raise PoisonedReplyError(f"{len(logprobs.token_logprobs)} log-probabilities of {len(ids)} tokens")
+    count = len(ids)
+    topk_ids: IntArray | None = None
+    topk_logprobs: FloatArray | None = None
+    if top_k:
+        found, values = _top([row or {} for row in logprobs.top_logprobs or []], None, width=top_k)
+        topk_ids, topk_logprobs = found[:, :top_k], values[:, :top_k].astype(np.float32)
+    return Generation(
+        token_ids=np.array(ids, dtype=np.int32),
+        logprobs=_numbers(logprobs.token_logprobs).astype(np.float32),
+        finish_reason="stop" if ids and ids[-1] in sampling.stop_token_ids else "length",
+        version_spans=(VersionSpan(0, count, WeightVersion(0, 0)),),
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+    )
+
+
+def retokenized(
+    role: str,
+    text: str,
+    finish_reason: str | None,
+    sampling: SamplingSettings,
+    tokenizer: Any,
+    end_token_id: int,
+) -> Generation:
+    """A response of a server that gives text only. Its token ids are ours, so no log-probability is known: all are 0.
+
+    For people and for cross-entropy (evaluation, KD); `Capabilities.sampled_token_ids` says that it is such.
+    """
+    check_finished(role, finish_reason)
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    ended = finish_reason != "length"
+    if ended and not (ids and ids[-1] in sampling.stop_token_ids):
+        ids.append(end_token_id)
+    ends = [n for n, token_id in enumerate(ids, start=1) if token_id in sampling.stop_token_ids]
+    ids = ids[: min([sampling.max_tokens, *ends[:1]])]
+    if not ids:
+        raise PoisonedReplyError("the response is empty although it was cut off")
+    return Generation(
+        token_ids=np.array(ids, dtype=np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason="stop" if ids[-1] in sampling.stop_token_ids else "length",
+        version_spans=(VersionSpan(0, len(ids), WeightVersion(0, 0)),),
+    )
+
+
+def check_finished(role: str, finish_reason: str | None) -> None:
+    """Whether it is a whole response, or one that used up its tokens."""
+    if finish_reason == "abort":
+        raise TransientError(f"{role}: the server aborted the request")
+    if finish_reason not in ("stop", "length", "eos", "eos_token"):
+        raise PermanentError(f"{role}: the server ended the response for another reason: {finish_reason!r}")
+
+
+def no_scores(top_k: int) -> TokenScores:
+    """Of an empty response."""
+    none = np.zeros(0, np.float32)
+    return TokenScores(
+        logprobs=none,
+        topk_ids=np.zeros((0, top_k), np.int32),
+        topk_logprobs=np.zeros((0, top_k), np.float32),
+        entropy=none,
+        entropy_lower=none,
+        entropy_upper=none,
+        version=WeightVersion(0, 0),
+    )

@@ -1,0 +1,401 @@
+"""SGLang servers, by their native API (`/generate`). Written against 0.5.23; older ones where they differ.
+
+Here requests are made, and checked before they are sent: a token out of the vocabulary, a k above it or a start
+before -1 end the whole server. Replies are read in `sglang_replies.py`, weights are sent in `sglang_weights.py`.
+
+What the server does that callers should know:
+* Sampled, top-k and chosen log-probabilities of generated positions are at the request's temperature and before
+  top-p; those of given tokens are at temperature 1 whatever is asked. So scores are at 1 only.
+* Chosen tokens at chosen positions are asked for as what would be generated after the prefix: a token's work, since
+  the prefix is cached, and at the request's temperature. `token_indices_to_pool`, made for this, counts from the end
+  of what is cached or of the chunk that is read, and ends the server where that is not the whole sequence.
+* A seed acts only under --enable-deterministic-inference, and is ignored otherwise.
+* It ends a response at its model's own end tokens besides those of the request; `ignore_eos` would drop both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import numpy as np
+from pydantic import Field
+
+from spot_async.alignment import branch_prefix_length
+from spot_async.concurrency import gather
+from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
+from spot_async.types import (
+    Capabilities,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    ScoredPositions,
+    TokenScores,
+    Traffic,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+from .probing import noise_nats, temperature_convention
+from .remote import RemoteServer
+from .replies import check_candidates, check_generation, check_scores
+from .served_topk import bounded_scores, scored_positions
+from .sglang_launch import sglang_command
+from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
+from .sglang_weights import ServerInfo, SglangWeights
+from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
+from .weight_transport import WeightSettings
+
+GENERATE = "/generate"
+ABORT = "/abort_request"
+READY = "/model_info"  # /health costs a generated token and a second, and fails while the server is paused
+PROBE_TIMEOUT_S = 120.0
+PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
+PROBE_TOKENS = 32
+PROBE_TOP_K = 16
+ABORT_TIMEOUT_S = 2.0
+POSITIONS_IN_FLIGHT = 32  # of one request for single positions
+
+T = TypeVar("T")
+
+
+class Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+class SglangBackend:
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
+
+    class Settings(SleepSettings):
+        kind: str = "sglang"
+        weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._settings = settings
+        self._role = role
+        self._server = RemoteServer(
+            settings,
+            role=role,
+            model=model,
+            run_directory=run_directory,
+            make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
+            ready_path=READY,
+        )
+        self._run_directory = run_directory
+        self._vocab_size = self._server.files.vocab_size
+        self._max_tokens = 0  # that one request may hold; known once the server is asked
+        self._weights: SglangWeights
+        self._capabilities: Capabilities
+        self._exit_stack: contextlib.AsyncExitStack
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
+            try:
+                info = await self._server.get("/server_info", ServerInfo, deadline=deadline)
+                self._weights = SglangWeights(
+                    self._server, self._settings.weights, info, log_directory=self._run_directory / "logs"
+                )
+                stack.push_async_callback(self._weights.close)
+                if self.sleeps_while_training:
+                    saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
+                    check_sglang(self._server, memory_saver=saver, weights_backup=backup)
+                self._capabilities = await self._probe(info, deadline)
+            except PermanentError as error:  # of a first request: the server's flags, key or kind
+                raise ConfigError(str(error)) from None
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit_stack.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        return self._capabilities
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        self._check(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
+        body = {
+            "input_ids": prompt_ids.tolist(),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_new_tokens": sampling.max_tokens,
+                "stop_token_ids": sampling.stop_token_ids,
+                "ignore_eos": not sampling.stop_token_ids,  # it makes the server ignore stop_token_ids too
+                "sampling_seed": sampling.seed,
+            },
+            "return_logprob": True,
+            **_output_top_k(top_k),
+        }
+
+        def read(reply: bytes) -> Generation:
+            generation = read_generation(reply, top_k=top_k)
+            self._check_end(generation, sampling)
+            check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
+            return generation
+
+        return await self._ask(body, read, deadline)
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        if temperature != 1.0:
+            raise PermanentError(
+                f"{self._role}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
+                "sampling.temperature=1"
+            )
+        served_k = min(max(top_k, self._settings.top_k or 1), self._vocab_size)
+        found = await self._score(prompt_ids, response_ids, max(top_k, served_k), deadline)
+        scores = bounded_scores(
+            found.logprobs,
+            *found.top,
+            top_k=top_k,
+            vocab_size=self._vocab_size,
+            noise_nats=self._capabilities.logprob_noise_nats,
+            version=found.version,
+        )
+        check_scores(scores, response_ids, top_k=top_k, vocab_size=self._vocab_size)
+        return scores
+
+    async def score_at(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        *,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+    ) -> ScoredPositions:
+        self._check_temperature(temperature)
+        sequence = np.concatenate([prompt_ids, response_ids])
+        lengths = self._prefix_lengths(prompt_ids, response_ids, positions)
+        found = await self._next_tokens(((sequence[:length], None) for length in lengths), top_k, temperature, deadline)
+        tops = [each.top for each in found if each.top is not None]
+        return scored_positions(
+            np.concatenate([top.ids for top in tops] or [np.zeros((0, top_k), np.int32)]),
+            np.concatenate([top.logprobs for top in tops] or [np.zeros((0, top_k), np.float32)]),
+            vocab_size=self._vocab_size,
+        )
+
+    async def candidate_logprobs(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        temperature: float,
+        expected_version: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        if not candidate_ids.size:
+            return np.zeros(candidate_ids.shape, np.float32)
+        self._check_temperature(temperature)
+        self._check_ids(candidate_ids)
+        sequence = np.concatenate([prompt_ids, response_ids])
+        lengths = self._prefix_lengths(prompt_ids, response_ids, positions)
+        asked = ((sequence[:length], ids) for length, ids in zip(lengths, candidate_ids, strict=True))
+        found = await self._next_tokens(asked, 0, temperature, deadline)
+        other = next((each.version for each in found if each.version != expected_version), None)
+        if other is not None:
+            raise VersionMismatchError(f"{self._role}: holds weights {other}, not the {expected_version} asked for")
+        logprobs = np.stack([each.chosen for each in found if each.chosen is not None])
+        check_candidates(logprobs, candidate_ids)
+        return logprobs
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        await self._weights.update(snapshot, deadline=deadline)
+        self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        await sleep_sglang(self._server, self._weights.flush, deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await wake_sglang(self._server, deadline=deadline)
+
+    async def _probe(self, info: ServerInfo, deadline: float) -> Capabilities:
+        """What the server offers, where it can be found out by asking it."""
+        files = self._server.files
+        served = info.max_req_input_len  # one more than it takes
+        self._max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
+        prompt_ids = await self._probe_prompt(deadline)
+        top_k = min(PROBE_TOP_K, self._vocab_size)
+        count = min(PROBE_TOKENS, self._max_tokens - len(prompt_ids))
+        sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
+        generated = await self.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
+        scored = await self._score(prompt_ids, generated.token_ids, top_k, deadline)
+        [halved] = await self._next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
+        assert halved.top is not None
+        noise = self._settings.logprob_noise_nats
+        attached_student = self._role == "student" and self._settings.launch is None
+        return Capabilities(
+            model=str(files.directory),
+            vocab_size=self._vocab_size,
+            vocab_fingerprint=files.vocabulary.fingerprint,
+            max_context_tokens=self._max_tokens,
+            max_top_k=self._vocab_size,
+            max_generation_top_k=self._vocab_size,
+            max_position_top_k=self._vocab_size,
+            exact_entropy=False,
+            candidate_logprobs="single",
+            weight_update=True,
+            logprob_noise_nats=noise_nats(generated, scored.logprobs, *scored.top) if noise is None else noise,
+            score_temperature="one",
+            generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),
+            seeds=info.enable_deterministic_inference,
+            prefix_caching=not info.disable_radix_cache,
+            weight_transport=self._settings.weights.transport,
+            version=None if attached_student else WeightVersion(0, 0),
+            server=f"sglang {info.version}",
+        )
+
+    async def _probe_prompt(self, deadline: float) -> IntArray:
+        """Some text's tokens, on which the server's tokenizer and ours must agree."""
+        ours = self._server.files.vocabulary.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+        body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
+        try:
+            theirs = (await self._server.post("/tokenize", body, Tokenized, deadline=deadline)).tokens
+        except PermanentError:  # a router, or a server without its tokenizer
+            theirs = ours
+        if ours != theirs:
+            raise ConfigError(
+                f"{self._role}.model: its tokenizer gives other tokens than the server's for {PROBE_TEXT!r}; give the "
+                "directory of the model that is served"
+            )
+        return np.array(ours, np.int32)
+
+    async def _score(self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, deadline: float) -> Scores:
+        if not len(response_ids):
+            empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
+            return Scores(np.zeros(0, np.float32), TopK(*empty), self._capabilities.version or WeightVersion(0, 0))
+        sequence = np.concatenate([prompt_ids, response_ids])
+        self._check(sequence, top_k=top_k)
+        self._check(prompt_ids)
+        body = {
+            "input_ids": sequence.tolist(),
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": len(prompt_ids) - 1,  # whose row comes without a log-probability
+            "top_logprobs_num": top_k,
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }
+        return await self._ask(body, lambda reply: read_scores(reply, response_ids), deadline)
+
+    async def _next_tokens(
+        self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
+    ) -> list[NextToken]:
+        """The distribution after each prefix: the top-k, or the tokens given with it."""
+        places = asyncio.Semaphore(POSITIONS_IN_FLIGHT)
+
+        async def ask(prefix_ids: IntArray, chosen_ids: IntArray | None) -> NextToken:
+            chosen = None if chosen_ids is None else chosen_ids.tolist()
+            body = {
+                "input_ids": prefix_ids.tolist(),
+                "sampling_params": {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True},
+                "return_logprob": True,
+                **(_output_top_k(top_k) if chosen is None else {"token_ids_logprob": chosen}),
+            }
+            async with places:
+                return await self._ask(body, functools.partial(read_next_token, candidate_ids=chosen), deadline)
+
+        requests = list(asked)
+        for prefix_ids, _ in requests:
+            self._check(prefix_ids, new_tokens=1, top_k=top_k)
+        return await gather(ask(*each) for each in requests)
+
+    async def _ask(self, body: dict[str, Any], read: Callable[[bytes], T], deadline: float) -> T:
+        """One request under an id of its own, by which it is taken back when nobody waits for it any longer.
+
+        The server aborts by prefix, so ids have one length. It would notice the closed connection after seconds.
+        """
+        request_id = uuid.uuid4().hex
+        try:
+            return await self._server.ask(GENERATE, {"rid": request_id, **body}, read, deadline=deadline)
+        except (asyncio.CancelledError, DeadlineExceededError):
+            soon = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
+            with contextlib.suppress(RequestError):
+                await self._server.ask(ABORT, {"rid": request_id}, bytes, deadline=soon)
+            raise
+
+    def _check(self, token_ids: IntArray, *, new_tokens: int = 0, top_k: int = 0) -> None:
+        """What the server would not survive, or not answer well. Raises `PermanentError`."""
+        if not len(token_ids):
+            raise PermanentError(f"{self._role}: a request needs at least one token")
+        self._check_ids(token_ids)
+        if not 0 <= top_k <= self._vocab_size:
+            raise PermanentError(f"{self._role}: top_k={top_k} is not one of 0 to {self._vocab_size} (the vocabulary)")
+        if self._max_tokens and len(token_ids) + new_tokens > self._max_tokens:
+            raise PermanentError(
+                f"{self._role}: {len(token_ids)} tokens and {new_tokens} new ones are more than the server's "
+                f"{self._max_tokens}: raise its --context-length or lower sampling.max_response_tokens"
+            )
+
+    def _check_ids(self, token_ids: IntArray) -> None:
+        outside = token_ids[(token_ids < 0) | (token_ids >= self._vocab_size)]
+        if outside.size:
+            raise PermanentError(
+                f"{self._role}: token {outside.flat[0]} is out of the vocabulary of {self._vocab_size}"
+            )
+
+    def _check_temperature(self, temperature: float) -> None:
+        if temperature != 1.0 and self._capabilities.generation_temperature == "one":
+            raise PermanentError(
+                f"{self._role}: the server gives log-probabilities at temperature 1, not at {temperature:g}: start it "
+                "without SGLANG_RETURN_ORIGINAL_LOGPROB or set sampling.temperature=1"
+            )
+
+    def _check_end(self, generation: Generation, sampling: SamplingSettings) -> None:
+        last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
+        if generation.finish_reason == "stop" and last not in sampling.stop_token_ids:
+            raise PermanentError(
+                f"{self._role}: the server ends responses at token {last}, which is none of the end tokens "
+                f"{sampling.stop_token_ids}: name it in the model's generation_config.json (eos_token_id)"
+            )
+
+    def _prefix_lengths(self, prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[int]:
+        if positions.size and not 0 <= positions.min() <= positions.max() < len(response_ids):
+            raise PermanentError(f"{self._role}: positions are not all of the response's {len(response_ids)}")
+        return [branch_prefix_length(len(prompt_ids), position) for position in positions.tolist()]
+
+
+def _output_top_k(top_k: int) -> dict[str, Any]:
+    """What asks for the top-k of generated positions, in arrays where the server knows them."""
+    if not top_k:
+        return {}
+    return {
+        "top_logprobs_num": top_k,
+        "return_flat_raw_output_top_logprobs": True,
+        "return_flat_raw_top_logprobs_b64": True,
+    }

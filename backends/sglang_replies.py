@@ -1,0 +1,209 @@
+"""Reads the replies of SGLang's native API. Pure: bytes in, arrays out; nothing of the network or of requests.
+
+Top log-probabilities come as flat arrays in base64 where the server knows them, and as nested lists from older
+servers and through routers that drop unknown request fields; both become the same `TopK`. Fields may be missing (a
+request that was aborted while it waited has few), so all have defaults. A NaN is a null on the wire, and refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.errors import PoisonedReplyError, TransientError
+from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
+
+Entry = tuple[float, int, Any]  # log-probability, token, its text or null
+FirstEntry = tuple[float | None, int, Any]  # of input tokens: the first one has no log-probability
+ARRAY_TYPES = frozenset({"float16", "float32", "float64", "int32", "int64"})
+
+
+class Finish(msgspec.Struct):
+    type: str = ""  # stop, length or abort
+    message: str | None = None
+
+
+class Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(msgspec.Struct):
+    """What is read of `meta_info`; `None` is a field that the reply lacks."""
+
+    finish_reason: Finish | None = None
+    weight_version: str | None = None
+    weight_versions: list[Span] | None = None
+    input_token_logprobs: list[FirstEntry] | None = None
+    output_token_logprobs: list[Entry] | None = None
+    output_token_ids_logprobs: list[list[Entry] | None] | None = None
+    input_top_logprobs: list[list[Entry] | None] | None = None
+    output_top_logprobs: list[list[Entry] | None] | None = None
+    input_top_logprobs_val_flat_b64: bytes | None = None
+    input_top_logprobs_val_flat_b64_dtype: str = "float32"
+    input_top_logprobs_idx_flat_b64: bytes | None = None
+    input_top_logprobs_idx_flat_b64_dtype: str = "int32"
+    input_top_logprobs_shape: list[int] | None = None
+    output_top_logprobs_val_flat_b64: bytes | None = None
+    output_top_logprobs_val_flat_b64_dtype: str = "float32"
+    output_top_logprobs_idx_flat_b64: bytes | None = None
+    output_top_logprobs_idx_flat_b64_dtype: str = "int32"
+    output_top_logprobs_shape: list[int] | None = None
+
+
+class Reply(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: MetaInfo = msgspec.field(default_factory=MetaInfo)
+
+
+class TopK(NamedTuple):
+    ids: IntArray  # (rows, K)
+    logprobs: FloatArray  # (rows, K) descending
+
+
+class Scores(NamedTuple):
+    """The response rows of a scoring reply."""
+
+    logprobs: FloatArray  # (T,) of the response's own tokens
+    top: TopK  # T rows
+    version: WeightVersion
+
+
+class NextToken(NamedTuple):
+    """The distribution after a prefix, as far as it was asked for."""
+
+    top: TopK | None  # one row
+    chosen: FloatArray | None  # (k,) of the tokens that were asked for, in that order
+    version: WeightVersion
+
+
+_decoder = msgspec.json.Decoder(Reply)
+
+
+def read_generation(body: bytes, *, top_k: int) -> Generation:
+    """A whole response. Raises `TransientError` for one that the server ended by itself."""
+    reply = _read(body)
+    meta = reply.meta_info
+    entries = meta.output_token_logprobs or []
+    count = len(reply.output_ids)
+    _require(
+        [token for _, token, _ in entries] == reply.output_ids,
+        f"{len(entries)} log-probabilities do not belong to the {count} tokens",
+    )
+    top = _top(meta, "output") if top_k else None
+    return Generation(
+        token_ids=np.array(reply.output_ids, np.int32),
+        logprobs=np.array([logprob for logprob, _, _ in entries], np.float32),
+        finish_reason=_finish_reason(meta),
+        version_spans=_version_spans(meta, count),
+        topk_ids=None if top is None else top.ids,
+        topk_logprobs=None if top is None else top.logprobs,
+    )
+
+
+def read_scores(body: bytes, response_ids: IntArray) -> Scores:
+    """Log-probabilities that were asked for from the last prompt token on; that token's own row is dropped."""
+    meta = _read(body).meta_info
+    entries = (meta.input_token_logprobs or [])[1:]
+    scored_ids = np.array([token for _, token, _ in entries], np.int32)
+    # The server takes the vocabulary's last token for one of its placeholders, and calls it 0. Its row is right.
+    _require(
+        scored_ids.shape == response_ids.shape and bool(((scored_ids == response_ids) | (scored_ids == 0)).all()),
+        f"{len(entries)} scored tokens are not the response's {len(response_ids)}",
+    )
+    top = _top(meta, "input")
+    _require(len(top.ids) >= len(response_ids), f"top-k of {len(top.ids)} of {len(response_ids)} tokens")
+    rows = slice(len(top.ids) - len(response_ids), None)  # nested lists and some flat ones count the prompt's row
+    logprobs = [float("nan") if logprob is None else logprob for logprob, _, _ in entries]
+    return Scores(
+        np.array(logprobs, np.float32), TopK(top.ids[rows], top.logprobs[rows]), parse_version(meta.weight_version)
+    )
+
+
+def read_next_token(body: bytes, candidate_ids: Sequence[int] | None) -> NextToken:
+    """The first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
+    reply = _read(body)
+    meta = reply.meta_info
+    _finish_reason(meta)
+    version = _version_spans(meta, len(reply.output_ids))[0].version
+    if candidate_ids is None:
+        top = _top(meta, "output")
+        _require(len(top.ids) == 1, f"{len(top.ids)} rows of a single position")
+        return NextToken(top, None, version)
+    rows = meta.output_token_ids_logprobs or []
+    _require(len(rows) == 1 and rows[0] is not None, f"{len(rows)} rows of a single position")
+    row = rows[0] or []
+    _require([token for _, token, _ in row] == list(candidate_ids), "log-probabilities of other tokens than asked for")
+    return NextToken(None, np.array([logprob for logprob, _, _ in row], np.float32), version)
+
+
+def parse_version(text: str | None) -> WeightVersion:
+    """The weights' name, where it is ours. Other names are those of models that get no weights from a run."""
+    try:
+        return WeightVersion.parse(text or "")
+    except ValueError:
+        return WeightVersion(0, 0)
+
+
+def _read(body: bytes) -> Reply:
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "null" in str(error):
+            raise PoisonedReplyError(
+                f"NaN or infinite log-probabilities, which the server writes as null: {error}"
+            ) from None
+        raise
+
+
+def _finish_reason(meta: MetaInfo) -> FinishReason:
+    finish = meta.finish_reason or Finish()
+    if finish.type == "abort":
+        raise TransientError(f"the server aborted the request: {finish.message or 'no reason given'}")
+    _require(finish.type in ("stop", "length"), f"unknown finish reason {finish.type!r}")
+    return "stop" if finish.type == "stop" else "length"
+
+
+def _version_spans(meta: MetaInfo, count: int) -> tuple[VersionSpan, ...]:
+    """Servers before 0.5.19 name one version. They cannot switch in the middle of a response either."""
+    if not meta.weight_versions:
+        return (VersionSpan(0, count, parse_version(meta.weight_version)),)
+    return tuple(VersionSpan(span.start, span.end, parse_version(span.version)) for span in meta.weight_versions)
+
+
+def _top(meta: MetaInfo, side: str) -> TopK:
+    def field(name: str) -> Any:
+        return getattr(meta, f"{side}_top_logprobs{name}")
+
+    if field("_val_flat_b64") is not None:
+        shape = field("_shape")
+        _require(bool(shape) and len(shape) == 2, f"top-k of shape {shape}")
+        return TopK(
+            _array(field("_idx_flat_b64"), field("_idx_flat_b64_dtype"), shape).astype(np.int32),
+            _array(field("_val_flat_b64"), field("_val_flat_b64_dtype"), shape).astype(np.float32),
+        )
+    rows = [row for row in field("") or [] if row is not None]
+    _require(bool(rows), "no top-k although it was asked for")
+    shape = (len(rows), len(rows[0]))
+    _require(all(len(row) == shape[1] for row in rows), "rows of different lengths in the top-k")
+    entries = [entry for row in rows for entry in row]
+    return TopK(
+        np.fromiter((entry[1] for entry in entries), np.int32, len(entries)).reshape(shape),
+        np.fromiter((entry[0] for entry in entries), np.float32, len(entries)).reshape(shape),
+    )
+
+
+def _array(raw: bytes | None, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+    """Little-endian, in C order."""
+    _require(raw is not None and dtype in ARRAY_TYPES, f"top-k in an unknown form ({dtype})")
+    return np.frombuffer(raw or b"", np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise PoisonedReplyError(otherwise)

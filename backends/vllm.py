@@ -1,0 +1,382 @@
+"""The adapter for vLLM servers, 0.16 and later; attached to or started.
+
+Requests and replies are `vllm_client`'s, what a server can do is found by `vllm_probes`, weights go through
+`vllm_weights`. Here these become generations, scores and candidates with versions and entropies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, cast
+
+import numpy as np
+import structlog
+
+from spot_async.alignment import branch_prefix_length, decision_row
+from spot_async.concurrency import gather
+from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
+from spot_async.types import (
+    CandidateSupport,
+    Capabilities,
+    FinishReason,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    ScoredPositions,
+    TokenScores,
+    Traffic,
+    VersionSpan,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+from .remote import RemoteServer
+from .replies import check_candidates, check_generation, check_scores
+from .served_topk import bounded_scores, scored_positions
+from .sleeping import SleepSettings, check_vllm, sleep_vllm, wake_vllm
+from .vllm_client import VllmClient, read_error
+from .vllm_launch import vllm_command
+from .vllm_probes import Found, probe
+from .vllm_replies import NamedSpan
+from .vllm_weights import DEVELOPER_MODE, WeightUpdater
+
+PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
+SINGLE_REQUESTS = 128  # in flight at once, of all positions and tokens that are asked for one by one
+LAUNCHED_MAX_LOGPROBS = 64
+INITIAL = WeightVersion(0, 0)
+
+T = TypeVar("T")
+
+
+class VllmBackend:
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
+
+    class Settings(SleepSettings):
+        kind: Literal["vllm"] = "vllm"
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._settings = settings
+        self._role = role
+        self._is_student = role == "student"
+        # One more than is asked for: the sampled token takes a place among those of its position.
+        make_command = functools.partial(
+            vllm_command,
+            max_logprobs=max(LAUNCHED_MAX_LOGPROBS, settings.top_k or 0) + 1,
+            takes_weights=self._is_student,
+            sleeps=settings.sleep_while_training,
+        )
+        self._server = RemoteServer(
+            settings,
+            role=role,
+            model=model,
+            run_directory=run_directory,
+            make_command=make_command,
+            read_error=functools.partial(read_error, role),
+        )
+        self._client = VllmClient(self._server)
+        self._updater = WeightUpdater(self._server)
+        self._singles = asyncio.Semaphore(SINGLE_REQUESTS)
+        self._found: Found
+        # What the server called its weights before it got any from us; None once it has.
+        self._initial_weights: str | None = None
+        self._updates = 0
+
+    async def __aenter__(self) -> Self:
+        await self._server.__aenter__()
+        try:
+            deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
+            self._found = await probe(self._client, deadline=deadline)
+            self._initial_weights = self._found.weights
+            if self.sleeps_while_training:
+                await check_vllm(self._server, deadline=deadline)
+            if self._is_student and not self._found.takes_weights:
+                structlog.get_logger().warning("the server takes no weights", role=self._role, missing=DEVELOPER_MODE)
+            elif self._is_student and self._settings.launch is not None:
+                await self._updater.name(str(INITIAL), deadline=deadline)
+                self._initial_weights = str(INITIAL)
+        except BaseException as error:
+            await self._server.__aexit__(None, None, None)
+            if isinstance(error, PermanentError):  # of a first request: the server's flags, key or model
+                raise ConfigError(str(error)) from None
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._server.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        """What start-up found."""
+        found, files = self._found, self._server.files
+        takes_weights = self._is_student and found.takes_weights
+        unsure = takes_weights and self._settings.launch is None
+        top_k = min(found.max_logprobs, files.vocab_size)
+        return Capabilities(
+            model=self._client.model,
+            vocab_size=files.vocab_size,
+            vocab_fingerprint=files.vocabulary.fingerprint,
+            max_context_tokens=self._max_context_tokens,
+            max_top_k=top_k,
+            max_generation_top_k=top_k if top_k == files.vocab_size else max(0, top_k - 1),
+            max_position_top_k=0 if found.processed else top_k,
+            exact_entropy=False,
+            candidate_logprobs=self._candidate_support,
+            weight_update=takes_weights,
+            logprob_noise_nats=found.noise_nats,
+            logprob_convention="truncated" if found.processed else "untruncated",
+            score_temperature="one",
+            generation_temperature="request" if found.processed else "one",
+            version=None if unsure else INITIAL,
+            server=f"vllm {found.version}",
+        )
+
+    @property
+    def _max_context_tokens(self) -> int:
+        """A scored sequence needs room for the one token that vLLM always samples."""
+        scores = not self._is_student or self._found.chosen_tokens
+        return self._found.max_model_len - scores
+
+    @property
+    def _candidate_support(self) -> CandidateSupport:
+        if self._found.chosen_tokens:
+            return "batched"
+        return "none" if self._found.processed else "single"
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        room = self._found.max_model_len - len(prompt_ids)
+        if sampling.max_tokens > room:  # vLLM would sample fewer and say nothing
+            raise PermanentError(
+                f"{self._role}: {len(prompt_ids)} prompt tokens + {sampling.max_tokens} exceed the context of "
+                f"{self._found.max_model_len} tokens: shorten them or raise the server's --max-model-len"
+            )
+        parameters: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # only those given end a response
+        }
+        reply = await self._client.sample(
+            prompt_ids.tolist(),
+            parameters,
+            top_k=top_k,
+            logprobs=min(top_k + 1, self._server.files.vocab_size) if top_k else 0,
+            deadline=deadline,
+        )
+        generation = Generation(
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            finish_reason=cast(FinishReason, reply.finish_reason),
+            version_spans=self._version_spans(reply.spans, len(reply.token_ids)),
+            topk_ids=reply.topk_ids if top_k else None,
+            topk_logprobs=reply.topk_logprobs if top_k else None,
+        )
+        check_generation(generation, sampling, top_k=top_k, vocab_size=self._server.files.vocab_size)
+        return generation
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        """At temperature 1: vLLM's scores of given tokens know no other."""
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
+        vocab_size = self._server.files.vocab_size
+        served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
+        if len(response_ids):
+            rows = await self._client.score(
+                prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
+            )
+            logprobs, topk_ids, topk_logprobs = rows
+        else:
+            logprobs = np.zeros(0, np.float32)
+            topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
+        scores = bounded_scores(
+            logprobs,
+            topk_ids,
+            topk_logprobs,
+            top_k=top_k,
+            vocab_size=vocab_size,
+            noise_nats=self._found.noise_nats,
+            version=INITIAL,
+        )
+        check_scores(scores, response_ids, top_k=top_k, vocab_size=vocab_size)
+        return scores
+
+    async def score_at(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        *,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+    ) -> ScoredPositions:
+        """One request a position: vLLM serves a wide top-k of what it samples, and of a whole prompt or nothing."""
+        rows = await self._one_by_one(
+            functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
+            for prefix in _prefixes(prompt_ids, response_ids, positions)
+        )
+        none = np.zeros((0, top_k))
+        return scored_positions(
+            np.concatenate([none.astype(np.int32), *(row.topk_ids for row in rows)]),
+            np.concatenate([none.astype(np.float32), *(row.topk_logprobs for row in rows)]),
+            vocab_size=self._server.files.vocab_size,
+        )
+
+    async def candidate_logprobs(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        temperature: float,
+        expected_version: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        """At temperature 1, as the student's own log-probabilities are."""
+        if not candidate_ids.size:
+            return np.zeros(candidate_ids.shape, np.float32)
+        if self._candidate_support == "batched":
+            logprobs = await self._chosen_at_once(
+                prompt_ids, response_ids, positions, candidate_ids, expected_version, deadline
+            )
+        elif self._candidate_support == "single":
+            logprobs = await self._chosen_singly(
+                _prefixes(prompt_ids, response_ids, positions), candidate_ids, expected_version, deadline
+            )
+        else:
+            raise ConfigError(
+                f"{self._role}.backend: no log-probabilities of chosen tokens with --logprobs-mode processed_logprobs: "
+                "start the server without it"
+            )
+        check_candidates(logprobs, candidate_ids)
+        return logprobs
+
+    async def _chosen_singly(
+        self, prefixes: Sequence[list[int]], candidate_ids: IntArray, expected: WeightVersion, deadline: float
+    ) -> FloatArray:
+        """One request for each token (N, k)."""
+        rows = await self._one_by_one(
+            functools.partial(self._client.next_token, prefix, token_id, deadline=deadline)
+            for prefix, row in zip(prefixes, candidate_ids.tolist(), strict=True)
+            for token_id in row
+        )
+        for row in rows:
+            self._expect(expected, self._version_spans(row.spans, 1))
+        return np.array([row.logprobs[0] for row in rows], np.float32).reshape(candidate_ids.shape)
+
+    async def _chosen_at_once(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        expected: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        """One request for all of them (N, k); rows between those that are asked for stay empty."""
+        places = positions.tolist()
+        # A position that is named twice asks for all its tokens in one row.
+        wanted: dict[int, list[int]] = {}
+        columns = []
+        for position, tokens in zip(places, candidate_ids.tolist(), strict=True):
+            row = wanted.setdefault(position, [])
+            columns.append(len(row))
+            row.extend(tokens)
+        first, last = min(wanted), max(wanted)
+        updates = self._updates
+        served, spans = await self._client.chosen(
+            [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
+            [wanted.get(position, []) for position in range(first, last + 1)],
+            start=decision_row(len(prompt_ids), first),
+            deadline=deadline,
+        )
+        self._expect(expected, self._version_spans(spans, 1))
+        if updates != self._updates:  # the version is that of the token after these rows
+            raise VersionMismatchError(f"{self._role}: the weights changed while candidates were scored")
+        count = candidate_ids.shape[1]
+        return np.stack(
+            [
+                served[position - first, column : column + count]
+                for position, column in zip(places, columns, strict=True)
+            ]
+        )
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """All or nothing, and without an answer lost: responses under way go on with the new weights."""
+        if not self._found.takes_weights:
+            raise ConfigError(f"{self._role}.backend: the server takes no weights: start it with {DEVELOPER_MODE}")
+        self._updates += 1
+        await self._updater.update(snapshot, deadline=deadline)
+        self._initial_weights = None
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        await sleep_vllm(self._server, deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await wake_vllm(self._server, deadline=deadline)
+
+    async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
+        """As many at a time as one backend may have of these."""
+
+        async def ask(request: Callable[[], Awaitable[T]]) -> T:
+            async with self._singles:
+                return await request()
+
+        return await gather(ask(request) for request in requests)
+
+    def _expect(self, expected: WeightVersion, spans: Sequence[VersionSpan]) -> None:
+        for span in spans:
+            if span.version != expected:
+                raise VersionMismatchError(f"{self._role}: holds weights {span.version}, {expected} were asked for")
+
+    def _version_spans(self, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
+        """Of a reply of `count` tokens. A server that names no weights is given none, so its are the initial ones."""
+        if not self._is_student or not spans:
+            return (VersionSpan(0, count, INITIAL),)
+        return tuple(VersionSpan(span.start, span.end, self._version(span.version)) for span in spans)
+
+    def _version(self, name: str) -> WeightVersion:
+        if name == self._initial_weights:
+            return INITIAL
+        try:
+            return WeightVersion.parse(name)
+        except ValueError:
+            raise VersionMismatchError(
+                f"{self._role}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
+            ) from None
+
+
+def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
+    """The context of each response position's decision."""
+    prompt, response = prompt_ids.tolist(), response_ids.tolist()
+    lengths = (branch_prefix_length(len(prompt), position) for position in positions.tolist())
+    return [(prompt + response)[:length] for length in lengths]

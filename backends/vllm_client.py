@@ -1,0 +1,164 @@
+"""Requests to one vLLM server and their failures: responses sampled, given tokens scored, chosen tokens asked for.
+
+Numbers as the server gives them: no versions, no entropies, no capabilities. Those are the adapter's (`vllm`).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from spot_async.alignment import branch_prefix_length
+from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.types import FloatArray, IntArray
+
+from .remote import RemoteServer
+from .stepwise import Steps
+from .vllm_replies import Answer, CompletionsRoute, Dialect, GenerateRoute, NamedSpan, read_prompt_row, read_table
+
+UNFINISHED = frozenset({"abort", "error"})  # replies of status 200 that end before the response does
+SCALE_OUT = b"--enable-scale-out"
+
+T = TypeVar("T")
+
+
+class NoSuchRouteError(PermanentError):
+    """The server was started without what serves this path, or is too old for it."""
+
+
+class Sampled(NamedTuple):
+    """One response."""
+
+    token_ids: IntArray  # (T,)
+    logprobs: FloatArray  # (T,)
+    topk_ids: IntArray  # (T, K)
+    topk_logprobs: FloatArray  # (T, K) descending
+    finish_reason: str  # stop or length
+    spans: Sequence[NamedSpan]
+
+
+class Scored(NamedTuple):
+    """Rows of given tokens."""
+
+    logprobs: FloatArray  # (T,)
+    topk_ids: IntArray  # (T, K)
+    topk_logprobs: FloatArray  # (T, K) descending
+
+
+def read_error(role: str, status: int, body: bytes) -> RequestError | None:
+    """A `http.ReadError` once the role is given."""
+    if status == 404 and b'"error"' not in body:  # a 404 about the model has one
+        return NoSuchRouteError(f"{role}: HTTP 404: the server has no such route")
+    if status == 403 and SCALE_OUT in body:
+        return PermanentError(
+            f"{role}.backend: the server takes no token ids: add --enable-scale-out to its command and restart it"
+        )
+    return None
+
+
+class VllmClient:
+    """Speaks the best dialect that the server has; `model` is the name that requests carry."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self.server = server
+        self.model = ""
+        self.route: Dialect = GenerateRoute()
+
+    def use_completions(self) -> None:
+        """For servers without the route that takes and gives token ids only."""
+        self.route = CompletionsRoute()
+
+    async def sample(
+        self, prompt: list[int], parameters: Mapping[str, Any], *, top_k: int, logprobs: int, deadline: float
+    ) -> Sampled:
+        """`parameters` are vLLM's SamplingParams. The sampled token's place is one of the `logprobs` asked for."""
+
+        def read(answer: Answer) -> Steps[Sampled]:
+            token_ids = np.array(answer.token_ids, np.int32)
+            if len(answer.token_rows) != len(token_ids):
+                raise PoisonedReplyError(f"{len(answer.token_rows)} log-probabilities of {len(token_ids)} tokens")
+            table = yield from read_table(answer.token_rows, self.route.read_row, width=logprobs + 1)
+            top = table.top(top_k)
+            return Sampled(token_ids, table.of_tokens(token_ids), *top, answer.finish_reason, answer.spans)
+
+        return await self._ask(prompt, {**parameters, "logprobs": logprobs}, read, deadline=deadline)
+
+    async def score(self, prompt: list[int], response: list[int], *, top_k: int, deadline: float) -> Scored:
+        """At temperature 1, whatever mode the server is in. `skip_reading_prefix_cache` must never be sent with it."""
+        count = len(prompt) + len(response)
+
+        def read(answer: Answer) -> Steps[Scored]:
+            if len(answer.prompt_rows) != count:
+                raise PoisonedReplyError(f"{len(answer.prompt_rows)} rows of {count} tokens")
+            # Row i is the distribution that token i was read against: its own decision, one after decision_row.
+            rows = answer.prompt_rows[branch_prefix_length(len(prompt), 0) :]
+            table = yield from read_table(rows, read_prompt_row, width=top_k + 1)
+            logprobs = table.of_tokens(np.array(response, np.int32))
+            yield
+            return Scored(logprobs, *table.top(top_k))
+
+        parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+        return await self._ask(prompt + response, parameters, read, deadline=deadline)
+
+    async def next_token(self, prefix: list[int], token_id: int, *, deadline: float) -> Sampled:
+        """A chosen token after a prefix: nothing else may be sampled, and unprocessed log-probabilities do not know."""
+        parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "allowed_token_ids": [token_id]}
+        sampled = await self.sample(prefix, parameters, top_k=0, logprobs=0, deadline=deadline)
+        if sampled.token_ids.tolist() != [token_id]:
+            raise PoisonedReplyError(f"{self.server.role}: sampled {sampled.token_ids} where {token_id} alone may be")
+        return sampled
+
+    async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:
+        """The top-k after a prefix. The likeliest token is sampled, so it takes no place of the others."""
+        parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        return await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
+
+    async def chosen(
+        self, token_ids: list[int], rows: list[list[int]], *, start: int, deadline: float
+    ) -> tuple[FloatArray, Sequence[NamedSpan]]:
+        """Log-probabilities (R, k) of `rows`' ids at the output rows from `start` on; short rows end in -inf.
+
+        Servers with the V2 model runner, 0.32 or later; a `PermanentError` from others.
+        """
+
+        def read(answer: Answer) -> Steps[tuple[FloatArray, Sequence[NamedSpan]]]:
+            if answer.chosen is None:
+                raise PoisonedReplyError("no log-probabilities of the chosen tokens")
+            array = np.load(io.BytesIO(base64.b64decode(answer.chosen)), allow_pickle=False)
+            yield
+            if array.shape != (len(rows), max(map(len, rows))) or array.dtype != np.float32:
+                raise PoisonedReplyError(f"{array.dtype} {array.shape} for {len(rows)} rows of chosen tokens")
+            return array, answer.spans
+
+        parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprob_token_ids": rows}
+        return await self._ask(token_ids, {**parameters, "prompt_logprob_start": start}, read, deadline=deadline)
+
+    async def _ask(
+        self,
+        token_ids: list[int],
+        parameters: Mapping[str, Any],
+        read: Callable[[Answer], Steps[T]],
+        *,
+        deadline: float,
+    ) -> T:
+        def decode(reply: bytes) -> Steps[T]:
+            answer = self.route.read(reply)
+            self._check_finished(answer)
+            yield
+            return (yield from read(answer))
+
+        body = self.route.body(self.model, token_ids, parameters)
+        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline)
+
+    def _check_finished(self, answer: Answer) -> None:
+        if answer.finish_reason in UNFINISHED:
+            raise TransientError(
+                f"{self.server.role}{self.route.path}: the server gave up after {len(answer.token_ids)} tokens "
+                f"(finish reason {answer.finish_reason!r})"
+            )
+        if answer.finish_reason not in ("stop", "length"):
+            raise PoisonedReplyError(f"finish reason {answer.finish_reason!r} is unknown")

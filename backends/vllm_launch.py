@@ -1,0 +1,40 @@
+"""The command that starts a vLLM server of ours. Flags differ between versions: the environment is asked for its."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .launch import Command, LaunchSettings, installed_version
+
+PACKAGE = "vllm"
+SCALE_OUT_SINCE = (0, 30)  # /inference/v1/generate needs the flag from here on; before, the flag is unknown
+
+
+def vllm_command(
+    settings: LaunchSettings, model: Path, port: int, *, max_logprobs: int, takes_weights: bool, sleeps: bool = False
+) -> Command:
+    """A server on loopback; `settings.arguments` come last and so win."""
+    argv = [
+        *(settings.python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--generation-config", "vllm"),  # else defaults of sampling come from the model's directory
+        *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
+        *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
+    ]
+    if settings.memory_fraction is not None:
+        argv += ["--gpu-memory-utilization", str(settings.memory_fraction)]
+    if release(installed_version(settings, PACKAGE)) >= SCALE_OUT_SINCE:
+        argv.append("--enable-scale-out")
+    if sleeps:
+        argv.append("--enable-sleep-mode")
+    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if takes_weights:
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
+    return Command([*argv, *settings.arguments], {**environment, **settings.environment}, PACKAGE)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor; a version without them counts as the newest."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else (1 << 30,)

@@ -1,0 +1,98 @@
+"""New weights for a running vLLM server, from a directory that it can read: pause, load, name, check, go on.
+
+A server that failed to load answers health checks and dies at the next token, so it goes on only with weights that
+it has confirmed: the new ones or, loaded once more, those before. Requests in flight wait and go on with the new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import structlog
+
+from spot_async.errors import ConfigError, PoisonedReplyError, ProcessDiedError, RequestError, TransientError
+from spot_async.types import WeightSnapshot
+
+from .remote import RemoteServer
+from .snapshots import check_snapshot
+from .vllm_client import NoSuchRouteError
+
+RECOVERY_TIMEOUT_S = 120.0  # for what must still happen when the update's own deadline has passed
+DEVELOPER_MODE = "VLLM_SERVER_DEV_MODE=1"
+
+
+class WeightUpdater:
+    """One update at a time; knows which weights the server is sure to hold."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self._server = server
+        self._confirmed: WeightSnapshot | None = None
+        self._updating = asyncio.Lock()
+
+    async def name(self, version: str, *, deadline: float) -> None:
+        """Give the weights that are being served a name."""
+        await self._post("/update_weight_version", {"new_version": version}, deadline)
+
+    async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """Raises `DataError` for a snapshot that is not this model's, before the server hears of it; a `RequestError`
+        when the server goes on with the weights that it had; `ProcessDiedError` when it must be restarted."""
+        async with self._updating:
+            await check_snapshot(snapshot.directory, self._server.files.directory)
+            try:
+                await self._post("/pause?mode=keep", None, deadline)
+            except NoSuchRouteError:
+                raise ConfigError(
+                    f"{self._server.role}.backend: the server takes no weights: start it with {DEVELOPER_MODE} in its "
+                    "environment"
+                ) from None
+            try:
+                await self._load(snapshot, deadline)
+            except (RequestError, asyncio.CancelledError) as error:
+                await self._restore(error)
+                raise
+            self._confirmed = snapshot
+            await self._resume()
+
+    async def _load(self, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Load, name and check; the server is paused."""
+        path = {"weights_path": snapshot.directory}
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path}, deadline)
+        await self.name(str(snapshot.version), deadline=deadline)
+        flushed = await self._post("/reset_prefix_cache", None, deadline)
+        if flushed.get("success") is False:
+            raise TransientError(f"{self._server.role}/reset_prefix_cache: the server could not drop its prefix cache")
+        held = (await self._server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version")
+        if held != str(snapshot.version):
+            raise PoisonedReplyError(f"{self._server.role}: holds weights {held} after an update to {snapshot.version}")
+
+    async def _restore(self, error: BaseException) -> None:
+        """Back to the weights before, and on with them; raises `ProcessDiedError` where that cannot be done."""
+        before = self._confirmed
+        try:
+            if before is None:
+                raise TransientError("no earlier update to go back to")
+            await self._load(before, self._recovery_deadline())
+        except RequestError as second:
+            raise ProcessDiedError(
+                f"{self._server.role}: the server took no new weights and must be restarted, it stays paused: {error}; "
+                f"then {second}"
+            ) from error
+        structlog.get_logger().warning("went back to the weights before", role=self._server.role, cause=str(error))
+        await self._resume()
+
+    async def _resume(self) -> None:
+        await self._post("/resume", None, self._recovery_deadline())
+
+    async def _post(self, path: str, body: object, deadline: float) -> dict[str, Any]:
+        """The reply's fields; older servers answer some of these with nothing at all."""
+        return await self._server.ask(path, body, _fields, deadline=deadline)
+
+    def _recovery_deadline(self) -> float:
+        return asyncio.get_running_loop().time() + RECOVERY_TIMEOUT_S
+
+
+def _fields(reply: bytes) -> dict[str, Any]:
+
+    return msgspec.json.decode(reply, type=dict[str, Any]) if reply.strip() else {}

@@ -1,0 +1,195 @@
+"""What scores of remote servers cost the orchestrator's process, a row for each dialect. Part of `client.py`.
+
+A reply of 4,096 positions with 16 log-probabilities each, made in the server's own shape: its bytes, the CPU that
+reading and checking it takes, and how long the event loop is held up while 32 of them arrive at once from another
+process. The lag is wall time, which other programs' load adds to, so it is also given as this thread's CPU time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from pipeline import EXAMPLE
+from report import show
+
+from spot_async.backends.vllm import VllmBackend
+from spot_async.backends.vllm_probes import Found
+from spot_async.backends.vllm_replies import CompletionsRoute, GenerateRoute
+from spot_async.protocols import Scorer
+
+VOCAB = 151_936
+PROMPT_TOKENS = 512
+POSITIONS = 4096
+TOP_K = 16
+AT_ONCE = 32
+TICK_S = 0.001
+DECODE_GOAL_MS = 25.0
+LAG_GOAL_MS = 10.0
+
+DRAW = np.random.default_rng(0)
+PROMPT = DRAW.integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32)
+RESPONSE = DRAW.integers(0, VOCAB, POSITIONS).astype(np.int32)
+
+Backend = Any  # entered, and with `_server.endpoint` for its connection
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """A kind of server: the reply it gives, and a backend that talks to a server at a URL without probing it."""
+
+    name: str
+    path: str
+    reply: Callable[[], bytes]
+    connect: Callable[[AsyncExitStack, str], Any]  # an awaitable backend
+
+
+class Canned:
+    """An endpoint without a network."""
+
+    def __init__(self, reply: bytes) -> None:
+        self._reply = reply
+
+    async def post(self, path: str, body: bytes, **_: Any) -> bytes:
+        return self._reply
+
+
+def prompt_logprobs(decoded_token: Any) -> list[Any]:
+    """vLLM's rows of the whole sequence: the token itself, then the likeliest others."""
+    rows: list[Any] = [None]
+    for token in [*PROMPT[1:].tolist(), *RESPONSE.tolist()]:
+        others = (token + DRAW.choice(VOCAB // TOP_K - 1, 1) + 1 + np.arange(TOP_K) * (VOCAB // TOP_K)) % VOCAB
+        logprobs = np.sort(-DRAW.exponential(4.0, TOP_K).astype(np.float32) - np.float32(3.0))[::-1]
+        entries = [(token, float(logprobs[-1] - np.float32(1.5)), 99)]
+        entries += [(int(v), float(x), rank) for rank, (v, x) in enumerate(zip(others, logprobs, strict=True), start=1)]
+        rows.append({str(v): {"logprob": x, "rank": r, "decoded_token": decoded_token} for v, x, r in entries})
+    return rows
+
+
+def vllm_generate() -> bytes:
+    choice = {"index": 0, "finish_reason": "length", "token_ids": [5], "logprobs": None}
+    return msgspec.json.encode({"prompt_logprobs": prompt_logprobs(None), "choices": [choice]})
+
+
+def vllm_completions() -> bytes:
+    choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": [5], "logprobs": None}
+    return msgspec.json.encode({"choices": [{**choice, "prompt_logprobs": prompt_logprobs(" the")}]})
+
+
+async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
+    settings = VllmBackend.Settings(url=url)
+    backend = VllmBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
+    await stack.enter_async_context(backend._server)
+    backend._server.files = dataclasses.replace(backend._server.files, vocab_size=VOCAB)
+    backend._client.route = route
+    backend._found = Found(
+        version="",
+        max_model_len=PROMPT_TOKENS + POSITIONS + 1,
+        max_logprobs=TOP_K,
+        processed=False,
+        chosen_tokens=False,
+        takes_weights=False,
+        weights=None,
+        noise_nats=0.0,
+    )
+    return backend
+
+
+DIALECTS = (
+    Dialect("vllm", GenerateRoute.path, vllm_generate, lambda stack, url: vllm(stack, url, GenerateRoute())),
+    Dialect(
+        "vllm, /v1/completions",
+        CompletionsRoute.path,
+        vllm_completions,
+        lambda stack, url: vllm(stack, url, CompletionsRoute()),
+    ),
+)
+
+
+async def score(backend: Scorer) -> None:
+    deadline = asyncio.get_running_loop().time() + 600.0
+    await backend.score(PROMPT, RESPONSE, top_k=TOP_K, temperature=1.0, deadline=deadline)
+
+
+async def cpu_ms_to_read(backend: Backend, reply: bytes, rounds: int) -> float:
+    """Best of the rounds, of everything between the reply's bytes and checked scores."""
+    endpoint, backend._server.endpoint = backend._server.endpoint, Canned(reply)
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.process_time()
+        await score(backend)
+        best = min(best, time.process_time() - started)
+    backend._server.endpoint = endpoint
+    return best * 1e3
+
+
+async def loop_lags_ms(backend: Backend) -> tuple[list[float], list[float]]:
+    """How late the loop comes back to who sleeps, while replies arrive; as wall time and as this thread's CPU time."""
+    wall, cpu = [], []
+    async with asyncio.TaskGroup() as group:
+        scores = []
+        for _ in range(AT_ONCE):
+            scores.append(group.create_task(score(backend)))
+            await asyncio.sleep(0)
+        while not all(each.done() for each in scores):
+            started, cpu_started = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(TICK_S)
+            wall.append((time.perf_counter() - started - TICK_S) * 1e3)
+            cpu.append(max(0.0, time.thread_time() - cpu_started - TICK_S) * 1e3)
+    return wall, cpu
+
+
+@contextmanager
+def fixed_replies(directory: Path) -> Iterator[str]:
+    argv = [sys.executable, str(Path(__file__).parent / "fixed_replies.py"), str(directory)]
+    server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{server.stdout.readline().strip()}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+async def measure(rounds: int, directory: Path, url: str) -> None:
+    rows = []
+    for dialect in DIALECTS:
+        reply = dialect.reply()
+        place = directory / dialect.path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(reply)
+        async with AsyncExitStack() as stack:
+            backend = await dialect.connect(stack, url)
+            gc.collect()
+            gc.freeze()  # as a run does
+            read_ms = await cpu_ms_to_read(backend, reply, rounds)
+            measured = [await loop_lags_ms(backend) for _ in range(rounds)]
+        wall, cpu = min(measured, key=lambda lags: np.percentile(lags[0], 99))
+        lags = (f"{np.percentile(each, 99):.1f} ({max(each):.1f})" for each in (wall, cpu))
+        rows.append([dialect.name, f"{len(reply) / POSITIONS:.0f}", f"{read_ms:.1f}", *lags])
+    columns = ["dialect", "bytes a position", "CPU ms to read", "lag ms: p99 (max)", "as CPU: p99 (max)"]
+    title = (
+        f"a score of {POSITIONS} positions x {TOP_K} after {PROMPT_TOKENS} prompt tokens; lag while {AT_ONCE} arrive; "
+        f"best of {rounds} rounds; goals: {DECODE_GOAL_MS:g} ms to read, {LAG_GOAL_MS:g} ms of lag"
+    )
+    show(title, columns, rows)
+
+
+def measure_scoring(rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as directory, fixed_replies(Path(directory)) as url:
+        asyncio.run(measure(rounds, Path(directory), url))
+
+
+if __name__ == "__main__":
+    measure_scoring(rounds=5)

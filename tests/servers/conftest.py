@@ -1,0 +1,164 @@
+"""Real inference servers and tiny models for them. One server of a kind per session; nothing is skipped.
+
+The interpreters of the servers' environments are named by SPOT_VLLM_PYTHON and SPOT_SGLANG_PYTHON, which
+`make test-servers` sets after building them.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the servers
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from server_process import RunningServer, free_port, run_server
+from tiny_models import make_model
+
+from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.vllm_launch import vllm_command
+
+StartServer = Callable[..., AbstractContextManager[RunningServer]]
+
+# Tiny models on a CPU. Without TORCHDYNAMO_DISABLE the first request for log-probabilities compiles C++ for half a
+# minute; with more than one process vLLM's executor spins on every core.
+VLLM_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+VLLM_ARGUMENTS = [
+    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni"),
+]
+
+
+# PyTorch's own kernels for attention and sampling; the others are for GPUs.
+SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
+SGLANG_ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
+SGLANG_ARGUMENTS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--dtype", "float32"),
+    *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
+]
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Directories; student, teacher and `other`, a later student, share tokenizer and shapes."""
+
+    student: Path
+    teacher: Path
+    other: Path
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    root = tmp_path_factory.mktemp("models")
+    return TinyModels(
+        student=make_model(root / "student", seed=0),
+        teacher=make_model(root / "teacher", seed=1),
+        other=make_model(root / "other", seed=2),
+    )
+
+
+def interpreter(variable: str) -> str:
+    """The interpreter that an environment variable names."""
+    python = os.environ.get(variable)
+    if not python or not Path(python).exists():
+        pytest.fail(f"{variable} names no interpreter: run `make test-servers`", pytrace=False)
+    return python
+
+
+@pytest.fixture(scope="session")
+def vllm_launch() -> LaunchSettings:
+    """What starts a vLLM server here."""
+    return LaunchSettings(
+        python=interpreter("SPOT_VLLM_PYTHON"),
+        dtype="float32",
+        arguments=VLLM_ARGUMENTS,
+        environment=VLLM_ENVIRONMENT,
+    )
+
+
+@pytest.fixture(scope="session")
+def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`start_vllm(model, *arguments, ...)`: a vLLM server until the context ends, by the adapter's own command."""
+    python = interpreter("SPOT_VLLM_PYTHON")
+
+    @contextmanager
+    def start(
+        model: Path, *arguments: str, max_logprobs: int = 64, takes_weights: bool = True, scale_out: bool = True
+    ) -> Iterator[RunningServer]:
+        settings = LaunchSettings(
+            python=python,
+            dtype="float32",
+            arguments=[*VLLM_ARGUMENTS, *arguments],
+            environment=VLLM_ENVIRONMENT,
+        )
+        port = free_port()
+        command = vllm_command(settings, model, port, max_logprobs=max_logprobs, takes_weights=takes_weights)
+        argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
+        log_path = tmp_path_factory.mktemp("vllm") / "log"
+        with run_server(argv, environment=command.environment, port=port, model=model, log_path=log_path) as server:
+            yield server
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def vllm_student(start_vllm: StartServer, models: TinyModels) -> Iterator[RunningServer]:
+    """Everything switched on; tests that change its weights put the student's back."""
+    with start_vllm(models.student) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def start_sglang(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`start_sglang(model, *arguments, **environment)`: an SGLang server until the context ends."""
+    python = interpreter("SPOT_SGLANG_PYTHON")
+
+    @contextmanager
+    def start(model: Path, *arguments: str, **environment: str) -> Iterator[RunningServer]:
+        port = free_port()
+        log_path = tmp_path_factory.mktemp("sglang") / "log"
+        argv = [python, str(SGLANG_LAUNCHER), "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        argv += [*SGLANG_ARGUMENTS, *arguments]
+        environment = {**SGLANG_ENVIRONMENT, **environment}
+        with run_server(
+            argv, environment=environment, port=port, model=model, log_path=log_path, ready_path="/model_info"
+        ) as server:
+            yield server
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def sglang_student(start_sglang: StartServer, models: TinyModels) -> Iterator[RunningServer]:
+    """Short prefill chunks, so that prompts are read in parts; tests that change its weights put the student's back."""
+    with start_sglang(models.student, "--chunked-prefill-size", "128") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def dense_logprobs() -> Callable[[Path, Sequence[int]], npt.NDArray[np.float32]]:
+    """`dense_logprobs(model, tokens)`: a transformers forward in float32. Row i, (V,), is what comes after token i."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    load = functools.cache(lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+
+    def forward(model: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        with torch.no_grad():
+            logits = load(model)(torch.tensor([list(tokens)])).logits[0]
+        rows: npt.NDArray[np.float32] = logits.log_softmax(-1).numpy()
+        return rows
+
+    return forward

@@ -1,0 +1,193 @@
+"""Foreign programs: whatever ends, nothing below is left. Real processes, some in sessions of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spot_async.errors import ProcessDiedError
+from spot_async.processes import ChildProcess
+
+# A server that starts a worker in a session of its own, which starts another one and is then orphaned; all of them
+# ignore SIGTERM when told to. They print their pids, the server's comes last.
+SERVER = """
+import os, signal, subprocess, sys, time
+depth, stubborn = int(sys.argv[1]), sys.argv[2] == "stubborn"
+if stubborn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if depth:
+    below = [sys.executable, __file__, str(depth - 1), sys.argv[2]]
+    child = subprocess.Popen(below, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    for _ in range(depth):
+        print(child.stdout.readline().strip(), flush=True)
+print(os.getpid(), flush=True)
+if depth == 1:
+    os._exit(0)  # leaves an orphan
+time.sleep(60)
+"""
+DEPTH = 2
+
+
+# A program that is killed while it holds shared memory. Its resource tracker is the one to free it.
+HOLDER = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=64).name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+async def gone(pids, within_s=10.0):
+    """Whether all of them are, at the latest after so long."""
+    deadline = time.monotonic() + within_s
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:  # noqa: ASYNC110 - not our children
+        await asyncio.sleep(0.02)
+    return not any(map(is_alive, pids))
+
+
+async def start(server, *arguments, name="server"):
+    """The guarded server, and the pids of everything below the guard."""
+    child = await ChildProcess.start_foreign(
+        name, [sys.executable, str(server), *arguments], log_path=server.with_name(f"{name}.log")
+    )
+    return child, await printed(child.log_path, DEPTH + 1)
+
+
+async def printed(log_path, lines):
+    while len(found := log_path.read_text().split()) < lines:  # noqa: ASYNC110 - a log tells nobody that it grew
+        await asyncio.sleep(0.02)
+    return list(map(int, found))
+
+
+async def test_a_stop_reaches_orphans_and_sessions_of_their_own(server):
+    child, pids = await start(server, str(DEPTH), "polite")
+    assert all(map(is_alive, (pids[0], pids[2])))
+    watching = asyncio.create_task(child.watch())
+    await child.stop()
+    await watching  # on purpose: no error
+    assert not any(map(is_alive, [*pids, child.pid]))
+
+
+async def test_what_ignores_sigterm_is_killed_with_all_below_it(server, monkeypatch):
+    monkeypatch.setattr("spot_async.processes.FOREIGN_GRACE_S", 0.5)
+    child, pids = await start(server, str(DEPTH), "stubborn")
+    started = time.monotonic()
+    await child.stop()
+    assert 0.5 <= time.monotonic() - started < 5
+    assert not any(map(is_alive, pids))
+
+
+async def test_shared_memory_of_what_had_to_be_killed_is_freed(tmp_path, monkeypatch):
+    monkeypatch.setattr("spot_async.processes.FOREIGN_GRACE_S", 0.2)
+    child = await ChildProcess.start_foreign("holder", [sys.executable, "-c", HOLDER], log_path=tmp_path / "log")
+    while not (name := child.log_tail().strip()):  # noqa: ASYNC110 - a log tells nobody that it grew
+        await asyncio.sleep(0.02)
+    held = Path("/dev/shm") / name
+    assert held.exists()
+    await child.stop()
+    assert not held.exists()
+
+
+async def test_a_server_that_is_killed_takes_its_workers_along_and_is_named_with_its_signal(server):
+    child, pids = await start(server, str(DEPTH), "polite")
+    os.kill(pids[-1], signal.SIGKILL)
+    with pytest.raises(ProcessDiedError, match=rf"server \(pid {child.pid}\) was killed by SIGKILL"):
+        await child.watch()
+    assert not any(map(is_alive, pids))
+
+
+async def test_a_program_that_fails_passes_on_its_code_and_last_words(tmp_path):
+    argv = [sys.executable, "-c", "import sys; sys.exit('error: no such model')"]
+    child = await ChildProcess.start_foreign("server", argv, log_path=tmp_path / "log")
+    with pytest.raises(ProcessDiedError, match="exited with code 1: error: no such model"):
+        await child.watch()
+    absent = await ChildProcess.start_foreign("server", [str(tmp_path / "absent")], log_path=tmp_path / "log")
+    with pytest.raises(ProcessDiedError, match="No such file or directory"):
+        await absent.watch()
+
+
+async def test_a_guard_that_hangs_or_is_killed_does_not_keep_the_server_running(server, monkeypatch):
+    monkeypatch.setattr("spot_async.processes.FOREIGN_GRACE_S", 0.2)
+    monkeypatch.setattr("spot_async.processes.GUARD_MARGIN_S", 0.2)
+    hanging, pids = await start(server, str(DEPTH), "polite")
+    os.kill(hanging.pid, signal.SIGSTOP)
+    await hanging.stop()
+    assert await gone(pids)
+
+    killed, pids = await start(server, str(DEPTH), "polite", name="killed")
+    os.kill(killed.pid, signal.SIGKILL)
+    assert await gone(pids[-1:])  # the server; of workers in other sessions nobody knows then
+    os.kill(pids[0], signal.SIGKILL)
+
+
+ORCHESTRATOR = """
+import asyncio, sys
+from pathlib import Path
+from spot_async.processes import ChildProcess
+
+async def main():
+    server = Path(sys.argv[1])
+    argv = [sys.executable, str(server), *sys.argv[2:]]
+    child = await ChildProcess.start_foreign("server", argv, log_path=server.with_name("server.log"))
+    print(child.pid, flush=True)
+    await child.watch()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("manner", ["polite", "stubborn"])
+async def test_nothing_outlives_an_orchestrator_that_is_killed(server, manner):
+    code = ORCHESTRATOR.replace("asyncio.run", "import spot_async.processes as p; p.FOREIGN_GRACE_S = 0.5; asyncio.run")
+    orchestrator = subprocess.Popen(  # noqa: ASYNC220 - killed below
+        [sys.executable, "-c", code, str(server), str(DEPTH), manner], stdout=subprocess.PIPE, text=True
+    )
+    guard = int(orchestrator.stdout.readline())
+    pids = await printed(server.with_name("server.log"), DEPTH + 1)
+    orchestrator.kill()
+    orchestrator.wait()
+    orchestrator.stdout.close()
+    assert await gone([guard, *pids])
+
+
+async def test_a_foreign_interpreter_sees_its_own_modules_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "ours"))
+    monkeypatch.setenv("KEPT", "kept")
+    code = "import os; print(os.environ.get('PYTHONPATH'), os.environ.get('SPOT_ASYNC_PARENT'), os.environ['KEPT'])"
+    for given, expected in (({}, "None None kept"), ({"PYTHONPATH": "theirs"}, "theirs None kept")):
+        log = tmp_path / expected
+        child = await ChildProcess.start_foreign("s", [sys.executable, "-c", code], log_path=log, environment=given)
+        with pytest.raises(ProcessDiedError, match="exited with code 0"):
+            await child.watch()
+        assert log.read_text().strip() == expected
+
+
+async def test_last_lines_are_readable_whatever_a_progress_bar_and_colours_left(tmp_path):
+    written = r"import sys; sys.stdout.write('\x1b[36mfirst\x1b[0m\n\n  1%\r 50%\r100% loaded\r\nlast\r\n')"
+    child = await ChildProcess.start_foreign("s", [sys.executable, "-c", written], log_path=tmp_path / "log")
+    with pytest.raises(ProcessDiedError):
+        await child.watch()
+    assert child.last_lines(10) == ["first", "100% loaded", "last"]
+    assert child.last_lines(2) == ["100% loaded", "last"]

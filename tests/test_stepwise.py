@@ -1,0 +1,47 @@
+"""Long computations on the event loop let everything else go on between their steps."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from spot_async.backends.stepwise import StepRunner, Steps, run_at_once
+
+
+def counting(name: str, count: int, log: list[str]) -> Steps[str]:
+    for number in range(count):
+        log.append(f"{name}{number}")
+        yield
+    return name
+
+
+async def test_others_have_a_turn_before_every_step_and_computations_come_one_after_the_other() -> None:
+    log: list[str] = []
+    runner = StepRunner()
+
+    async def other() -> None:
+        for _ in range(9):
+            log.append("-")
+            await asyncio.sleep(0)
+
+    results = await asyncio.gather(other(), runner.run(counting("a", 3, log)), runner.run(counting("b", 2, log)))
+    assert results[1:] == ["a", "b"]
+    assert [entry for entry in log if entry != "-"] == ["a0", "a1", "a2", "b0", "b1"]
+    first, last = log.index("a0"), log.index("b1")
+    assert all("-" in log[i - 1 : i + 1] for i in range(first, last + 1))
+
+
+async def test_a_computation_that_fails_or_is_given_up_holds_up_no_other() -> None:
+    def failing() -> Steps[None]:
+        yield
+        raise ValueError("row 7")
+
+    runner = StepRunner()
+    with pytest.raises(ValueError, match="row 7"):
+        await runner.run(failing())
+    given_up = asyncio.create_task(runner.run(counting("a", 1000, [])))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    assert await runner.run(counting("b", 2, [])) == "b"
+    assert run_at_once(counting("c", 2, [])) == "c"
