@@ -78,6 +78,17 @@ def interpreter(variable: str) -> str:
 
 
 @pytest.fixture(scope="session")
+def vllm_launch() -> LaunchSettings:
+    """What starts a vLLM server here."""
+    return LaunchSettings(
+        python=interpreter("SPOT_VLLM_PYTHON"),
+        dtype="float32",
+        arguments=VLLM_ARGUMENTS,
+        environment=VLLM_ENVIRONMENT,
+    )
+
+
+@pytest.fixture(scope="session")
 def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
     """`start_vllm(model, *arguments, ...)`: a vLLM server until the context ends, by the adapter's own command."""
     python = interpreter("SPOT_VLLM_PYTHON")
