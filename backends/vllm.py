@@ -29,6 +29,7 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
+    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -113,6 +114,10 @@ class VllmBackend:
     async def watch(self) -> None:
         await self._server.watch()
 
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
+
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""
         found, files = self._found, self._server.files
@@ -195,6 +200,8 @@ class VllmBackend:
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
         """At temperature 1: vLLM's scores of given tokens know no other."""
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
