@@ -27,6 +27,7 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
+from spot_async.types import Traffic
 
 ERROR_EXCERPT_CHARACTERS = 300
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
@@ -62,6 +63,7 @@ class HttpEndpoint:
         proxy: httpx.Proxy | None = None,
     ) -> None:
         self.name = name
+        self.traffic = Traffic()
         self._read_error = read_error
         self._base_url = base_url.rstrip("/")
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -114,6 +116,8 @@ class HttpEndpoint:
         sink: Callable[[bytes], None],
     ) -> None:
         request = httpx.Request(method, self._base_url + path, content=body, headers={**self._headers, **headers})
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += len(body or b"")
         try:
             async with asyncio.timeout_at(deadline):
                 response = await self._respond(request)
@@ -126,6 +130,7 @@ class HttpEndpoint:
                         return
                     await response.aread()
                 finally:
+                    self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}{path}: no reply before the deadline") from None

@@ -43,6 +43,7 @@ from spot_async.types import (
     IntArray,
     SamplingSettings,
     TokenScores,
+    Traffic,
     WeightSnapshot,
     WeightVersion,
 )
@@ -114,6 +115,10 @@ class LocalBackend:
     async def watch(self) -> None:
         """Run for as long as the child lives; raise `ProcessDiedError` when it ends by itself."""
         await self._child.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)

@@ -15,11 +15,12 @@ from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
+import pydantic
 from pydantic import Field
 
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
-from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
+from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores, Traffic
 
 from .openai_chat import ChatReply, user_message
 from .openai_dialect import CHAT, COMPLETIONS, PROBE_TEXT, Dialect, probe, read_error
@@ -54,6 +55,12 @@ class OpenAIBackend:
             {}, description="further fields of every request, as the endpoint spells them"
         )
 
+        @pydantic.field_validator("url")
+        @classmethod
+        def _before_version(cls, url: str | None) -> str | None:
+            """Clients are often given the address with the API's version behind it."""
+            return url and url.rstrip("/").removesuffix("/v1")
+
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
         self._role = role
@@ -83,6 +90,10 @@ class OpenAIBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         async with self._finding:
@@ -154,6 +165,7 @@ class OpenAIBackend:
             candidate_logprobs="none",
             weight_update=False,
             token_id_prompts=dialect.token_id_prompts,
+            abort=False,  # what an unknown server does with a request that nobody waits for is its own affair
             sampled_token_ids=dialect.sampled_token_ids,
             logprob_noise_nats=self._noise_nats,
             score_temperature=dialect.score_temperature,

@@ -27,6 +27,7 @@ MODELS = "/v1/models"
 PROBE_TEXT = "One half of 12 is 6, and 3 times 5 is 15. The sum of both numbers is"
 LARGEST_K_ASKED = 256
 OTHER_TEMPERATURE = 0.5
+SAME_NATS = 0.1  # more than noise, less than another temperature changes
 # What vLLM and SGLang add to the API; others ignore it or refuse it.
 EXTENSIONS: Mapping[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}
 TEXT_EXTENSIONS: Mapping[str, Any] = {"add_special_tokens": False}
@@ -117,8 +118,9 @@ class _Prober:
             return await self._chat(dialect)
         dialect = await self._scoring(found)
         if dialect.scoring is not None:
-            temperature = await self._score_temperature(dialect)
-            dialect = replace(dialect, score_temperature=temperature)
+            dialect = replace(dialect, score_temperature=await self._score_temperature(dialect))
+        if dialect.generation_logprobs:
+            dialect = replace(dialect, generation_temperature=await self._generation_temperature(dialect))
         return dialect
 
     async def _model(self) -> tuple[str, int | None]:
@@ -214,6 +216,22 @@ class _Prober:
         ]
         return "one" if _same_numbers(one, other) else "request"
 
+    async def _generation_temperature(self, dialect: Dialect) -> LogprobTemperature:
+        body = {
+            "model": dialect.model,
+            "prompt": self._prompt(dialect),
+            "max_tokens": 1,
+            "logprobs": 2,
+            **dialect.extra,
+        }
+        found = []
+        for temperature in (1.0, OTHER_TEMPERATURE):
+            logprobs = (await self._post({**body, "temperature": temperature})).only.logprobs
+            found.append((logprobs.top_logprobs or [{}])[0] or {} if logprobs is not None else {})
+        one, other = found
+        moved = [abs((one[key] or 0.0) - (other[key] or 0.0)) for key in one.keys() & other.keys()]
+        return "one" if max(moved, default=0.0) < SAME_NATS else "request"
+
     async def _chat(self, dialect: Dialect) -> Dialect:
         for key in ("max_completion_tokens", "max_tokens"):
             messages = [{"role": "user", "content": PROBE_TEXT}]
@@ -302,4 +320,4 @@ def _same_numbers(one: Choice, other: Choice) -> bool:
         return [] if choice.logprobs is None else [value or 0.0 for value in choice.logprobs.token_logprobs[1:-1]]
 
     pairs = zip(numbers(one), numbers(other), strict=False)
-    return max((abs(a - b) for a, b in pairs), default=0.0) < 0.1
+    return max((abs(a - b) for a, b in pairs), default=0.0) < SAME_NATS

@@ -18,7 +18,7 @@ import pydantic
 from pydantic import Field
 
 from spot_async.config import NonNegativeFloat, Place, PluginSettings, PositiveInt
-from spot_async.errors import ConfigError, PoisonedReplyError
+from spot_async.errors import ConfigError, PoisonedReplyError, TransientError
 from spot_async.model_files import ModelFiles, read_model
 
 from .connection import address_of, check_headers, check_url, proxy_for, read_secret, tls_context
@@ -161,8 +161,8 @@ class RemoteServer:
     def _naming(self, path: str) -> Iterator[None]:
         try:
             yield
-        except PoisonedReplyError as error:
-            raise PoisonedReplyError(f"{self.role}{path}: {error}") from None
+        except (PoisonedReplyError, TransientError) as error:
+            raise type(error)(f"{self.role}{path}: {error}") from None
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PoisonedReplyError(f"{self.role}{path}: cannot read the reply: {error}") from error
 

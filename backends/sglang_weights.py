@@ -43,6 +43,7 @@ class ServerInfo(msgspec.Struct):
     dp_size: int = 1
     pp_size: int = 1
     enable_deterministic_inference: bool = False
+    disable_radix_cache: bool = False
     enable_memory_saver: bool = False
     enable_weights_cpu_backup: bool = False
 

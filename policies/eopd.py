@@ -6,6 +6,7 @@ forward KL from the teacher, renormalised on its top-k, to the student's full-vo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -40,6 +41,7 @@ class EopdPolicy:
         self.settings = settings
         self.needs = PolicyNeeds(
             teacher_top_k=settings.top_k,
+            teacher_top_k_key="top_k",
             soft_target_bytes_per_token=12 + 8 * settings.top_k,
         )
 
@@ -60,15 +62,20 @@ class EopdPolicy:
                 soft_targets=self._forward_kl(scores, gated),
                 metrics={
                     "eopd/gated": len(gated) / len(scores.entropy),
-                    "eopd/uncertain": float((known & self._uncertain(scores)).mean()),
+                    "eopd/uncertain": float((known & self._uncertain(scores, stages)).mean()),
                 },
                 record={"gated_positions": gated.tolist()},
             )
         ]
 
-    def _uncertain(self, scores: TokenScores) -> BoolArray:
-        """(T,) where the entropy is known only within bounds that hold tau; its midpoint decides there."""
-        return (scores.entropy_lower <= self.settings.tau_nats) & (self.settings.tau_nats < scores.entropy_upper)
+    def _uncertain(self, scores: TokenScores, stages: PromptStages) -> BoolArray:
+        """(T,) where the entropy is known only within bounds that hold tau; its midpoint decides there.
+
+        Bounds are widened by the teacher's noise, which moves entropies by a factor (see `score_bounds`).
+        """
+        factor = math.exp(stages.teacher.logprob_noise_nats) if stages.teacher is not None else 1.0
+        tau = self.settings.tau_nats
+        return (scores.entropy_lower / factor <= tau) & (tau < scores.entropy_upper * factor)
 
     def _forward_kl(self, scores: TokenScores, gated: npt.NDArray[np.int64]) -> SoftTargets:
         """alpha times the mean over all T positions: the trajectory's loss is a sum over soft targets."""

@@ -40,6 +40,8 @@ from .acquisition import (
     select_positions,
 )
 from .distillation import distillation_sample
+from .score_bounds import ScoreRule
+from .selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
 from .targets import calibrated_target, teacher_prior
 
 Lambda = Annotated[float, Field(ge=0, le=1)]
@@ -62,6 +64,14 @@ class SpotSettings(PluginSettings):
     verifier_guidance: bool = Field(
         True, description="false: no probes; the teacher's prior is the target at every selected position"
     )
+    served_top_k: PositiveInt = Field(
+        20,
+        description="log-probabilities a token that are asked of servers without whole distributions, as far as they "
+        "serve so many: of the teacher's scores (k_s at least) and of the student's rollouts",
+    )
+    refine_positions: int = Field(
+        32, ge=0, description="positions per rollout that such servers are asked for again, to make the choice certain"
+    )
     gamma: NonNegativeFloat = Field(1.0, description="inverse temperature of the outcome tilt")
     beta: NonNegativeFloat = Field(0.1, description="weight of the branch loss")
 
@@ -78,20 +88,6 @@ class SpotSettings(PluginSettings):
                 f"set lambda_shape to {1 - self.lambda_mass:g}"
             )
         return self
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Where to probe, and the score of every eligible position (the rest are masked)."""
-
-    positions: npt.NDArray[np.int64]  # (N,) response positions, ascending
-    eligible: npt.NDArray[np.int64]  # (E,) response positions that were scored
-    score: npt.NDArray[np.float64]  # (E,)
-    parts: PositionScores | None = None  # of the acquisition score; None for the controls
-    student_logprobs: npt.NDArray[np.float32] | None = None  # (E, k_s) at the teacher's candidates
-
-
-NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), score=np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -138,18 +134,24 @@ class SpotPolicy:
         self._run_seed = context.run_seed
         self._vocab_size = context.vocab_size
         self._probeable = probeable_tokens(context.tokenizer, context.vocab_size) if probing else None  # (V,)
+        self._rule = ScoreRule(
+            candidates=settings.score_top_k,
+            vocab_size=context.vocab_size,
+            lambda_mass=settings.lambda_mass,
+            lambda_shape=settings.lambda_shape,
+            variant=settings.score_variant if settings.selection == "score" else "H",
+        )
         self.needs = PolicyNeeds(
             teacher_top_k=settings.score_top_k if probing else 1,
-            exact_entropy=probing and settings.selection != "random",
-            candidate_logprobs=probing and settings.selection == "score",
+            teacher_top_k_key="score_top_k" if probing else None,
             probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
             soft_target_bytes=settings.positions * (8 + 8 * settings.probe_top_k),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
-        rollout = await stages.rollout()
+        rollout = await self._rollout(stages)
         scores, verdict = await both(
-            stages.score(rollout.token_ids, top_k=self.needs.teacher_top_k), stages.verify(rollout.token_ids)
+            stages.score(rollout.token_ids, top_k=self._teacher_top_k(stages)), stages.verify(rollout.token_ids)
         )
         selection = await self._acquire(prompt, rollout, scores, stages)
         branches = await gather(
@@ -170,6 +172,25 @@ class SpotPolicy:
             )
         ]
 
+    async def _rollout(self, stages: PromptStages) -> Generation:
+        if self._estimates(stages) and self._rule.asks_student and stages.student and not is_batched(stages.student):
+            top_k = min(self.settings.served_top_k, stages.student.max_generation_top_k)
+            return await stages.rollout(top_k=top_k)
+        return await stages.rollout()
+
+    def _teacher_top_k(self, stages: PromptStages) -> int:
+        needed = self.needs.teacher_top_k
+        if self._estimates(stages) and stages.teacher:
+            return max(needed, min(self.settings.served_top_k, stages.teacher.max_top_k))
+        return needed
+
+    def _estimates(self, stages: PromptStages) -> bool:
+        """Whether some of what scores are made of is not served whole."""
+        if self._probeable is None or self.settings.selection == "random":
+            return False
+        asks_student = self.settings.selection == "score" and not is_batched(stages.student)
+        return asks_student or not is_exact(stages.teacher)
+
     async def _acquire(
         self, prompt: Prompt, rollout: Generation, scores: TokenScores, stages: PromptStages
     ) -> Selection:
@@ -180,6 +201,11 @@ class SpotPolicy:
         eligible = np.flatnonzero(probeable if scores.valid is None else probeable & scores.valid)
         if len(eligible) == 0:
             return NOTHING_SELECTED
+        if self._estimates(stages):
+            budget, max_asked = self.settings.positions, self.settings.refine_positions
+            return await certified_selection(
+                rollout, scores, eligible, stages, self._rule, budget=budget, max_asked=max_asked
+            )
         student_logprobs, parts = None, None
         match self.settings.selection:
             case "score":
@@ -191,7 +217,8 @@ class SpotPolicy:
                 score = random_scores(len(eligible), derive_seed(self._run_seed, prompt.ordinal, "random positions"))
         valid = np.ones(len(eligible), dtype=np.bool_)
         selected = select_positions(score, valid, self.settings.positions)
-        return Selection(eligible[selected], eligible, score, parts, student_logprobs)
+        certain = np.ones(len(selected), dtype=np.bool_)
+        return Selection(eligible[selected], eligible, score, parts, student_logprobs, certain=certain)
 
     async def _acquisition_score(
         self, eligible: npt.NDArray[np.int64], rollout: Generation, scores: TokenScores, stages: PromptStages
@@ -267,6 +294,9 @@ class SpotPolicy:
             "probe/tokens": float(sum(len(continuation.token_ids) for continuation in probes)),
             "probe/requests": float(len(probes)),
         }
+        if self._probeable is not None:
+            metrics |= {f"spot/selection_{outcome}": float(selection.outcome == outcome) for outcome in OUTCOMES}
+        metrics |= {f"spot/{name}": float(count) for name, count in (selection.asked or {}).items()}
         rewards = outcome_rewards(verdicts)
         if rewards:
             metrics["probe/accuracy"] = sum(rewards) / len(rewards)
@@ -302,6 +332,7 @@ class SpotPolicy:
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
             "retained": self._keeps(branch),
+            "certain": bool(selection.certain[np.searchsorted(selection.positions, branch.position)]),
             "score_parts": {name: round(float(part[row]), 6) for name, part in parts.items()},
             "candidates": [
                 {

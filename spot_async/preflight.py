@@ -137,12 +137,12 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
         ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),
         *_context_too_small(config, found),
+        *_at_another_temperature(config, needs, found),
     ]  # fmt: skip
     missing += _cannot_be_asked(config, needs, found)
     if teacher is not None:
         missing += [
-            (teacher.max_top_k < needs.teacher_top_k, f"teacher.backend serves top-{teacher.max_top_k}, "
-             f"policy {config.policy.kind} needs top-{needs.teacher_top_k}"),
+            (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
             (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         ]  # fmt: skip
     refusals = [message for is_missing, message in missing if is_missing]
@@ -153,17 +153,45 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
 def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
     """What endpoints that take only text, or only write it, cannot be used for."""
     student, teacher, reference = found["student"], found.get("teacher"), found.get("reference")
-    kind = config.policy.kind
     return [
         (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
          "but not trained on"),
         (reference is not None and not (reference.token_id_prompts and reference.max_top_k),
          "reference.backend must score token ids at every position: set reference.backend to a server that does"),
-        (teacher is not None and needs.teacher_top_k > 0 and teacher.max_top_k == 0,
-         f"teacher.backend only writes responses, policy {kind} needs its log-probabilities: serve the teacher with "
-         "another teacher.backend, or use policy kd with policy.forward_kl_weight=0"),
         (teacher is not None and needs.teacher_responses and not teacher.generation,
-         f"teacher.backend writes no responses, policy {kind} needs them: set policy.load or another teacher.backend"),
+         f"teacher.backend writes no responses, policy {config.policy.kind} needs them: set policy.load or another "
+         "teacher.backend"),
+    ]  # fmt: skip
+
+
+def _too_few_candidates(config: Config, needs: PolicyNeeds, teacher: Capabilities) -> str:
+    if teacher.max_top_k == 0:
+        return (
+            f"teacher.backend ({teacher.server}) scores no given tokens, policy {config.policy.kind} needs that: give "
+            "another teacher.backend, or use policy kd with policy.forward_kl_weight=0"
+        )
+    key = f"lower policy.{needs.teacher_top_k_key} to {teacher.max_top_k} or " if needs.teacher_top_k_key else ""
+    return (
+        f"teacher.backend ({teacher.server}) serves top-{teacher.max_top_k}, policy {config.policy.kind} needs "
+        f"top-{needs.teacher_top_k}: {key}raise what the server serves (such as its --max-logprobs, and "
+        "teacher.backend.top_k where that is set)"
+    )
+
+
+def _at_another_temperature(
+    config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]
+) -> list[tuple[bool, str]]:
+    """Log-probabilities that would be at temperature 1 beside rollouts at another."""
+    temperature = config.sampling.temperature
+    given = [("student", found["student"].generation_temperature, "sampled tokens")]
+    if needs.teacher_top_k > 0 and "teacher" in found:
+        given.append(("teacher", found["teacher"].score_temperature, "given tokens"))
+    if "reference" in found:
+        given.append(("reference", found["reference"].score_temperature, "given tokens"))
+    return [
+        (convention == "one" and temperature != 1.0, f"sampling.temperature={temperature:g}: {role}.backend "
+         f"({found[role].server}) gives log-probabilities of {what} at temperature 1 only: set it to 1")
+        for role, convention, what in given
     ]  # fmt: skip
 
 

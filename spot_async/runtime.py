@@ -145,9 +145,8 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
                 return result
 
             before = await evaluated("before")
-            observer = Observers(
-                RunLog(directory, stages, sinks, samples_every=config.run.samples_every), history, screen
-            )
+            log = RunLog(directory, stages, sinks, samples_every=config.run.samples_every, backends=backends.by_role())
+            observer = Observers(log, history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             screen.phase(f"training with {config.policy.kind}", orchestrator)
             with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():

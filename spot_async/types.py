@@ -186,6 +186,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy asks of the backends; checked against `Capabilities` before the first request."""
 
     teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing
+    teacher_top_k_key: str | None = None  # the key of `policy` that sets it
     teacher_responses: bool = False  # the teacher writes responses of its own
     reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False

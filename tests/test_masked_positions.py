@@ -44,12 +44,14 @@ class Tokenizer:
 class Stages:
     """A rollout, and a teacher whose masked rows hold numbers that would show in every method's result."""
 
+    student = teacher = None  # nobody said what they offer: all that a policy asks for
+
     def __init__(self, valid: BoolArray | None = VALID) -> None:
         self.valid = valid
         self.asked: list[int] = []  # positions of the student's candidates
         self.scored = 0
 
-    async def rollout(self, *, n: int = 0) -> Generation:
+    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
         return Generation(
             token_ids=np.arange(5, 5 + TOKENS, dtype=np.int32),
             logprobs=np.full(TOKENS, -1.0, np.float32),

@@ -60,22 +60,24 @@ def rows(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
 class ModelStages:
     """`PromptStages` of one prompt over real models; served log-probabilities are a little off, as after an update."""
 
+    student = teacher = None  # nobody said what they offer
+
     def __init__(self, prompt: Prompt, student: Any, teacher: Any) -> None:
-        self.prompt, self.student, self.teacher = prompt, student, teacher
+        self.prompt, self.models = prompt, (student, teacher)
         self.rollouts: list[Generation] = []
         self.rewards: dict[tuple[int, int], float | None] = {}  # of each probed position and candidate
 
     async def rollout(self, *, n: int = 0) -> Generation:
-        generation = self._sample(self.student, self.prompt.token_ids, 4 + 3 * self.prompt.ordinal + n, seed=n)
+        generation = self._sample(self.models[0], self.prompt.token_ids, 4 + 3 * self.prompt.ordinal + n, seed=n)
         self.rollouts.append(generation)
         return generation
 
     async def teacher_response(self) -> Generation:
-        self.rollouts.append(self._sample(self.teacher, self.prompt.token_ids, 4 + 3 * self.prompt.ordinal, seed=0))
+        self.rollouts.append(self._sample(self.models[1], self.prompt.token_ids, 4 + 3 * self.prompt.ordinal, seed=0))
         return self.rollouts[-1]
 
     async def score(self, response_ids: np.ndarray, *, top_k: int) -> TokenScores:
-        logprobs = rows(self.teacher, self.prompt.token_ids, response_ids).detach().numpy()
+        logprobs = rows(self.models[1], self.prompt.token_ids, response_ids).detach().numpy()
         order = np.argsort(-logprobs, axis=-1)[:, :top_k]
         entropy = -(np.exp(logprobs) * logprobs).sum(-1).astype(np.float32)
         return TokenScores(
@@ -94,12 +96,12 @@ class ModelStages:
     async def candidate_logprobs(
         self, response_ids: np.ndarray, positions: np.ndarray, candidate_ids: np.ndarray, *, version: WeightVersion
     ) -> np.ndarray:
-        logprobs = rows(self.student, self.prompt.token_ids, response_ids).detach().numpy()
+        logprobs = rows(self.models[0], self.prompt.token_ids, response_ids).detach().numpy()
         return logprobs[positions[:, None], candidate_ids].astype(np.float32)
 
     async def probe(self, response_ids: np.ndarray, position: int, candidate_id: int, *, n: int) -> Generation:
         prefix = np.concatenate([self.prompt.token_ids, response_ids[:position], [candidate_id]])
-        generation = self._sample(self.student, prefix, 3, seed=n)
+        generation = self._sample(self.models[0], prefix, 3, seed=n)
         branch = np.concatenate([response_ids[:position], [candidate_id], generation.token_ids])
         self.rewards[position, candidate_id] = None if branch.sum() % 13 == 0 else float(branch.sum() % 3 == 0)
         return generation

@@ -347,6 +347,8 @@ def test_a_file_that_does_not_fit_the_run_is_refused_in_one_line(tmp_path):
 
 async def test_eopds_gate_falls_to_the_midpoints_side_where_only_bounds_are_known_and_counts_it():
     class Bounded:
+        teacher = None
+
         async def rollout(self):
             return await SimulatedStudent().generate(prompt.token_ids, sampling, deadline=0)
 

@@ -34,10 +34,23 @@ from spot_async.simulation.services import (
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.telemetry.run_log import RunLog
 from spot_async.trainer.metrics import METRICS
-from spot_async.types import PolicyContext, Problem, Prompt, Verdict
+from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-PLACEHOLDERS = {"<stage>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
+PLACEHOLDERS = {"<stage>": r"\w+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
+
+
+SERVED = Capabilities(
+    model="m",
+    vocab_size=VOCAB_SIZE,
+    vocab_fingerprint="f",
+    max_context_tokens=8192,
+    max_top_k=VOCAB_SIZE,
+    exact_entropy=True,
+    candidate_logprobs="batched",
+    weight_update=True,
+)
+TRUNCATED = {"student": msgspec.structs.replace(SERVED, candidate_logprobs="none"), "teacher": SERVED}
 
 
 def documented():
@@ -81,6 +94,20 @@ async def evaluate(iteration):
     return EvaluationResult(tiers=("easy", "easy", "hard", "hard"), responses=((response, response),) * 4)
 
 
+class CountedStudent(SimulatedStudent):
+    """Behind a connection on which a request takes 100 bytes and a reply 1,000."""
+
+    def __init__(self):
+        super().__init__()
+        self.traffic = Traffic()
+
+    async def generate(self, *args, **rest):
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += 100
+        self.traffic.received_bytes += 1000
+        return await super().generate(*args, **rest)
+
+
 class WritingTeacher(SimulatedTeacher):
     """One that also answers, for KD."""
 
@@ -94,15 +121,24 @@ def simulated(tmp_path_factory):
     return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
 
 
-def simulate(policy_class, folder, verifier=None, **settings):
+def simulate(policy_class, folder, verifier=None, capabilities=None, **settings):
     directory = RunDirectory(folder)
     context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer(), reference_kl=True)
     policy = policy_class(policy_class.Settings(**settings), context)
-    student = SimulatedStudent()
+    student = CountedStudent()
     vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
     teacher, verifier = WritingTeacher(), verifier or SimulatedVerifier()
     reference = SimulatedTeacher() if policy.needs.reference else None
-    stages = stages_for(policy, vocabulary, student=student, teacher=teacher, reference=reference, verifier=verifier)
+    stages = stages_for(
+        policy,
+        vocabulary,
+        student=student,
+        teacher=teacher,
+        reference=reference,
+        verifier=verifier,
+        capabilities=capabilities,
+    )
+    server = SimpleNamespace(traffic=student.traffic)
     given = []
     sink = SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))
     orchestrator = Orchestrator(
@@ -125,7 +161,7 @@ def simulate(policy_class, folder, verifier=None, **settings):
         stages=stages,
         trainer=Trainer(),
         weight_sinks=[student],
-        observer=RunLog(directory, stages, [sink]),
+        observer=RunLog(directory, stages, [sink], backends={"student": server, "teacher": SimpleNamespace()}),
         evaluate=evaluate,
     )
     run_on_virtual_time(orchestrator.run())
@@ -134,12 +170,23 @@ def simulate(policy_class, folder, verifier=None, **settings):
 
 def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simulated, tmp_path_factory):
     rows, _ = simulated
+    rows = rows + simulate(SpotPolicy, tmp_path_factory.mktemp("truncated"), capabilities=TRUNCATED)[0]
     others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy)
     rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
     written = {name for row in rows for name in row} - {"iteration", "time"}
     patterns = documented()
     assert {name for name in written if not any(p.fullmatch(name) for p in patterns.values())} == set()
     assert {row for row, p in patterns.items() if not any(p.fullmatch(name) for name in written)} == set()
+
+
+def test_traffic_is_that_of_the_iteration_by_the_role_of_the_server(simulated):
+    rows, _ = simulated
+    for row in rows:
+        requests = row["stage/rollout/requests"] + row["stage/probe/requests"]
+        assert row["traffic/student/requests"] == requests
+        assert row["traffic/student/sent_bytes"] == 100 * requests
+        assert row["traffic/student/received_bytes"] == 1000 * requests
+        assert not any(name.startswith("traffic/teacher/") for name in row)  # it counts none
 
 
 def test_kds_throughput_counts_what_the_teacher_writes_and_nothing_is_said_where_nobody_writes(tmp_path):

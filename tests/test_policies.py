@@ -50,6 +50,8 @@ class ScriptedStages:
     probes: list = field(default_factory=list)
     verified: list = field(default_factory=list)
     candidates: tuple | None = None  # positions and ids the student was asked about
+    student: ClassVar = None
+    teacher: ClassVar = None
 
     async def rollout(self):
         version = WeightVersion(0, 3)

@@ -43,7 +43,7 @@ NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=Tru
     ("role", "change", "expected"),
     [
         ("teacher", {"vocab_fingerprint": "g"}, "vocabularies"),
-        ("teacher", {"max_top_k": 8}, "teacher.backend serves top-8, policy spot needs top-16"),
+        ("teacher", {"max_top_k": 8}, r"teacher.backend \(local\) serves top-8, policy spot needs top-16"),
         ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
         ("student", {"candidate_logprobs": "none"}, "student.backend does not serve log-probabilities of chosen"),
         ("student", {"weight_update": False}, "student.backend takes no new weights"),
@@ -51,7 +51,7 @@ NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=Tru
         ("teacher", {"logprob_convention": "truncated"}, "untruncated"),
         ("student", {"max_context_tokens": 200}, "student.backend serves a context of 200 tokens"),
         ("teacher", {"max_context_tokens": 200}, "teacher.backend serves a context of 200 tokens"),
-        ("teacher", {"max_top_k": 0}, "teacher.backend only writes responses, policy spot needs its log-prob"),
+        ("teacher", {"max_top_k": 0}, "scores no given tokens, .*: give another teacher.backend, or use policy kd"),
         ("student", {"sampled_token_ids": False}, "student.backend does not say which token ids it sampled"),
         ("reference", {"token_id_prompts": False}, "reference.backend must score token ids at every position"),
         ("reference", {"max_top_k": 0}, "reference.backend must score token ids at every position"),

@@ -21,7 +21,7 @@ PADDED_TO = 8  # ids of the softmax beyond the tokenizer's
 
 
 def make_tokenizer() -> Any:
-    """Every byte, a few longer pieces that overlap in every way, bytes of characters joined with others, two specials."""
+    """Every byte, longer pieces that overlap in every way, bytes of characters joined with others, two specials."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_level = {byte: char for char, byte in byte_of(alphabet).items()}
     pieces = [word.encode() for word in WORDS] + [

@@ -10,15 +10,17 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+import msgspec
 import structlog
 
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
+from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Stages
 from spot_async.telemetry.sinks import MetricSink
@@ -29,10 +31,19 @@ class RunLog:
     """`RunObserver` that keeps the files of a run directory up to date."""
 
     def __init__(
-        self, directory: RunDirectory, stages: Stages, sinks: Sequence[MetricSink] = (), *, samples_every: int = 1
+        self,
+        directory: RunDirectory,
+        stages: Stages,
+        sinks: Sequence[MetricSink] = (),
+        *,
+        samples_every: int = 1,
+        backends: Mapping[str, Backend] | None = None,
     ) -> None:
+        """`backends`, by role: the traffic of those that count it is reported."""
         self._directory = directory
         self._samples_every = samples_every
+        self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
+        self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in self._traffic.items()}
         self._sinks = sinks
         self._stages = stages
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
@@ -43,6 +54,7 @@ class RunLog:
         now_s = time.monotonic()
         elapsed_s = now_s - self._iteration_started_s
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
+        metrics |= self._traffic_metrics()
         self._iteration_started_s = now_s
         if self._samples_every and result.iteration % self._samples_every == 0:
             lines = [sample_line(result.iteration, sample) for sample in result.samples]
@@ -58,6 +70,15 @@ class RunLog:
             [{"ordinal": prompt.ordinal, "problem_id": prompt.problem.id, "reason": reason}],
         )
         structlog.get_logger().warning("prompt died", problem_id=prompt.problem.id, reason=reason)
+
+    def _traffic_metrics(self) -> dict[str, float]:
+        """What went to and came from each server since the last iteration, evaluations included."""
+        metrics: dict[str, float] = {}
+        for role, source in self._traffic.items():
+            now, last = msgspec.structs.asdict(source.traffic), msgspec.structs.asdict(self._last_traffic[role])
+            self._last_traffic[role] = msgspec.structs.replace(source.traffic)
+            metrics |= {f"traffic/{role}/{name}": float(now[name] - last[name]) for name in now}
+        return metrics
 
     def _generation_metrics(self, elapsed_s: float) -> dict[str, float]:
         """Tokens generated in the iteration just finished, and its requests: how long they took, how many at a time.

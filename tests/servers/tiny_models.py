@@ -55,6 +55,22 @@ def make_model(directory: Path, *, seed: int, vocab_size: int = VOCAB_SIZE, **ch
     return directory
 
 
+def make_plain_model(directory: Path, *, seed: int) -> Path:
+    """One that hardly ever writes anything but ASCII: bytes of longer characters have no text of their own, and
+    half of these models' tokens are such."""
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    make_model(directory, seed=seed)
+    model = Qwen3ForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    for token_id in range(model.config.vocab_size):
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        if not text or not text.isascii():
+            model.lm_head.weight.data[token_id] = 0.0
+    model.save_pretrained(directory)
+    return directory
+
+
 def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

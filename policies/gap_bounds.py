@@ -1,0 +1,152 @@
+"""True intervals of JS and of the gap G when both policies' probabilities are only known within bounds.
+
+Pure numpy in float64. JS is jointly convex in the two renormalised policies P and Q, which each lie in a box cut by
+"sums to 1". Both extremes are bounded by linear programmes whose duals hold for any multiplier:
+
+* from below, JS(P, Q) >= 1/2 sum P log r + Q log(2 - r) for every r in (0, 2), with equality at r = 2P / (P + Q);
+* from above, a convex function on a box is at most its largest corner, term by term, with what the sums cost taken off.
+
+How much the student covers couples both halves of the gap: the more it covers, the less is missing, and the smaller the
+share that any bound leaves to one candidate. So coverage is cut into slices, and each has bounds of its own.
+
+Axes: T positions, J slices of coverage, k candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+SLICES = 8
+SMALLEST_SLICE = 1e-3  # of the largest coverage; below it nothing is known of the shape anyway
+BISECTIONS = 40
+SLACK = 1e-11  # boxes are this much wider, and bounds as much further out, than float64 rounds
+TINY = 1e-300
+
+
+class Pair(NamedTuple):
+    lower: Floats  # (T,)
+    upper: Floats  # (T,)
+
+
+class Bounds(Protocol):
+    """A `score_bounds.Interval`."""
+
+    @property
+    def lower(self) -> Floats: ...
+    @property
+    def upper(self) -> Floats: ...
+
+
+def gap_bounds(
+    share_lower: Floats,
+    share_upper: Floats,
+    student_lower: Floats,
+    student_upper: Floats,
+    coverage: Bounds,
+    lambda_mass: float,
+    lambda_shape: float,
+) -> tuple[Pair, Pair]:
+    """JS in bits and G of teacher shares (T, k) and student probabilities (T, k) within bounds, given A (T,)."""
+    edges = _slices(coverage)  # (T, J + 1)
+    less, more = edges[:, :-1], edges[:, 1:]
+    box_lower, box_upper = _share_box(student_lower, student_upper, less, more)  # (T, J, k)
+    p_lower, p_upper = share_lower[:, None, :] * (1.0 - SLACK), share_upper[:, None, :] * (1.0 + SLACK)
+    middle = (p_lower + p_upper) / 2.0
+    middle = middle / np.maximum(middle.sum(axis=-1, keepdims=True), TINY)
+    nearest = _nearest(middle, box_lower, box_upper)
+    least = _at_least(middle, nearest, p_lower, p_upper, box_lower, box_upper) / np.log(2.0) - SLACK
+    most = _at_most(middle, nearest, p_lower, p_upper, box_lower, box_upper) / np.log(2.0) + SLACK
+    least, most = np.clip(least, 0.0, 1.0), np.clip(most, 0.0, 1.0)
+    most = np.where(less <= 0.0, 1.0, most)  # a student without any mass has no shape: JS counts as 1
+    low = lambda_mass * (1.0 - more) + lambda_shape * least
+    high = lambda_mass * (1.0 - less) + lambda_shape * most
+    return (
+        Pair(least.min(axis=-1), most.max(axis=-1)),
+        Pair(np.maximum(low.min(axis=-1) - SLACK, 0.0), np.minimum(high.max(axis=-1) + SLACK, 1.0)),
+    )
+
+
+def _slices(coverage: Bounds) -> Floats:
+    """(T, J + 1) ascending from the least coverage to the most, in equal ratios."""
+    first = np.maximum(coverage.lower, SMALLEST_SLICE * coverage.upper)
+    ratio = np.maximum(coverage.upper, TINY) / np.maximum(first, TINY)
+    edges = first[:, None] * ratio[:, None] ** np.linspace(0.0, 1.0, SLICES + 1)
+    edges[:, 0], edges[:, -1] = coverage.lower, coverage.upper
+    return edges
+
+
+def _share_box(lower: Floats, upper: Floats, less: Floats, more: Floats) -> tuple[Floats, Floats]:
+    """Bounds (T, J, k) of the student's shares when it covers between `less` and `more` (T, J)."""
+    others_lower = np.maximum(lower.sum(axis=-1, keepdims=True) - lower, 0.0)
+    others_upper = np.maximum(upper.sum(axis=-1, keepdims=True) - upper, 0.0)
+    # Of itself and the others: exact for the box alone. Of the slice: what its total allows.
+    alone_lower = lower / np.maximum(lower + others_upper, TINY)
+    alone_upper = np.where(upper > 0.0, upper / np.maximum(upper + others_lower, TINY), 0.0)
+    box_lower = np.maximum(alone_lower[:, None, :], lower[:, None, :] / np.maximum(more, TINY)[:, :, None])
+    of_slice = upper[:, None, :] / np.maximum(less, TINY)[:, :, None]
+    box_upper = np.minimum(alone_upper[:, None, :], of_slice)
+    return np.clip(box_lower * (1.0 - SLACK), 0.0, 1.0), np.clip(box_upper * (1.0 + SLACK), 0.0, 1.0)
+
+
+def _nearest(middle: Floats, lower: Floats, upper: Floats) -> Floats:
+    """The shares (T, J, k) in the box that are closest to `middle` in JS: a common multiple of it, clipped.
+
+    Found by bisection on the multiple's logarithm; the bounds hold however well it is found.
+    """
+    small, large = np.full(lower.shape[:2], -60.0), np.full(lower.shape[:2], 60.0)
+    for _ in range(BISECTIONS):
+        half = (small + large) / 2.0
+        total = np.clip(middle * np.exp(half)[:, :, None], lower, upper).sum(axis=-1)
+        small, large = np.where(total < 1.0, half, small), np.where(total < 1.0, large, half)
+    return np.asarray(np.clip(middle * np.exp(large)[:, :, None], lower, upper))
+
+
+def _at_least(p: Floats, q: Floats, p_lower: Floats, p_upper: Floats, q_lower: Floats, q_upper: Floats) -> Floats:
+    """Lower bound (T, J) in nats: the tangent at (p, q), minimised over both boxes."""
+    r = np.clip(2.0 * p / np.maximum(p + q, TINY), 1e-12, 2.0 - 1e-12)
+    of_p = _least_linear(np.log(r), p_lower, p_upper)
+    of_q = _least_linear(np.log(2.0 - r), q_lower, q_upper)
+    return np.asarray((of_p + of_q) / 2.0)
+
+
+def _least_linear(slope: Floats, lower: Floats, upper: Floats) -> Floats:
+    """Minimum (T, J) of sum slope x over lower <= x <= upper, sum x = 1: the best of the dual's breakpoints."""
+    best: Floats = np.full(slope.shape[:-1], -np.inf)
+    for i in range(slope.shape[-1]):
+        level = slope[:, :, i : i + 1]
+        rest = slope - level
+        best = np.maximum(best, (rest * np.where(rest > 0.0, lower, upper)).sum(axis=-1) + level[:, :, 0])
+    return np.asarray(best)
+
+
+def _at_most(p: Floats, q: Floats, p_lower: Floats, p_upper: Floats, q_lower: Floats, q_upper: Floats) -> Floats:
+    """Upper bound (T, J) in nats: the largest corners, term by term, less what leaving "sums to 1" would cost."""
+    price = (p * 0.5 * np.log(np.maximum(2.0 * p / np.maximum(p + q, TINY), TINY))).sum(axis=-1, keepdims=True)
+
+    def corner(share: Floats) -> Floats:
+        return np.asarray(np.maximum(_term(p_lower, share) - price * p_lower, _term(p_upper, share) - price * p_upper))
+
+    at_lower, at_upper = corner(q_lower), corner(q_upper)
+    width = q_upper - q_lower
+    slope = (at_upper - at_lower) / np.where(width > 0.0, width, 1.0)
+    best = np.full(slope.shape[:-1], np.inf)
+    for i in range(slope.shape[-1]):
+        level = slope[:, :, i : i + 1]
+        terms = np.maximum(at_lower - level * q_lower, at_upper - level * q_upper)
+        best = np.minimum(best, terms.sum(axis=-1) + level[:, :, 0])
+    return np.asarray(best + price[:, :, 0])
+
+
+def _term(p: Floats, q: Floats) -> Floats:
+    """One candidate's part of JS in nats: 1/2 (p log(2p / (p + q)) + q log(2q / (p + q))), 0 at 0."""
+    total = np.maximum(p + q, TINY)
+    return 0.5 * (_times_log(p, 2.0 * p / total) + _times_log(q, 2.0 * q / total))
+
+
+def _times_log(x: Floats, ratio: Floats) -> Floats:
+    return x * np.log(np.where(x > 0.0, np.maximum(ratio, TINY), 1.0))

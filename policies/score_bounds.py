@@ -1,0 +1,335 @@
+"""True intervals of acquisition scores when servers give a top-k of each row instead of the whole distribution.
+
+Pure numpy in float64; asks nobody and chooses nothing. Method.md section 1, "When the full distribution is not served".
+
+What noise means here. Two computations of a row (in another batch, by another kernel) are two distributions over
+the vocabulary. A served row is one of them; the row that counts is another, in which the log-probability of every
+token, served or not, lies within the server's measured noise `n`. So does that of every set of tokens and of its
+complement; and so does the log of the entropy, since `H' <= -sum p' log p <= e^n H`, and the other way round.
+Which tokens are the teacher's top k may differ too, where two stand closer to each other than the noise.
+
+Bounds are widened by more than float64 rounds, and by what float32 rounds log-probabilities. They need not be tight.
+
+Axes: T positions, K the teacher's served top-k, k candidates (the first of those), L known student tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .acquisition import PositionScores, ScoreVariant, score_positions
+from .gap_bounds import gap_bounds
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+ROUNDING_NATS = 2e-6  # a log-probability down to -30 in float32
+MASS_ROUNDING = 1e-6  # of a sum of probabilities
+OUTWARD = 1e-12  # relative; float64 rounds a hundred operations to less
+
+
+class Interval(NamedTuple):
+    """What is known of a quantity at each position: it lies in [lower, upper]."""
+
+    lower: Floats  # (T,)
+    upper: Floats  # (T,)
+
+    @property
+    def middle(self) -> Floats:
+        return (self.lower + self.upper) / 2.0
+
+    def at(self, rows: Ints) -> Interval:
+        return Interval(self.lower[rows], self.upper[rows])
+
+    def times(self, other: Interval) -> Interval:
+        """The product of two quantities that are not negative."""
+        return Interval(self.lower * other.lower * (1.0 - OUTWARD), self.upper * other.upper * (1.0 + OUTWARD))
+
+    def complement(self) -> Interval:
+        """One minus the quantity."""
+        return Interval(1.0 - self.upper, 1.0 - self.lower)
+
+
+class ScoreBounds(NamedTuple):
+    """Intervals of `acquisition.PositionScores`, part by part; equal ends where a quantity is known exactly."""
+
+    score: Interval
+    entropy: Interval
+    mass: Interval
+    coverage: Interval
+    divergence: Interval
+    gap: Interval
+
+    @property
+    def middle(self) -> PositionScores:
+        return PositionScores(*(part.middle for part in self))
+
+    def replaced(self, rows: Ints, other: ScoreBounds) -> ScoreBounds:
+        """These bounds with `rows` taken from `other`, which has only those."""
+        parts = [Interval(mine.lower.copy(), mine.upper.copy()) for mine in self]
+        for mine, theirs in zip(parts, other, strict=True):
+            mine.lower[rows], mine.upper[rows] = theirs.lower, theirs.upper
+        return ScoreBounds(*parts)
+
+
+@dataclass
+class TeacherRows:
+    """What is known of the teacher. A row asked for again replaces what was served first."""
+
+    ids: Ints  # (T, K) descending by probability
+    logprobs: Floats  # (T, K)
+    entropy_lower: Floats  # (T,) nats, of the served row
+    entropy_upper: Floats  # (T,)
+    exact_entropy: Bools  # (T,) of the served row; else the entropy is bounded from its top-k
+    noise_nats: Floats  # (T,) 0 where the served row is the one that counts
+
+    def at(self, rows: Ints) -> TeacherRows:
+        return TeacherRows(*(value[rows] for value in vars(self).values()))
+
+
+@dataclass
+class StudentRows:
+    """What is known of the student: some tokens in any order, and what there can be of all others."""
+
+    ids: Ints  # (T, L) -1 for none; what comes first of a token is true, and only candidates come twice
+    logprobs: Floats  # (T, L)
+    noise_nats: Floats  # (T, L) 0 where the value is the one that counts
+    cap: Floats  # (T,) no other token is likelier
+    missing: Floats  # (T,) nor are all others together
+
+    def at(self, rows: Ints) -> StudentRows:
+        return StudentRows(*(value[rows] for value in vars(self).values()))
+
+    def with_room(self, count: int) -> StudentRows:
+        """The same with `count` empty places in front, for `put`."""
+        empty = np.zeros((len(self.ids), count))
+        return StudentRows(
+            np.concatenate([empty.astype(np.int64) - 1, self.ids], axis=-1),
+            np.concatenate([empty, self.logprobs], axis=-1),
+            np.concatenate([empty, self.noise_nats], axis=-1),
+            self.cap,
+            self.missing,
+        )
+
+    def put(self, rows: Ints, ids: Ints, logprobs: npt.ArrayLike) -> None:
+        """Exact values (N, k) at the candidates (N, k), in the places that `with_room` made."""
+        self.ids[rows, : ids.shape[-1]] = ids
+        self.logprobs[rows, : ids.shape[-1]] = np.asarray(logprobs, dtype=np.float64)
+
+    def logprobs_at(self, ids: Ints) -> Floats:
+        """(T, k) as they were told, at tokens (T, k); NaN where nothing was."""
+        same = ids[:, :, None] == self.ids[:, None, :]
+        told = np.take_along_axis(self.logprobs, same.argmax(axis=-1), axis=-1)
+        return np.where(same.any(axis=-1), told, np.nan)
+
+    def is_exact_at(self, ids: Ints) -> Bools:
+        """(T,) whether the values that count are known at all of tokens (T, k)."""
+        exact = (self.noise_nats == 0.0)[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
+        return np.asarray(exact.any(axis=-1).all(axis=-1))
+
+    def drop(self, rows: Ints, count: int) -> None:
+        """Forget what was `put`: the candidates are others now."""
+        self.ids[rows, :count] = -1
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a score is made of its parts (method.md section 1)."""
+
+    candidates: int  # k_s
+    vocab_size: int
+    lambda_mass: float = 0.5
+    lambda_shape: float = 0.5
+    variant: ScoreVariant = "Full"
+
+    @property
+    def asks_student(self) -> bool:
+        return self.variant not in ("H", "HC")
+
+
+def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
+    """What a student that reads whole responses says of tokens (T, L) it was asked about."""
+    values = np.asarray(logprobs, dtype=np.float64)
+    missing = probability_interval(np.exp(values).sum(axis=-1), 0.0).complement().upper
+    return StudentRows(np.asarray(ids, dtype=np.int64), values, np.zeros(values.shape), missing, missing)
+
+
+def served_student(
+    topk_ids: npt.ArrayLike,
+    topk_logprobs: npt.ArrayLike,
+    sampled_ids: npt.ArrayLike,
+    sampled_logprobs: npt.ArrayLike,
+    noise_nats: float,
+) -> StudentRows:
+    """What a rollout tells: its top-k (T, K), which may be empty (T, 0), and the tokens it sampled (T,)."""
+    ids, sampled = np.asarray(topk_ids, dtype=np.int64), np.asarray(sampled_ids, dtype=np.int64)
+    logprobs = np.asarray(topk_logprobs, dtype=np.float64)
+    last = logprobs[:, -1] if ids.shape[1] else np.zeros(len(ids))
+    sampled = np.where((ids == sampled[:, None]).any(axis=-1), -1, sampled)
+    ids = np.concatenate([ids, sampled[:, None]], axis=-1)
+    logprobs = np.concatenate([logprobs, np.asarray(sampled_logprobs, dtype=np.float64)[:, None]], axis=-1)
+    seen = np.where(ids >= 0, np.exp(logprobs), 0.0).sum(axis=-1)
+    missing = probability_interval(seen, noise_nats).complement().upper
+    cap = np.minimum(np.exp(np.minimum(last + noise_nats + ROUNDING_NATS, 0.0)), missing)
+    return StudentRows(ids, logprobs, np.full(ids.shape, noise_nats), cap, missing)
+
+
+def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *, shape: bool = True) -> ScoreBounds:
+    """Intervals that hold the scores of the rows that count. Without `shape` JS is left at [0, 1], which is fast."""
+    k = rule.candidates
+    served = teacher.entropy_lower, teacher.entropy_upper, teacher.exact_entropy
+    entropy = normalized_entropy(*served, teacher.noise_nats, rule.vocab_size)
+    mass = probability_interval(np.exp(teacher.logprobs[:, :k]).sum(axis=-1), teacher.noise_nats)
+    none, one = np.zeros_like(mass.lower), np.ones_like(mass.lower)
+    if rule.asks_student:
+        lower, upper, coverage = _student_at_candidates(teacher, student, rule)
+    else:
+        coverage = Interval(none, one)
+    missing = coverage.complement()
+    divergence = Interval(none, one)
+    gap = Interval(rule.lambda_mass * missing.lower, rule.lambda_mass * missing.upper + rule.lambda_shape)
+    if shape and rule.asks_student:
+        divergence, gap = (
+            Interval(*pair)
+            for pair in gap_bounds(
+                *_teacher_shares(teacher, k), lower, upper, coverage, rule.lambda_mass, rule.lambda_shape
+            )
+        )
+    factor = {
+        "H": Interval(one, one),
+        "HC": mass,
+        "HG": gap,
+        "HC-Mass": mass.times(missing),
+        "Full": mass.times(gap),
+    }[rule.variant]
+    bounds = ScoreBounds(entropy.times(factor), entropy, mass, coverage, divergence, gap)
+    return _with_exact_rows(bounds, teacher, student, rule)
+
+
+def normalized_entropy(
+    lower: npt.ArrayLike, upper: npt.ArrayLike, exact: npt.ArrayLike, noise_nats: npt.ArrayLike, vocab_size: int
+) -> Interval:
+    """Hbar (T,) of the rows that count, from bounds in nats of the served ones."""
+    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
+    # A sum of float32 probabilities leaves this much unseen, wherever in the vocabulary it may be.
+    lost = np.where(exact, 0.0, MASS_ROUNDING * np.log(vocab_size / MASS_ROUNDING))
+    low = np.asarray(lower, dtype=np.float64) / factor - lost
+    high = np.asarray(upper, dtype=np.float64) * factor + lost
+    scale = np.log(max(vocab_size, 2))
+    return Interval(np.clip(low / scale, 0.0, 1.0), np.clip(high / scale, 0.0, 1.0))
+
+
+def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Interval:
+    """Of a set of tokens: the noise bounds its probability and its complement's by a factor each."""
+    served = np.clip(np.asarray(mass, dtype=np.float64), 0.0, 1.0)
+    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
+    lower = np.maximum(served / factor, 1.0 - (1.0 - served + MASS_ROUNDING) * factor) - MASS_ROUNDING * served
+    upper = np.minimum(served * factor, 1.0 - (1.0 - served - MASS_ROUNDING) / factor) + MASS_ROUNDING * served
+    return Interval(np.clip(lower, 0.0, 1.0), np.clip(upper, 0.0, 1.0))
+
+
+def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Floats, Floats]:
+    """Bounds (T, k) of the teacher renormalised on its candidates, by rank: the noise moves odds twice."""
+    logprobs = teacher.logprobs[:, :k]
+    weights = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True, initial=-745.0))
+    share = weights / weights.sum(axis=-1, keepdims=True)
+    odds = np.exp(2.0 * (teacher.noise_nats[:, None] + ROUNDING_NATS))
+    return share / (share + (1.0 - share) * odds), share / (share + (1.0 - share) / odds)
+
+
+def _student_at_candidates(
+    teacher: TeacherRows, student: StudentRows, rule: ScoreRule
+) -> tuple[Floats, Floats, Interval]:
+    """Bounds (T, k) of the student's probabilities at the teacher's candidates by rank, and of their sum A."""
+    k = rule.candidates
+    same = teacher.ids[:, :, None] == student.ids[:, None, :]  # (T, K, L)
+    known, place = same.any(axis=-1), same.argmax(axis=-1)
+    logprobs = np.where(known, np.take_along_axis(student.logprobs, place, axis=-1), -np.inf)
+    noise = np.where(known, np.take_along_axis(student.noise_nats, place, axis=-1), 0.0)
+    values = probability_interval(np.exp(logprobs), noise)  # (T, K)
+    lower = np.where(known, values.lower, 0.0)
+    upper = np.where(known, values.upper, student.cap[:, None])
+
+    inside = known[:, :k]
+    seen, worst = np.exp(logprobs[:, :k]).sum(axis=-1), noise[:, :k].max(axis=-1)
+    alike = (np.where(inside, noise[:, :k], worst[:, None]) == worst[:, None]).all(axis=-1)
+    together = probability_interval(seen, worst)
+    unseen = np.minimum(np.where(inside, 0.0, upper[:, :k]).sum(axis=-1), student.missing)
+    known_upper = np.where(alike, together.upper, np.where(inside, upper[:, :k], 0.0).sum(axis=-1))
+    coverage_lower = np.where(alike, together.lower, lower[:, :k].sum(axis=-1))
+    elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are no candidates
+    others = probability_interval(np.exp(student.logprobs), student.noise_nats).lower
+    coverage_upper = np.minimum(known_upper + unseen, 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + OUTWARD)
+
+    # Where the noise leaves open which tokens are the candidates, a rank may be any of them.
+    swap, pool, hidden = interchangeable(teacher, rule)
+    if swap.any():
+        apart = np.where(same.any(axis=1) | (student.ids < 0), 0.0, _upper(student)).max(axis=-1, initial=0.0)
+        open_lower = np.where(pool, lower, np.inf).min(axis=-1)
+        open_upper = np.where(pool, upper, 0.0).max(axis=-1)
+        open_lower = np.where(hidden, 0.0, open_lower)
+        open_upper = np.where(hidden, np.maximum(open_upper, np.maximum(apart, student.cap)), open_upper)
+        lower = np.where(swap, open_lower[:, None], lower[:, :k])
+        upper = np.where(swap, open_upper[:, None], upper[:, :k])
+        some = swap.any(axis=-1)
+        coverage_lower = np.where(some, lower.sum(axis=-1), coverage_lower)
+        coverage_upper = np.where(some, upper.sum(axis=-1), coverage_upper)
+    coverage = Interval(np.clip(coverage_lower, 0.0, 1.0), np.clip(coverage_upper, 0.0, 1.0))
+    return lower[:, :k], upper[:, :k], coverage
+
+
+def _upper(student: StudentRows) -> Floats:
+    return probability_interval(np.exp(student.logprobs), student.noise_nats).upper
+
+
+class Interchangeable(NamedTuple):
+    """Where the noise leaves open which tokens are the teacher's best k."""
+
+    rank: Bools  # (T, k) that another token may hold
+    pool: Bools  # (T, K) served tokens that may
+    hidden: Bools  # (T,) tokens that were not served may
+
+
+def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
+    """Tokens that stand closer together than two computations of their row."""
+    k, served = rule.candidates, teacher.logprobs.shape[-1]
+    if k >= rule.vocab_size:
+        nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
+        return Interchangeable(nothing[:, :k], nothing, nothing[:, 0])
+    reach = np.where(teacher.noise_nats > 0.0, 2.0 * (teacher.noise_nats + ROUNDING_NATS), -np.inf)[:, None]
+    last, following = teacher.logprobs[:, k - 1 : k], teacher.logprobs[:, min(k, served - 1)][:, None]
+    swap = teacher.logprobs[:, :k] <= following + reach
+    pool = np.concatenate([swap, teacher.logprobs[:, k:] >= last - reach], axis=-1) & (reach > 0.0)
+    hidden = (teacher.logprobs[:, -1] >= (last - reach)[:, 0]) & (reach[:, 0] > 0.0) & (served < rule.vocab_size)
+    return Interchangeable(swap, pool, hidden)
+
+
+def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: StudentRows, rule: ScoreRule) -> ScoreBounds:
+    """Where nothing is estimated, the very numbers that `score_positions` gives, so that ties are ties."""
+    k = rule.candidates
+    exact = (teacher.noise_nats == 0.0) & teacher.exact_entropy
+    logprobs = np.full((len(exact), k), -np.inf)
+    if rule.asks_student:
+        exact &= student.is_exact_at(teacher.ids[:, :k])
+        logprobs = student.logprobs_at(teacher.ids[:, :k])
+    rows = np.flatnonzero(exact)
+    if not len(rows):
+        return bounds
+    scores = score_positions(
+        teacher.logprobs[rows, :k],
+        logprobs[rows],
+        teacher.entropy_lower[rows],
+        rule.vocab_size,
+        lambda_mass=rule.lambda_mass,
+        lambda_shape=rule.lambda_shape,
+        variant=rule.variant,
+    )
+    known = ScoreBounds(*(Interval(part, part) for part in scores))
+    if not rule.asks_student:  # it was not asked
+        known = known._replace(**{name: getattr(bounds, name).at(rows) for name in ("coverage", "divergence", "gap")})
+    return bounds.replaced(rows, known)

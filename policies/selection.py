@@ -1,0 +1,190 @@
+"""The choice of positions to probe: what was chosen, and how it is found where servers give truncated distributions.
+
+The thin shell around `certainty.Evidence`: it puts what servers said into it, asks stages the questions it has, and
+stops when the choice is certain, nothing is left to ask, or the budget is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.concurrency import both
+from spot_async.errors import VersionMismatchError
+from spot_async.protocols import PromptStages
+from spot_async.types import BoolArray, Capabilities, Generation, TokenScores, WeightVersion
+
+from .acquisition import PositionScores
+from .certainty import Evidence
+from .score_bounds import Ints, ScoreRule, StudentRows, TeacherRows, asked_student, served_student
+
+# Nothing was estimated; certain from what was served; certain once single positions were asked for; by midpoints.
+Outcome = Literal["exact", "certain", "refined", "uncertain"]
+OUTCOMES: tuple[Outcome, ...] = ("exact", "certain", "refined", "uncertain")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Where to probe, and the score of every eligible position (the rest are masked)."""
+
+    positions: npt.NDArray[np.int64]  # (N,) response positions, ascending
+    eligible: npt.NDArray[np.int64]  # (E,) response positions that were scored
+    score: npt.NDArray[np.float64]  # (E,) midpoints where only intervals are known
+    parts: PositionScores | None = None  # of the acquisition score; None for the controls
+    student_logprobs: npt.NDArray[np.floating] | None = None  # (E, K) at the teacher's top-k; NaN where not known
+    outcome: Outcome = "exact"
+    certain: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # (N,) chosen whatever is not known
+    asked: Mapping[str, int] | None = None  # what asking again came to; None where nothing was estimated
+
+
+NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), score=np.zeros(0))
+
+
+def is_batched(student: Capabilities | None) -> bool:
+    """Whether the student gives exact candidates of all positions for the price of one reading."""
+    return student is None or student.candidate_logprobs == "batched"
+
+
+def is_exact(teacher: Capabilities | None) -> bool:
+    """Whether the teacher's scores hold exact entropies."""
+    return teacher is None or teacher.exact_entropy
+
+
+async def certified_selection(
+    rollout: Generation,
+    scores: TokenScores,
+    eligible: npt.NDArray[np.int64],
+    stages: PromptStages,
+    rule: ScoreRule,
+    *,
+    budget: int,
+    max_asked: int,
+) -> Selection:
+    """The `budget` best of the eligible positions, from intervals; at most `max_asked` of them are asked for again."""
+    student = await _student_rows(rollout, scores, eligible, stages, rule)
+    evidence = Evidence(
+        _teacher_rows(scores, eligible, stages.teacher),
+        student,
+        rule,
+        budget,
+        teacher_top_k=stages.teacher.max_position_top_k if stages.teacher is not None else 0,
+        ask_student=stages.student is None or stages.student.candidate_logprobs != "none",
+    )
+    at_once = evidence.certain
+    refinement = Refinement(evidence, rollout, eligible, stages)
+    await refinement.run(round_size=2 * budget, max_asked=max_asked)
+    chosen = evidence.selected
+    return Selection(
+        positions=eligible[chosen],
+        eligible=eligible,
+        score=evidence.bounds.score.middle,
+        parts=evidence.bounds.middle if rule.asks_student else None,
+        student_logprobs=evidence.student.logprobs_at(scores.topk_ids[eligible].astype(np.int64))
+        if rule.asks_student
+        else None,
+        outcome="certain" if at_once else "refined" if evidence.certain else "uncertain",
+        certain=evidence.decision.chosen[chosen],
+        asked=refinement.counts,
+    )
+
+
+class Refinement:
+    """Asks servers for the positions that a choice hangs on."""
+
+    def __init__(self, evidence: Evidence, rollout: Generation, eligible: Ints, stages: PromptStages) -> None:
+        self._evidence = evidence
+        self._rollout = rollout
+        self._eligible = eligible
+        self._stages = stages
+        self._asked_student = np.zeros(len(eligible), np.bool_)
+        self._asked_teacher = np.zeros(len(eligible), np.bool_)
+        self._mismatched = np.zeros(len(eligible), np.bool_)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Positions, by whom they were asked of, and those that the student would no longer answer for."""
+        return {
+            "refined_by_student": int(self._asked_student.sum()),
+            "refined_by_teacher": int(self._asked_teacher.sum()),
+            "version_mismatches": int(self._mismatched.sum()),
+        }
+
+    async def run(self, *, round_size: int, max_asked: int) -> None:
+        """Rounds of questions until nothing is left to decide or to ask; at most `max_asked` different positions."""
+        while not self._evidence.certain:
+            asked = self._asked_student | self._asked_teacher
+            left = max_asked - int(asked.sum())
+            among = np.ones_like(asked) if left > 0 else asked
+            questions = self._evidence.questions(among, min(round_size, left) if left > 0 else round_size)
+            if not questions:
+                return
+            await both(self._ask_student(questions.student), self._ask_teacher(questions.teacher))
+
+    async def _ask_student(self, rows: Ints) -> None:
+        for version, some in _by_version(self._rollout, self._eligible, rows).items():
+            candidates = self._evidence.teacher.ids[some, : self._evidence.rule.candidates]
+            try:
+                logprobs = await self._stages.candidate_logprobs(
+                    self._rollout.token_ids,
+                    self._eligible[some].astype(np.int32),
+                    candidates.astype(np.int32),
+                    version=version,
+                )
+            except VersionMismatchError:
+                self._mismatched[some] = True
+                self._evidence.refuse_student(some)
+            else:
+                self._asked_student[some] = True
+                self._evidence.take_student(some, logprobs)
+
+    async def _ask_teacher(self, wider: Mapping[int, Ints]) -> None:
+        for top_k, rows in wider.items():
+            reply = await self._stages.score_at(
+                self._rollout.token_ids, self._eligible[rows].astype(np.int32), top_k=top_k
+            )
+            self._asked_teacher[rows] = True
+            self._evidence.take_teacher(rows, reply, top_k)
+
+
+async def _student_rows(
+    rollout: Generation, scores: TokenScores, eligible: Ints, stages: PromptStages, rule: ScoreRule
+) -> StudentRows:
+    """What the rollout served or, where that costs one reading, the exact values at all that the teacher served."""
+    if rule.asks_student and is_batched(stages.student):
+        ids = scores.topk_ids[eligible]
+        version = rollout.version_spans[0].version
+        logprobs = await stages.candidate_logprobs(rollout.token_ids, eligible.astype(np.int32), ids, version=version)
+        return asked_student(ids, logprobs)
+    none = np.zeros((len(eligible), 0))
+    served = rollout.topk_ids is not None and rollout.topk_logprobs is not None
+    return served_student(
+        rollout.topk_ids[eligible] if rollout.topk_ids is not None and served else none,
+        rollout.topk_logprobs[eligible] if rollout.topk_logprobs is not None and served else none,
+        rollout.token_ids[eligible],
+        rollout.logprobs[eligible],
+        stages.student.logprob_noise_nats if stages.student is not None else 0.0,
+    )
+
+
+def _teacher_rows(scores: TokenScores, eligible: Ints, teacher: Capabilities | None) -> TeacherRows:
+    noise = teacher.logprob_noise_nats if teacher is not None else 0.0
+    return TeacherRows(
+        ids=scores.topk_ids[eligible].astype(np.int64),
+        logprobs=scores.topk_logprobs[eligible].astype(np.float64),
+        entropy_lower=scores.entropy_lower[eligible].astype(np.float64),
+        entropy_upper=scores.entropy_upper[eligible].astype(np.float64),
+        exact_entropy=np.full(len(eligible), is_exact(teacher)),
+        noise_nats=np.full(len(eligible), noise),
+    )
+
+
+def _by_version(rollout: Generation, eligible: Ints, rows: Ints) -> dict[WeightVersion, Ints]:
+    """Rows by the weights that sampled their tokens: only those may speak for pi_old."""
+    ends = [span.end for span in rollout.version_spans]
+    span = np.searchsorted(ends, eligible[rows], side="right")
+    versions = [each.version for each in rollout.version_spans]
+    return {version: rows[[versions[i] == version for i in span]] for version in sorted({versions[i] for i in span})}

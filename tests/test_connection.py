@@ -1,0 +1,285 @@
+"""How remote endpoints are reached: real TLS, real proxies, and keys that show up nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spot_async.backends.connection import proxy_for, tls_context
+from spot_async.backends.http import HttpEndpoint
+from spot_async.backends.openai import OpenAIBackend
+from spot_async.config_loading import dump_yaml, validate
+from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError
+
+KEY = "sk-a-key-that-nobody-may-read"
+PROXY_VARIABLES = [
+    name for stem in ("http", "https", "all", "no") for name in (f"{stem}_proxy", f"{stem}_PROXY".upper())
+]
+
+Answer = Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes]]
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*PROXY_VARIABLES, *(name.upper() for name in PROXY_VARIABLES), "SSL_CERT_FILE", "SSL_CERT_DIR"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed one for 127.0.0.1, and its key beside it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with the openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    paths = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
+    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *paths]
+    subprocess.run(argv, check=True, capture_output=True)
+    return folder / "certificate.pem"
+
+
+def soon() -> float:
+    return asyncio.get_running_loop().time() + 20
+
+
+@contextlib.asynccontextmanager
+async def http_server(answer: Answer, certificate: Path | None = None) -> AsyncIterator[str]:
+    """A real server; `answer` maps a target and its headers to status, headers and body."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            fields = dict(line.split(": ", 1) for line in head[1:] if line)
+            headers = {name.lower(): value for name, value in fields.items()}
+            await reader.readexactly(int(headers.get("content-length", 0)))
+            status, more, body = answer(head[0].split()[1], headers)
+            lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in more.items())]
+            lines += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+            writer.write("\r\n".join(lines).encode() + body)
+            await writer.drain()
+        writer.close()
+
+    context = None
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with server:
+        scheme = "http" if certificate is None else "https"
+        yield f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def proxy_server(seen: list[str]) -> AsyncIterator[str]:
+    """Tunnels (CONNECT) and forwards plain requests; `seen` gets each request's first line and its credentials."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(1 << 16):
+                writer.write(part)
+                await writer.drain()
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        first, *rest = head.decode().split("\r\n")
+        seen.extend([first, *(line for line in rest if line.lower().startswith("proxy-authorization"))])
+        method, target, _ = first.split()
+        host, _, port = target.removeprefix("http://").split("/")[0].partition(":")
+        there_reader, there_writer = await asyncio.open_connection(host, int(port))
+        if method == "CONNECT":
+            writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        else:
+            there_writer.write(head)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pump(reader, there_writer))
+            group.create_task(pump(there_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def hello(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+    return 200, {}, f"hello {target}".encode()
+
+
+async def test_only_certificates_that_are_trusted_are_spoken_to(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(url: str, ca_certificates: str | None) -> bytes:
+        async with HttpEndpoint("teacher", url, verify=tls_context("teacher", ca_certificates)) as endpoint:
+            return await endpoint.get("/x", deadline=soon())
+
+    async with http_server(hello, certificate) as url:
+        with pytest.raises(TransientError, match="certificate verify failed"):
+            await ask(url, None)
+        assert await ask(url, str(certificate)) == b"hello /x"
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert await ask(url, None) == b"hello /x"
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"teacher\.backend\.ca_certificates={path}: cannot be used"):
+        tls_context("teacher", str(path))
+
+
+async def test_a_proxy_tunnels_tls_and_forwards_the_rest(certificate: Path) -> None:
+    seen: list[str] = []
+    async with (
+        proxy_server(seen) as proxy,
+        http_server(hello, certificate) as secure,
+        http_server(hello) as plain,
+    ):
+        for url in (secure, plain):
+            verify, through = tls_context("teacher", str(certificate)), proxy_for("teacher", url, proxy)
+            async with HttpEndpoint("teacher", url, verify=verify, proxy=through) as endpoint:
+                assert (await endpoint.get("/x", deadline=soon())).startswith(b"hello ")
+    assert seen == [f"CONNECT {secure.removeprefix('https://')} HTTP/1.1", f"GET {plain}/x HTTP/1.1"]
+
+
+async def test_a_proxys_password_goes_to_the_proxy_only_and_into_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    arrived: list[dict[str, str]] = []
+
+    def refuse(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        arrived.append(headers)
+        return 400, {}, b"user:word-of-pass is no good"
+
+    async with proxy_server(seen) as proxy, http_server(refuse) as url:
+        monkeypatch.setenv("http_proxy", proxy.replace("//", "//user:word-of-pass@"))
+        through = proxy_for("teacher", "http://models.example/v1", None)
+        assert through is not None
+        async with HttpEndpoint("teacher", url, proxy=through) as endpoint:
+            with pytest.raises(PermanentError) as caught:
+                await endpoint.get("/x", deadline=soon())
+    assert any(line.startswith("Proxy-Authorization: Basic ") for line in seen)
+    assert "word-of-pass" not in str(caught.value)
+
+
+def test_the_environments_proxy_is_for_what_lies_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "inside.example")
+    chosen = proxy_for("teacher", "https://api.example", None)
+    assert chosen is not None
+    assert str(chosen.url) == "http://proxy.example:3128"
+    for url in ("http://api.example", "https://inside.example", "https://127.0.0.1:8000", "https://localhost"):
+        assert proxy_for("teacher", url, None) is None
+    given = proxy_for("teacher", "https://localhost", "http://other.example:80")
+    assert given is not None
+    assert given.url.host == "other.example"
+    with pytest.raises(ConfigError, match="socks5 proxies are not supported"):
+        proxy_for("teacher", "https://api.example", "socks5://proxy.example:1080")
+
+
+async def test_compressed_replies_are_read() -> None:
+    def packed(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        assert "br" not in headers["accept-encoding"]
+        return 200, {"Content-Encoding": "gzip"}, gzip.compress(b"hello")
+
+    async with http_server(packed) as url, HttpEndpoint("teacher", url) as endpoint:
+        assert await endpoint.get("/x", deadline=soon()) == b"hello"
+
+
+@pytest.mark.parametrize("status", [400, 401, 402, 404, 429, 500])
+async def test_keys_reach_the_server_and_nothing_that_people_read(
+    monkeypatch: pytest.MonkeyPatch, random_model: Callable[..., Path], capfd: Any, tmp_path: Path, status: int
+) -> None:
+    """A server that repeats what it was sent, as some do with a key that they refuse."""
+    arrived: list[dict[str, str]] = []
+
+    def repeat(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        arrived.append(headers)
+        return status, {"Retry-After": "3"}, f'{{"error": {{"message": "bad key {KEY} or {KEY}2"}}}}'.encode()
+
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    monkeypatch.setenv("TEACHER_TEAM", KEY + "2\n")
+    model = str(random_model())
+    async with http_server(repeat) as url:
+        tree = {
+            "student": {"model": model},
+            "teacher": {
+                "model": model,
+                "backend": {
+                    "kind": "openai",
+                    "url": url,
+                    "served_model": "m",
+                    "api_key_env": "TEACHER_KEY",
+                    "secret_headers": {"X-Team": "TEACHER_TEAM"},
+                },
+            },
+            "data": {"train": "problems.jsonl"},
+            "policy": {"kind": "opd"},
+            "training": {"iterations": 1, "batch_size": 1, "mini_batch_size": 1},
+        }
+        config = validate(tree)
+        assert config.teacher is not None
+        settings = config.teacher.backend
+        assert isinstance(settings, OpenAIBackend.Settings)
+        backend = OpenAIBackend(settings, role="teacher", model=model, run_directory=tmp_path)
+        async with backend:
+            with pytest.raises(Exception, match="teacher") as caught:
+                await backend.capabilities(deadline=soon())
+    assert arrived[0]["authorization"] == f"Bearer {KEY}"
+    assert arrived[0]["x-team"] == KEY + "2"
+    if status == 429:
+        assert isinstance(caught.value, ThrottledError)
+        assert caught.value.retry_after_s == 3.0
+    causes = [str(each) for each in (caught.value, caught.value.__cause__) if each is not None]
+    printed = capfd.readouterr()
+    for text in [*causes, dump_yaml(config), repr(config), repr(vars(backend)), printed.out, printed.err]:
+        assert KEY not in text
+    assert all("\n" not in text for text in causes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"headers": {"Authorization": f"Bearer {KEY}"}}, "Authorization is a secret"),
+        ({"headers": {"x-api-key": KEY}}, "x-api-key is a secret"),
+        ({"proxy": f"http://user:{KEY}@proxy"}, "holds a password"),
+        ({"url": f"https://user:{KEY}@host"}, "holds a password"),
+    ],
+)
+def test_a_configuration_with_a_secret_in_it_is_refused_without_repeating_it(
+    settings: dict[str, Any], said: str
+) -> None:
+    tree = {
+        "student": {"model": "m"},
+        "teacher": {"model": "m", "backend": {"kind": "openai", "url": "http://h"} | settings},
+    }
+    with pytest.raises(ConfigError, match=said) as caught:
+        validate(tree)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(None, "is not set"), (" ", "is not set"), ("a\x01b", "holds what no header can carry")]
+)
+async def test_a_key_that_is_not_there_or_cannot_be_sent_is_named_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, random_model: Callable[..., Path], tmp_path: Path, value: str | None, said: str
+) -> None:
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TEACHER_KEY", value)
+    settings = OpenAIBackend.Settings(url="http://127.0.0.1:9", api_key_env="TEACHER_KEY")
+    backend = OpenAIBackend(settings, role="teacher", model=str(random_model()), run_directory=tmp_path)
+    with pytest.raises(ConfigError, match=rf"teacher\.backend: the environment variable TEACHER_KEY .*{said}"):
+        async with backend:
+            pass
