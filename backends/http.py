@@ -30,10 +30,10 @@ from spot_async.errors import (
 from spot_async.types import Traffic
 
 ERROR_EXCERPT_CHARACTERS = 300
+REDACTED = "***"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
 LONG_BODY_BYTES = 1 << 20
 LONG_BODIES_AT_ONCE = 2
-REDACTED = "***"
 
 ReadError = Callable[[int, bytes], RequestError | None]
 
@@ -126,6 +126,7 @@ class HttpEndpoint:
                         encoded = "Content-Encoding" in response.headers
                         async with self._turn_of(response):
                             async for part in response.aiter_bytes() if encoded else response.aiter_raw():
+                                self.traffic.received_bytes += len(part)
                                 sink(part)
                         return
                     await response.aread()

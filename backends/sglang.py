@@ -109,7 +109,7 @@ class SglangBackend:
                 if self.sleeps_while_training:
                     saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
                     check_sglang(self._server, memory_saver=saver, weights_backup=backup)
-                self._capabilities = await self._probe(info, deadline)
+                self._capabilities = await self._server.alongside(self._probe(info, deadline))
             except PermanentError as error:  # of a first request: the server's flags, key or kind
                 raise ConfigError(str(error)) from None
             self._exit_stack = stack.pop_all()

@@ -29,6 +29,7 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
+    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -89,7 +90,7 @@ class VllmBackend:
         await self._server.__aenter__()
         try:
             deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
-            self._found = await probe(self._client, deadline=deadline)
+            self._found = await self._server.alongside(probe(self._client, deadline=deadline))
             self._initial_weights = self._found.weights
             if self.sleeps_while_training:
                 await check_vllm(self._server, deadline=deadline)
@@ -112,6 +113,10 @@ class VllmBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""

@@ -7,7 +7,6 @@ Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.metadata
 import os
 import signal
@@ -24,6 +23,7 @@ from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.inspection.terminal import counted
+from spot_async.memory import tune_gc
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -324,7 +324,7 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
             loop.add_signal_handler(number, stop, number)
         return await run
 
-    gc.freeze()  # or each full collection walks the libraries' objects, as often as a run makes its own
+    tune_gc()
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:

@@ -141,12 +141,15 @@ def test_failures_that_call_for_a_flag_or_an_older_route_are_told_apart() -> Non
 class StandIn:
     """A server whose next token depends on the last one alone: row `i` of the table (V, V) follows token `i`."""
 
-    def __init__(self, model: Path, tokenizer: Any, *, version: str = "0.32.0", chosen_tokens: bool = True) -> None:
+    def __init__(
+        self, model: Path, tokenizer: Any, *, version: str = "0.32.0", chosen_tokens: bool = True, paused: bool = False
+    ) -> None:
         self.model, self.tokenizer, self.version, self.chosen_tokens = model, tokenizer, version, chosen_tokens
         logits = np.random.default_rng(0).normal(0.0, 2.0, (VOCAB, VOCAB))
         self.table = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         self.weights = "default"
         self.names_weights = version >= "0.27"
+        self.paused = paused
         self.finish_reason = "length"
         self.calls: list[str] = []
         self.failing: dict[str, tuple[int, Any]] = {}
@@ -163,6 +166,7 @@ class StandIn:
             "/weight_info": lambda: (200, {"weight_version": self.weights}) if self.names_weights else missing,
             "/update_weight_version": lambda: self.rename(body["new_version"]),
             "/reset_prefix_cache": lambda: (200, {"success": True}),
+            "/is_paused": lambda: (200, {"is_paused": self.paused}),
             "/pause?mode=keep": lambda: (200, {"status": "paused"}),
             "/collective_rpc": lambda: (200, {"results": [None]}),
             "/resume": lambda: (200, {"status": "resumed"}),
@@ -297,6 +301,12 @@ async def test_older_versions_are_read_as_well_and_offer_less(connect: Connect, 
         assert reply.version_spans == (VersionSpan(0, 5, V0),)
         rows = stand_in.table[[PROMPT[-1], *reply.token_ids[:-1].tolist()]]
         np.testing.assert_allclose(reply.topk_logprobs, -np.sort(-rows, axis=1)[:, :3], rtol=0, atol=1e-6)
+
+
+async def test_a_server_that_was_left_paused_is_not_waited_for(connect: Connect) -> None:
+    with pytest.raises(ConfigError, match="the server is paused"):
+        async with connect(paused=True):
+            pass
 
 
 async def test_a_response_that_the_server_gave_up_is_not_one(connect: Connect) -> None:

@@ -36,14 +36,18 @@ SERVED = Capabilities(
     candidate_logprobs="batched",
     weight_update=True,
 )
-NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=True)
+NEEDS = PolicyNeeds(teacher_top_k=16, teacher_top_k_key="score_top_k", exact_entropy=True, candidate_logprobs=True)
 
 
 @pytest.mark.parametrize(
     ("role", "change", "expected"),
     [
         ("teacher", {"vocab_fingerprint": "g"}, "vocabularies"),
-        ("teacher", {"max_top_k": 8}, r"teacher.backend \(local\) serves top-8, policy spot needs top-16"),
+        (
+            "teacher",
+            {"max_top_k": 8},
+            r"teacher.backend \(local\) serves top-8, policy spot needs top-16: lower policy.score_top_k to 8 or raise",
+        ),
         ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
         ("student", {"candidate_logprobs": "none"}, "student.backend does not serve log-probabilities of chosen"),
         ("student", {"weight_update": False}, "student.backend takes no new weights"),
@@ -62,6 +66,28 @@ def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(conf
     check_capabilities(config, NEEDS, {"student": SERVED, "teacher": SERVED})
     with pytest.raises(ConfigError, match=expected):
         check_capabilities(config, NEEDS, served)
+
+
+@pytest.mark.parametrize(
+    ("role", "change"), [("teacher", {"score_temperature": "one"}), ("student", {"generation_temperature": "one"})]
+)
+def test_a_server_whose_log_probabilities_are_at_temperature_one_needs_rollouts_at_one(config, role, change):
+    served = {"student": SERVED, "teacher": SERVED} | {role: msgspec.structs.replace(SERVED, server="v 1", **change)}
+    check_capabilities(config, NEEDS, served)
+    config = load_config(Path("configs/quickstart.yaml"), ["sampling.temperature=0.7"])
+    with pytest.raises(ConfigError, match=rf"sampling\.temperature=0\.7: {role}\.backend \(v 1\) .* set it to 1"):
+        check_capabilities(config, NEEDS, served)
+    no_scores = msgspec.structs.replace(NEEDS, teacher_top_k=0)
+    if role == "teacher":
+        check_capabilities(config, no_scores, served)
+
+
+def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
+    needs = plan_training(config).policy.needs
+    truncated = msgspec.structs.replace(
+        SERVED, exact_entropy=False, max_top_k=20, candidate_logprobs="none", server="any"
+    )
+    check_capabilities(config, needs, {"student": truncated, "teacher": truncated})
 
 
 def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config):
