@@ -140,6 +140,8 @@ class SglangBackend:
         session: str | None = None,
         deadline: float,
     ) -> Generation:
+        if sampling.max_tokens < 1:
+            raise PermanentError(f"{self._role}: max_tokens={sampling.max_tokens}: a response has at least one token")
         self._check(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
         body = {
             "input_ids": prompt_ids.tolist(),

@@ -135,6 +135,7 @@ class VllmBackend:
             exact_entropy=False,
             candidate_logprobs=self._candidate_support,
             weight_update=takes_weights,
+            weight_transport="disk" if takes_weights else None,
             logprob_noise_nats=found.noise_nats,
             logprob_convention="truncated" if found.processed else "untruncated",
             score_temperature="one",
