@@ -130,6 +130,8 @@ class OpenAIBackend:
         self._check_ids(np.concatenate([prompt_ids, response_ids]))
         if self._dialect.scoring is None:
             raise PermanentError(f"{self._role}.backend only writes: it gives no log-probabilities of given tokens")
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
         if top_k > found.max_top_k:
             raise PermanentError(f"{self._role}.backend serves top-{found.max_top_k} at most, not {top_k}")
         if temperature != 1.0 and found.score_temperature == "one":

@@ -90,7 +90,7 @@ class VllmBackend:
         await self._server.__aenter__()
         try:
             deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
-            self._found = await probe(self._client, deadline=deadline)
+            self._found = await self._server.alongside(probe(self._client, deadline=deadline))
             self._initial_weights = self._found.weights
             if self.sleeps_while_training:
                 await check_vllm(self._server, deadline=deadline)
@@ -135,6 +135,7 @@ class VllmBackend:
             exact_entropy=False,
             candidate_logprobs=self._candidate_support,
             weight_update=takes_weights,
+            weight_transport="disk" if takes_weights else None,
             logprob_noise_nats=found.noise_nats,
             logprob_convention="truncated" if found.processed else "untruncated",
             score_temperature="one",

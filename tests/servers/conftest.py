@@ -89,20 +89,29 @@ def vllm_launch() -> LaunchSettings:
 
 
 @pytest.fixture(scope="session")
-def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
+    """What starts an SGLang server here: an interpreter that runs our launcher in place of SGLang's."""
+    python, wrapper = interpreter("SPOT_SGLANG_PYTHON"), tmp_path_factory.mktemp("sglang") / "python"
+    wrapper.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1 $2" = "-m sglang.launch_server" ] && shift 2 && set -- "{SGLANG_LAUNCHER}" "$@"\n'
+        f'exec "{python}" "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    return LaunchSettings(
+        python=str(wrapper), dtype="float32", arguments=SGLANG_ARGUMENTS, environment=SGLANG_ENVIRONMENT
+    )
+
+
+@pytest.fixture(scope="session")
+def start_vllm(vllm_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
     """`start_vllm(model, *arguments, ...)`: a vLLM server until the context ends, by the adapter's own command."""
-    python = interpreter("SPOT_VLLM_PYTHON")
 
     @contextmanager
     def start(
         model: Path, *arguments: str, max_logprobs: int = 64, takes_weights: bool = True, scale_out: bool = True
     ) -> Iterator[RunningServer]:
-        settings = LaunchSettings(
-            python=python,
-            dtype="float32",
-            arguments=[*VLLM_ARGUMENTS, *arguments],
-            environment=VLLM_ENVIRONMENT,
-        )
+        settings = vllm_launch.model_copy(update={"arguments": [*VLLM_ARGUMENTS, *arguments]})
         port = free_port()
         command = vllm_command(settings, model, port, max_logprobs=max_logprobs, takes_weights=takes_weights)
         argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
