@@ -43,9 +43,9 @@ test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPO
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(EXTRA_TORCH_FLAGS) -r $(word 2,$^)
 	touch $@
 
-# A placeholder for the SGLang adapter's tests.
-.venv-sglang/installed:
+.venv-sglang/installed: tests/servers/sglang_requirements.txt
 	$(PYTHON) -m venv --clear .venv-sglang
+	.venv-sglang/bin/pip install --quiet --disable-pip-version-check --no-deps $(EXTRA_TORCH_FLAGS) -r $<
 	touch $@
 
 lint: install

@@ -6,6 +6,7 @@ Only decides; the connections are `http.py`'s.
 from __future__ import annotations
 
 import ipaddress
+import os
 import ssl
 import urllib.request
 
@@ -59,6 +60,24 @@ def check_url(url: str | None) -> str | None:
             "environment variable HTTPS_PROXY for a proxy"
         )
     return url
+
+
+def address_of(url: str) -> str:
+    """Host, port and path: equal for addresses that are written differently."""
+    target = httpx.URL(url)
+    host = "127.0.0.1" if target.host == "localhost" else target.host
+    port = target.port or {"http": 80, "https": 443}.get(target.scheme)
+    return f"{host}:{port}{target.path.rstrip('/')}"
+
+
+def read_secret(section: str, variable: str) -> str:
+    """An environment variable's value; raises `ConfigError` when it is not set or no header can carry it."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ConfigError(f"{section}: the environment variable {variable} is not set")
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{section}: the environment variable {variable} holds what no header can carry")
+    return value
 
 
 def check_headers(headers: dict[str, str]) -> dict[str, str]:

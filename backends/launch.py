@@ -81,15 +81,17 @@ class LaunchSettings(Section):
             )
         return self
 
-    @property
-    def interpreter(self) -> str:
-        """The interpreter's path. Raises `ConfigError` when there is none."""
-        found = shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
-        if found is None:
+    def check_machine(self, section: str) -> None:
+        """As that of `PluginSettings`."""
+        if self.interpreter is None:
             raise ConfigError(
-                f"launch.python: no interpreter {self.python!r}; give that of the environment with the server"
+                f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
             )
-        return found
+
+    @property
+    def interpreter(self) -> str | None:
+        """The interpreter's path; None when there is none."""
+        return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class LaunchedServer:
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` for an interpreter, package or port that cannot be used."""
+        self._settings.check_machine(f"{self._role}.backend.launch")
         try:
             port, command = await asyncio.to_thread(self._prepare)
         except ConfigError as error:

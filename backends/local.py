@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import Field
 
 from spot_async import errors, wire
-from spot_async.config import PluginSettings, PositiveFloat
+from spot_async.config import Place, PluginSettings, PositiveFloat
 from spot_async.errors import (
     ConfigError,
     PermanentError,
@@ -66,6 +66,10 @@ class LocalBackend:
         kind: str = "local"
         port: int | None = Field(None, ge=1, le=65535, description="loopback port; default: a private Unix socket")
         start_timeout_s: PositiveFloat = Field(600.0, description="longest time loading the model may take")
+
+        @property
+        def place(self) -> Place | None:
+            return Place(f"port={self.port}", f"127.0.0.1:{self.port}") if self.port is not None else None
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings

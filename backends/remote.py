@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +17,11 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
-from spot_async.errors import ConfigError, PoisonedReplyError
+from spot_async.config import NonNegativeFloat, Place, PluginSettings, PositiveInt
+from spot_async.errors import ConfigError, PoisonedReplyError, TransientError
 from spot_async.model_files import ModelFiles, read_model
 
-from .connection import check_headers, check_url, proxy_for, tls_context
+from .connection import address_of, check_headers, check_url, proxy_for, read_secret, tls_context
 from .http import HttpEndpoint, ReadError
 from .launch import LaunchedServer, LaunchSettings, MakeCommand
 from .stepwise import StepRunner, Steps, run_at_once
@@ -57,6 +56,19 @@ class RemoteSettings(PluginSettings):
         if (self.url is None) == (self.launch is None):
             raise ValueError("give exactly one of url (a running server) and launch (one to start)")
         return self
+
+    @property
+    def place(self) -> Place | None:
+        if self.url is not None:
+            return Place(f"url={self.url}", address_of(self.url), is_attached=True)
+        port = self.launch.port if self.launch is not None else None
+        return Place(f"launch.port={port}", f"127.0.0.1:{port}") if port is not None else None
+
+    def check_machine(self, section: str) -> None:
+        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
+            read_secret(section, variable)
+        if self.launch is not None:
+            self.launch.check_machine(f"{section}.launch")
 
     _check_urls = pydantic.field_validator("url", "proxy")(check_url)
     _check_headers = pydantic.field_validator("headers")(check_headers)
@@ -149,8 +161,8 @@ class RemoteServer:
     def _naming(self, path: str) -> Iterator[None]:
         try:
             yield
-        except PoisonedReplyError as error:
-            raise PoisonedReplyError(f"{self.role}{path}: {error}") from None
+        except (PoisonedReplyError, TransientError) as error:
+            raise type(error)(f"{self.role}{path}: {error}") from None
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PoisonedReplyError(f"{self.role}{path}: cannot read the reply: {error}") from error
 
@@ -167,29 +179,17 @@ class RemoteServer:
         )
 
     def _connection(self, url: str) -> HttpEndpoint:
-        settings = self.settings
+        settings, section = self.settings, f"{self.role}.backend"
         return HttpEndpoint(
             self.role,
             url,
-            api_key=self._key(settings.api_key_env),
+            api_key=read_secret(section, settings.api_key_env) if settings.api_key_env is not None else None,
             headers=settings.headers,
-            secret_headers={name: self._key(variable) or "" for name, variable in settings.secret_headers.items()},
+            secret_headers={name: read_secret(section, each) for name, each in settings.secret_headers.items()},
             read_error=self._read_error,
             verify=tls_context(self.role, settings.ca_certificates),
             proxy=proxy_for(self.role, url, settings.proxy),
         )
-
-    def _key(self, variable: str | None) -> str | None:
-        if variable is None:
-            return None
-        value = os.environ.get(variable, "").strip()
-        if not value:
-            raise ConfigError(f"{self.role}.backend: the environment variable {variable} is not set")
-        if not (value.isascii() and value.isprintable()):
-            raise ConfigError(
-                f"{self.role}.backend: the environment variable {variable} holds what no header can carry"
-            )
-        return value
 
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:

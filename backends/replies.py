@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.errors import PoisonedReplyError
-from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, TokenScores
+from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, ScoredPositions, TokenScores
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
 ENTROPY_SLACK_NATS = 1e-2
@@ -20,20 +20,18 @@ ENTROPY_SLACK_NATS = 1e-2
 def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: int, vocab_size: int) -> None:
     """A whole response: its tokens, their log-probabilities and versions, as many as each other."""
     count = len(reply.token_ids)
-    _require(0 < count <= sampling.max_tokens, f"{count} tokens where 1 to {sampling.max_tokens} were asked for")
+    if not 0 < count <= sampling.max_tokens:
+        raise PoisonedReplyError(f"{count} tokens where 1 to {sampling.max_tokens} were asked for")
     _check_ids("token_ids", reply.token_ids, (count,), vocab_size)
     _check_logprobs("logprobs", reply.logprobs, (count,))
-    ended = int(reply.token_ids[-1]) in sampling.stop_token_ids
-    _require(
-        (reply.finish_reason == "stop") == ended,
-        f"finish reason {reply.finish_reason!r} does not fit the last token {int(reply.token_ids[-1])}",
-    )
+    last = int(reply.token_ids[-1])
+    if (reply.finish_reason == "stop") != (last in sampling.stop_token_ids):
+        raise PoisonedReplyError(f"finish reason {reply.finish_reason!r} does not fit the last token {last}")
     ends = [span.end for span in reply.version_spans]
     starts = [span.start for span in reply.version_spans]
-    _require(
-        bool(ends) and starts == [0, *ends[:-1]] and ends == sorted(ends) and ends[-1] == count,
-        f"version spans {list(zip(starts, ends, strict=True))} do not cover the {count} tokens",
-    )
+    if not (ends and starts == [0, *ends[:-1]] and ends == sorted(ends) and ends[-1] == count):
+        spans = list(zip(starts, ends, strict=True))
+        raise PoisonedReplyError(f"version spans {spans} do not cover the {count} tokens")
     if top_k:
         _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
 
@@ -44,12 +42,19 @@ def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, voca
     _check_logprobs("logprobs", reply.logprobs, (count,))
     _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
     for name in ("entropy", "entropy_lower", "entropy_upper"):
-        values = getattr(reply, name)
-        _check_shape(name, values, (count,))
-        inside = (values >= -ENTROPY_SLACK_NATS) & (values <= math.log(vocab_size) + ENTROPY_SLACK_NATS)
-        _require(bool(inside.all()), f"{name} is not between 0 and log {vocab_size}")
+        _check_entropy(name, getattr(reply, name), (count,), vocab_size)
     ordered = (reply.entropy_lower <= reply.entropy) & (reply.entropy <= reply.entropy_upper)
-    _require(bool(ordered.all()), "entropy lies outside its own bounds")
+    if not ordered.all():
+        raise PoisonedReplyError("entropy lies outside its own bounds")
+
+
+def check_scored_positions(reply: ScoredPositions, positions: IntArray, *, top_k: int, vocab_size: int) -> None:
+    """One row per position that was asked for."""
+    _check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
+    for name in ("entropy_lower", "entropy_upper"):
+        _check_entropy(name, getattr(reply, name), (len(positions),), vocab_size)
+    if not (reply.entropy_lower <= reply.entropy_upper).all():
+        raise PoisonedReplyError("entropy_lower exceeds entropy_upper")
 
 
 def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> None:
@@ -61,26 +66,33 @@ def _check_topk(ids: IntArray | None, logprobs: FloatArray | None, shape: tuple[
         raise PoisonedReplyError("no top-k although it was asked for")
     _check_ids("topk_ids", ids, shape, vocab_size)
     _check_logprobs("topk_logprobs", logprobs, shape)
-    _require(bool((logprobs[:, 1:] <= logprobs[:, :-1]).all()), "topk_logprobs do not descend")
+    if not (logprobs[:, 1:] <= logprobs[:, :-1]).all():
+        raise PoisonedReplyError("topk_logprobs do not descend")
+
+
+def _check_entropy(name: str, values: FloatArray, shape: tuple[int, ...], vocab_size: int) -> None:
+    _check_shape(name, values, shape)
+    inside = (values >= -ENTROPY_SLACK_NATS) & (values <= math.log(vocab_size) + ENTROPY_SLACK_NATS)
+    if not inside.all():
+        raise PoisonedReplyError(f"{name} is not between 0 and log {vocab_size}")
 
 
 def _check_ids(name: str, ids: IntArray, shape: tuple[int, ...], vocab_size: int) -> None:
     _check_shape(name, ids, shape)
-    _require(ids.dtype.kind == "i", f"{name} are {ids.dtype}, not integers")
-    _require(bool(((ids >= 0) & (ids < vocab_size)).all()), f"{name} hold a token out of the {vocab_size}")
+    if ids.dtype.kind != "i":
+        raise PoisonedReplyError(f"{name} are {ids.dtype}, not integers")
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise PoisonedReplyError(f"{name} hold a token out of the {vocab_size}")
 
 
 def _check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...]) -> None:
     _check_shape(name, values, shape)
-    _require(values.dtype.kind == "f", f"{name} are {values.dtype}, not floating point")
-    _require(not bool(np.isnan(values).any()), f"{name} hold NaN")
-    _require(bool((values <= LOGPROB_SLACK).all()), f"{name} hold values above 0")
+    if values.dtype.kind != "f":
+        raise PoisonedReplyError(f"{name} are {values.dtype}, not floating point")
+    if not (values <= LOGPROB_SLACK).all():  # NaN is not either
+        raise PoisonedReplyError(f"{name} hold {'NaN' if np.isnan(values).any() else 'values above 0'}")
 
 
 def _check_shape(name: str, array: npt.NDArray[np.generic], shape: tuple[int, ...]) -> None:
-    _require(array.shape == shape, f"{name} have shape {array.shape} instead of {shape}")
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise PoisonedReplyError(otherwise)
+    if array.shape != shape:
+        raise PoisonedReplyError(f"{name} have shape {array.shape} instead of {shape}")

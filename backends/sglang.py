@@ -39,17 +39,19 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
+    Traffic,
     WeightSnapshot,
     WeightVersion,
 )
 
-from .launch import Command, LaunchSettings
 from .probing import noise_nats, temperature_convention
-from .remote import RemoteServer, RemoteSettings
+from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
+from .sglang_launch import sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ServerInfo, SglangWeights
+from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
 from .weight_transport import WeightSettings
 
 GENERATE = "/generate"
@@ -70,9 +72,9 @@ class Tokenized(msgspec.Struct):
 
 
 class SglangBackend:
-    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer` and `WeightSink` around one server."""
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
 
-    class Settings(RemoteSettings):
+    class Settings(SleepSettings):
         kind: str = "sglang"
         weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
 
@@ -84,7 +86,7 @@ class SglangBackend:
             role=role,
             model=model,
             run_directory=run_directory,
-            make_command=sglang_command,
+            make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
             ready_path=READY,
         )
         self._run_directory = run_directory
@@ -98,11 +100,18 @@ class SglangBackend:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
             deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
-            info = await self._server.get("/server_info", ServerInfo, deadline=deadline)
-            log_directory = self._run_directory / "logs"
-            self._weights = SglangWeights(self._server, self._settings.weights, info, log_directory=log_directory)
-            stack.push_async_callback(self._weights.close)
-            self._capabilities = await self._probe(info, deadline)
+            try:
+                info = await self._server.get("/server_info", ServerInfo, deadline=deadline)
+                self._weights = SglangWeights(
+                    self._server, self._settings.weights, info, log_directory=self._run_directory / "logs"
+                )
+                stack.push_async_callback(self._weights.close)
+                if self.sleeps_while_training:
+                    saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
+                    check_sglang(self._server, memory_saver=saver, weights_backup=backup)
+                self._capabilities = await self._probe(info, deadline)
+            except PermanentError as error:  # of a first request: the server's flags, key or kind
+                raise ConfigError(str(error)) from None
             self._exit_stack = stack.pop_all()
         return self
 
@@ -113,6 +122,10 @@ class SglangBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return self._capabilities
@@ -221,6 +234,16 @@ class SglangBackend:
         await self._weights.update(snapshot, deadline=deadline)
         self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
 
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        await sleep_sglang(self._server, self._weights.flush, deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await wake_sglang(self._server, deadline=deadline)
+
     async def _probe(self, info: ServerInfo, deadline: float) -> Capabilities:
         """What the server offers, where it can be found out by asking it."""
         files = self._server.files
@@ -235,7 +258,7 @@ class SglangBackend:
         [halved] = await self._next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
         assert halved.top is not None
         noise = self._settings.logprob_noise_nats
-        seeds = "acts on seeds" if info.enable_deterministic_inference else "ignores seeds"
+        attached_student = self._role == "student" and self._settings.launch is None
         return Capabilities(
             model=str(files.directory),
             vocab_size=self._vocab_size,
@@ -250,8 +273,11 @@ class SglangBackend:
             logprob_noise_nats=noise_nats(generated, scored.logprobs, *scored.top) if noise is None else noise,
             score_temperature="one",
             generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),
-            version=WeightVersion(0, 0) if self._settings.launch is not None else None,
-            server=f"SGLang {info.version}, {seeds}",
+            seeds=info.enable_deterministic_inference,
+            prefix_caching=not info.disable_radix_cache,
+            weight_transport=self._settings.weights.transport,
+            version=None if attached_student else WeightVersion(0, 0),
+            server=f"sglang {info.version}",
         )
 
     async def _probe_prompt(self, deadline: float) -> IntArray:
@@ -373,13 +399,3 @@ def _output_top_k(top_k: int) -> dict[str, Any]:
         "return_flat_raw_output_top_logprobs": True,
         "return_flat_raw_top_logprobs_b64": True,
     }
-
-
-def sglang_command(settings: LaunchSettings, model: Path, port: int) -> Command:
-    """What starts a server in an environment of its own. Its first weights are the run's version 0.0."""
-    argv = [settings.python, "-m", "sglang.launch_server", "--model-path", str(model)]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype]
-    argv += ["--tp-size", str(settings.tensor_parallel_size), "--weight-version", str(WeightVersion(0, 0))]
-    if settings.memory_fraction is not None:
-        argv += ["--mem-fraction-static", str(settings.memory_fraction)]
-    return Command([*argv, *settings.arguments], package="sglang")

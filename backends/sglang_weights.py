@@ -43,6 +43,9 @@ class ServerInfo(msgspec.Struct):
     dp_size: int = 1
     pp_size: int = 1
     enable_deterministic_inference: bool = False
+    disable_radix_cache: bool = False
+    enable_memory_saver: bool = False
+    enable_weights_cpu_backup: bool = False
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -87,6 +90,10 @@ class SglangWeights:
 
     async def close(self) -> None:
         await self._transport.close()
+
+    async def flush(self, deadline: float) -> None:
+        """Empty the prefix cache; returns once no request is left."""
+        await self._control.flush(deadline)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """As `protocols.WeightSink`. Raises `DataError` for a snapshot that the server would not survive."""

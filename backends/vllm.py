@@ -29,14 +29,16 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
+    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
 )
 
-from .remote import RemoteServer, RemoteSettings
+from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
+from .sleeping import SleepSettings, check_vllm, sleep_vllm, wake_vllm
 from .vllm_client import VllmClient, read_error
 from .vllm_launch import vllm_command
 from .vllm_probes import Found, probe
@@ -52,9 +54,9 @@ T = TypeVar("T")
 
 
 class VllmBackend:
-    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer` and `WeightSink`, as far as the server can."""
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
-    class Settings(RemoteSettings):
+    class Settings(SleepSettings):
         kind: Literal["vllm"] = "vllm"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
@@ -66,6 +68,7 @@ class VllmBackend:
             vllm_command,
             max_logprobs=max(LAUNCHED_MAX_LOGPROBS, settings.top_k or 0) + 1,
             takes_weights=self._is_student,
+            sleeps=settings.sleep_while_training,
         )
         self._server = RemoteServer(
             settings,
@@ -89,6 +92,8 @@ class VllmBackend:
             deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
             self._found = await probe(self._client, deadline=deadline)
             self._initial_weights = self._found.weights
+            if self.sleeps_while_training:
+                await check_vllm(self._server, deadline=deadline)
             if self._is_student and not self._found.takes_weights:
                 structlog.get_logger().warning("the server takes no weights", role=self._role, missing=DEVELOPER_MODE)
             elif self._is_student and self._settings.launch is not None:
@@ -108,6 +113,10 @@ class VllmBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""
@@ -191,6 +200,8 @@ class VllmBackend:
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
         """At temperature 1: vLLM's scores of given tokens know no other."""
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
@@ -322,6 +333,16 @@ class VllmBackend:
         self._updates += 1
         await self._updater.update(snapshot, deadline=deadline)
         self._initial_weights = None
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        await sleep_vllm(self._server, deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await wake_vllm(self._server, deadline=deadline)
 
     async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
         """As many at a time as one backend may have of these."""

@@ -12,7 +12,7 @@ SCALE_OUT_SINCE = (0, 30)  # /inference/v1/generate needs the flag from here on;
 
 
 def vllm_command(
-    settings: LaunchSettings, model: Path, port: int, *, max_logprobs: int, takes_weights: bool
+    settings: LaunchSettings, model: Path, port: int, *, max_logprobs: int, takes_weights: bool, sleeps: bool = False
 ) -> Command:
     """A server on loopback; `settings.arguments` come last and so win."""
     argv = [
@@ -26,6 +26,8 @@ def vllm_command(
         argv += ["--gpu-memory-utilization", str(settings.memory_fraction)]
     if release(installed_version(settings, PACKAGE)) >= SCALE_OUT_SINCE:
         argv.append("--enable-scale-out")
+    if sleeps:
+        argv.append("--enable-sleep-mode")
     environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if takes_weights:
         environment["VLLM_SERVER_DEV_MODE"] = "1"

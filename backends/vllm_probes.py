@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from spot_async.alignment import decision_row
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
 
@@ -55,6 +56,7 @@ class _Models(msgspec.Struct):
 async def probe(client: VllmClient, *, deadline: float) -> Found:
     """Asks everything. Raises `ConfigError` for a server that cannot serve the role's model, with what to change."""
     version = await _software_version(client, deadline)
+    await _refuse_paused(client, deadline)
     model = await _served_model(client, deadline)
     client.model = model.id
     await _compare_tokenizers(client, deadline)
@@ -88,6 +90,18 @@ async def _software_version(client: VllmClient, deadline: float) -> str:
             f"{client.server.role}.backend: {client.server.endpoint.name} does not answer as vLLM does (GET /version); "
             "for another server use kind: sglang or openai"
         ) from None
+
+
+async def _refuse_paused(client: VllmClient, deadline: float) -> None:
+    """Requests to a paused server wait, and one that was left paused by an update may hold no weights at all."""
+    try:
+        is_paused = (await client.server.get("/is_paused", dict[str, bool], deadline=deadline)).get("is_paused")
+    except NoSuchRouteError:
+        return
+    if is_paused:
+        raise ConfigError(
+            f"{client.server.role}.backend: the server is paused, perhaps by an update that failed: restart it"
+        )
 
 
 async def _served_model(client: VllmClient, deadline: float) -> _Model:
@@ -165,8 +179,9 @@ async def _is_processed(client: VllmClient, deadline: float) -> bool:
 
 async def _has_chosen_tokens(client: VllmClient, deadline: float) -> bool:
     prompt, response = _prompt(client, 0), _prompt(client, 1)
+    start = decision_row(len(prompt), 0)
     try:
-        chosen, _ = await client.chosen([*prompt, *response], [[v] for v in response], start=15, deadline=deadline)
+        chosen, _ = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
     except (PermanentError, PoisonedReplyError):  # refused, or not known and so left out of the reply
         return False
     scored = await client.score(prompt, response, top_k=0, deadline=deadline)

@@ -70,7 +70,7 @@ class Sender:
             0,
             [],
             dist.Backend(self._backend),
-            cast(Any, c10d).PrefixStore(command.group, self._store),
+            cast(Any, dist).PrefixStore(command.group, self._store),
             group_name=command.group,
             timeout=timeout,
         )
@@ -96,7 +96,7 @@ def listen(address: str, port: int) -> Any:  # a TCPStore, which torch has no ty
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen()
-        store = cast(Any, c10d).TCPStore(
+        store = cast(Any, dist).TCPStore(
             address,
             listener.getsockname()[1],
             is_master=True,

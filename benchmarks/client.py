@@ -33,6 +33,7 @@ from spot_async import wire
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.local import LocalBackend
 from spot_async.config import StageConfig, StagesConfig
+from spot_async.memory import tune_gc
 from spot_async.serving import api
 from spot_async.stages import Services
 from spot_async.types import Capabilities, SamplingSettings
@@ -156,7 +157,7 @@ async def measure(arguments: argparse.Namespace, directory: Path, uds: str) -> N
         backend = await make_backend(stack, uds, directory)
         ways = await ways_to_ask(stack, uds, backend)
         gc.collect()
-        gc.freeze()  # as a run does
+        tune_gc()  # as a run does
         best: dict[tuple[str, int], float] = {}
         for round_number in range(arguments.rounds + 1):
             for in_flight in IN_FLIGHT:

@@ -90,7 +90,7 @@ def entropy_of(row: Floats) -> float:
 
 def exact_score(teacher: Floats, student: Floats) -> float:
     """Full score of whole rows, by its definition."""
-    ids = np.argsort(-teacher, kind="stable")[:CANDIDATES]
+    ids = np.argpartition(-teacher, CANDIDATES - 1)[:CANDIDATES]
     p, q = np.exp(teacher[ids]), np.exp(student[ids])
     mass, coverage = p.sum(), q.sum()
     p, q = p / mass, q / coverage
@@ -112,6 +112,7 @@ class Trajectory:
 
     def __init__(self, vocabulary: int, positions: int, seed: int) -> None:
         self.vocabulary, self.positions, self._seed = vocabulary, positions, seed
+        self._log_ranks = np.log(np.arange(1, vocabulary + 1))
         self.sampled = np.zeros(positions, np.int64)
         scores = []
         told: dict[float, list[list[tuple[Ints, Floats]]]] = {noise: [] for noise in NOISES_NATS}
@@ -122,7 +123,7 @@ class Trajectory:
             draw = np.random.default_rng((seed, t, 1))
             self.sampled[t] = draw.choice(best(rows[1], 8)[0])
             for noise in NOISES_NATS:
-                moved = [normalized(row + draw.uniform(-noise / 2, noise / 2, vocabulary)) for row in rows]
+                moved = [self._moved(row, noise, draw) for row in rows]
                 told[noise].append([best(row, max(TOP_KS)) for row in moved])
                 sampled[noise].append(moved[1][self.sampled[t]])
         self.served = {
@@ -140,13 +141,16 @@ class Trajectory:
         """Log-probabilities (V,) of teacher and student."""
         draw = np.random.default_rng((self._seed, t, 0))
         logits = 0.8 * draw.standard_normal(self.vocabulary)
-        logits -= draw.uniform(1.0, 1.6) * np.log(np.arange(1, self.vocabulary + 1))
+        logits -= draw.uniform(1.0, 1.6) * self._log_ranks
         kind = draw.random()
         likely = 1 if kind < 0.8 else int(draw.integers(2, 6)) if kind < 0.95 else int(draw.integers(5, 30))
         logits[:likely] += draw.uniform(8, 18) if kind < 0.8 else draw.uniform(2, 8)
         student = draw.uniform(0.85, 1.05) * logits
         student += draw.uniform(0.1, 1.0) * draw.standard_normal(self.vocabulary)
         return normalized(logits), normalized(student)
+
+    def _moved(self, row: Floats, noise: float, draw: np.random.Generator) -> Floats:
+        return normalized(row + draw.uniform(-noise / 2, noise / 2, self.vocabulary)) if noise else row
 
     def evidence(self, k: int, noise: float, widest: int, asks_student: bool) -> Evidence:
         served = self.served[noise]

@@ -170,6 +170,7 @@ def served_student(
     ids, sampled = np.asarray(topk_ids, dtype=np.int64), np.asarray(sampled_ids, dtype=np.int64)
     logprobs = np.asarray(topk_logprobs, dtype=np.float64)
     last = logprobs[:, -1] if ids.shape[1] else np.zeros(len(ids))
+    last = np.where(np.isneginf(last), 0.0, last)  # a place that the server left empty bounds nothing
     sampled = np.where((ids == sampled[:, None]).any(axis=-1), -1, sampled)
     ids = np.concatenate([ids, sampled[:, None]], axis=-1)
     logprobs = np.concatenate([logprobs, np.asarray(sampled_logprobs, dtype=np.float64)[:, None]], axis=-1)
@@ -236,7 +237,7 @@ def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Inte
 def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Floats, Floats]:
     """Bounds (T, k) of the teacher renormalised on its candidates, by rank: the noise moves odds twice."""
     logprobs = teacher.logprobs[:, :k]
-    weights = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True, initial=-745.0))
+    weights = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True))
     share = weights / weights.sum(axis=-1, keepdims=True)
     odds = np.exp(2.0 * (teacher.noise_nats[:, None] + ROUNDING_NATS))
     return share / (share + (1.0 - share) * odds), share / (share + (1.0 - share) / odds)
@@ -301,11 +302,12 @@ def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
     if k >= rule.vocab_size:
         nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
         return Interchangeable(nothing[:, :k], nothing, nothing[:, 0])
-    reach = np.where(teacher.noise_nats > 0.0, 2.0 * (teacher.noise_nats + ROUNDING_NATS), -np.inf)[:, None]
+    noisy = (teacher.noise_nats > 0.0)[:, None]
+    reach = 2.0 * (teacher.noise_nats + ROUNDING_NATS)[:, None]
     last, following = teacher.logprobs[:, k - 1 : k], teacher.logprobs[:, min(k, served - 1)][:, None]
-    swap = teacher.logprobs[:, :k] <= following + reach
-    pool = np.concatenate([swap, teacher.logprobs[:, k:] >= last - reach], axis=-1) & (reach > 0.0)
-    hidden = (teacher.logprobs[:, -1] >= (last - reach)[:, 0]) & (reach[:, 0] > 0.0) & (served < rule.vocab_size)
+    swap = noisy & (teacher.logprobs[:, :k] <= following + reach)
+    pool = np.concatenate([swap, noisy & (teacher.logprobs[:, k:] >= last - reach)], axis=-1)
+    hidden = (noisy & (teacher.logprobs[:, -1:] >= last - reach))[:, 0] & (served < rule.vocab_size)
     return Interchangeable(swap, pool, hidden)
 
 

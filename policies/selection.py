@@ -6,6 +6,7 @@ stops when the choice is certain, nothing is left to ask, or the budget is spent
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -41,6 +42,7 @@ class Selection:
     asked: Mapping[str, int] | None = None  # what asking again came to; None where nothing was estimated
 
 
+LARGE_EVIDENCE = 8192  # entries of the teacher's top-k; what takes longer than 10 ms goes beside the event loop
 NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), score=np.zeros(0))
 
 
@@ -66,14 +68,19 @@ async def certified_selection(
 ) -> Selection:
     """The `budget` best of the eligible positions, from intervals; at most `max_asked` of them are asked for again."""
     student = await _student_rows(rollout, scores, eligible, stages, rule)
-    evidence = Evidence(
-        _teacher_rows(scores, eligible, stages.teacher),
-        student,
-        rule,
-        budget,
-        teacher_top_k=stages.teacher.max_position_top_k if stages.teacher is not None else 0,
-        ask_student=stages.student is None or stages.student.candidate_logprobs != "none",
-    )
+
+    def gather() -> Evidence:
+        return Evidence(
+            _teacher_rows(scores, eligible, stages.teacher),
+            student,
+            rule,
+            budget,
+            teacher_top_k=stages.teacher.max_position_top_k if stages.teacher is not None else 0,
+            ask_student=stages.student is None or stages.student.candidate_logprobs != "none",
+        )
+
+    large = len(eligible) * scores.topk_ids.shape[-1] > LARGE_EVIDENCE
+    evidence = await asyncio.to_thread(gather) if large else gather()
     at_once = evidence.certain
     refinement = Refinement(evidence, rollout, eligible, stages)
     await refinement.run(round_size=2 * budget, max_asked=max_asked)

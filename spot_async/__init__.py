@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spot_async.types import Problem as Problem
     from spot_async.types import Prompt as Prompt
     from spot_async.types import Sample as Sample
+    from spot_async.types import ScoredPositions as ScoredPositions
     from spot_async.types import SoftTargets as SoftTargets
     from spot_async.types import Supervision as Supervision
     from spot_async.types import TokenScores as TokenScores
@@ -72,6 +73,7 @@ _NAMES_OF_MODULE = {
         "Problem",
         "Prompt",
         "Sample",
+        "ScoredPositions",
         "SoftTargets",
         "Supervision",
         "TokenScores",

@@ -7,13 +7,12 @@ Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.metadata
 import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +23,7 @@ from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.inspection.terminal import counted
+from spot_async.memory import tune_gc
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -150,6 +150,77 @@ def serve(context: typer.Context) -> None:
     serve_model(context.args, program="spot-async serve")
 
 
+@app.command()
+def doctor(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
+) -> None:
+    """Start or attach a run's servers, ask them everything that a run depends on, and say what is unsafe.
+
+    Nothing is trained. `train` makes the same checks before it begins. Exit code 1 when the run would be unsafe or a
+    server fails, 2 when the configuration is wrong.
+    """
+    from spot_async.preflight import plan_training
+
+    try:
+        settings = load_config(config, overrides or ())
+        plan = plan_training(settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.doctor import examine_and_show
+    from spot_async.scratch import working_directory
+
+    try:
+        with working_directory(directory) as path:
+            is_safe = examine_and_show(screen, settings, plan, path, json=json)
+    except (SpotError, BaseExceptionGroup) as error:
+        fail(root_cause(error), code=1)
+    if not is_safe:
+        raise typer.Exit(1)
+
+
+@app.command()
+def conformance(
+    backend: Annotated[str, typer.Option(metavar="KIND", help="an installed backend, or `module:Class`")],
+    model: Annotated[str, typer.Option(metavar="DIR", help="the model it serves, which is also loaded here")],
+    url: Annotated[str | None, typer.Option(help="of a server that runs already")] = None,
+    launch_python: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help="start a server with this interpreter")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="the backend's own settings, e.g. slots=8")
+    ] = None,
+    role: Annotated[Literal["student", "teacher"], typer.Option(help="whose part the backend plays")] = "student",
+    tolerance: Annotated[float, typer.Option(help="nats between served and exact log-probabilities")] = 2e-5,
+    device: Annotated[str, typer.Option(help="torch device of the model that is loaded here")] = "cpu",
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="for logs and weights to update to; the server must be able to read it; default: temporary"),
+    ] = None,
+) -> None:
+    """Check that a backend keeps its contract, against the same model in torch (float32).
+
+    Tokens, log-probabilities, entropies, seeds, deadlines, refusals and weight updates. A server's weights are replaced
+    while it is checked, and put back. Exit code 1 when a check fails.
+    """
+    from spot_async.conformance import command
+
+    try:
+        config = command.read_settings(backend, model, url, launch_python, settings or ())
+    except ConfigError as error:
+        fail(error, code=2)
+    try:
+        failed = command.run(screen, config, directory, role=role, tolerance_nats=tolerance, device=device)
+    except (SpotError, BaseExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=2 if isinstance(cause, ConfigError | DataError) else 1)
+    if failed:
+        raise typer.Exit(1)
+
+
 @app.command("inspect")
 def inspect_run(
     run: RunPath,
@@ -195,12 +266,16 @@ def report(run: RunPath, html: PagePath = None) -> None:
 
 def show_plan(config: Config, path: Path, plan: Any) -> None:
     """What `train --dry-run` prints."""
+    from spot_async.diagnosis import plan_warnings
+
     first = next(iter(plan.schedule))
     screen.rule("configuration, defaults included", align="left")
     screen.print(Text(dump_yaml(config)))
     screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
     screen.print(Text(plan.renderer.text(first.problem)))
     screen.rule("would start", align="left")
+    for warning in plan_warnings(plan):
+        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     training = config.training
     lines = [
         f"student   {config.student.backend.kind} backend serving {config.student.model}",
@@ -249,7 +324,7 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
             loop.add_signal_handler(number, stop, number)
         return await run
 
-    gc.freeze()  # or each full collection walks the libraries' objects, as often as a run makes its own
+    tune_gc()
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:

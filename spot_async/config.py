@@ -7,7 +7,7 @@ checked against model directories and data is `preflight.py`. Keys whose value n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 import pydantic
@@ -29,10 +29,29 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
 
+class Place(NamedTuple):
+    """Where a backend's server listens, when its settings say so."""
+
+    setting: str  # that says so, such as `port=8123`
+    address: str  # equal for two that cannot be told apart
+    is_attached: bool = False  # to a server that runs already
+
+
 class PluginSettings(Section):
     """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
 
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
+
+    @property
+    def place(self) -> Place | None:
+        """Of a backend: None where each start gets a place of its own."""
+        return None
+
+    def check_machine(self, section: str) -> None:
+        """Whether this machine has what the settings name, before anything starts; `section` is where they stand.
+
+        Raises ConfigError.
+        """
 
 
 class PluginSettingsError(ValueError):

@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
@@ -21,6 +21,8 @@ from pydantic_core import ErrorDetails
 
 from spot_async.config import Config, PluginSettings, PluginSettingsError
 from spot_async.errors import ConfigError
+
+S = TypeVar("S", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
@@ -100,11 +102,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Validate a tree of plain values. JSON mode lets lists be tuples but keeps "1" from being 1."""
+    """Validate a tree of plain values."""
+    return validate_as(Config, tree)
+
+
+def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
+    """Validate plain values as one section. JSON mode lets lists be tuples but keeps "1" from being 1."""
     try:
-        return Config.model_validate_json(msgspec.json.encode(tree))
+        return schema.model_validate_json(msgspec.json.encode(tree))
     except ValidationError as errors:
-        lines = list(dict.fromkeys(_describe(errors, Config, ())))
+        lines = list(dict.fromkeys(_describe(errors, schema, ())))
         raise ConfigError("\n".join(lines)) from None
     except TypeError as error:
         raise ConfigError(f"configuration holds a value that is no plain YAML value: {error}") from None

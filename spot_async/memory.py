@@ -1,9 +1,12 @@
-"""glibc malloc settings for processes that compute with torch on a CPU."""
+"""Memory settings of long-running processes: Python's garbage collector, and glibc's malloc where torch computes."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+
+COLLECTION_THRESHOLD = 20_000  # new objects that a collection of the youngest waits for; Python's own is 700
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -25,3 +28,13 @@ def tune_malloc() -> None:
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     mallopt(_M_TOP_PAD, 1 << 26)
+
+
+def tune_gc() -> None:
+    """Keep the collector out of the way. Call it once everything long-lived is loaded.
+
+    What is there now is never walked again: the libraries' half million objects. Requests and tasks make new objects
+    by the thousand and few cycles among them, so collections can be rare.
+    """
+    gc.freeze()
+    gc.set_threshold(COLLECTION_THRESHOLD)

@@ -9,21 +9,24 @@ runs unchanged on the simulator's virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
-from spot_async.errors import PermanentError, PoisonedReplyError, SpotError
+from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, SpotError
 from spot_async.evaluation.runner import EvaluationResult
 from spot_async.ledger import Ledger, PromptState
-from spot_async.protocols import Policy, Trainer, WeightSink
+from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.stages import Stages
 from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, TrainReport, WeightVersion
 
+LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
 MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
 
 
@@ -97,6 +100,7 @@ class Orchestrator:
         weight_sinks: Sequence[WeightSink],
         observer: RunObserver,
         evaluate: LiveEvaluation | None = None,
+        sleepers: Sequence[Sleeper] = (),
     ) -> None:
         self.state = OrchestratorState()
         self.stages = stages
@@ -108,6 +112,7 @@ class Orchestrator:
         self._weight_sinks = weight_sinks
         self._observer = observer
         self._evaluate = evaluate
+        self._sleepers = sleepers
         self._credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
         self._gate = AdmissionGate(
             self.state.ledger,
@@ -192,7 +197,8 @@ class Orchestrator:
             started = loop.time()
             self.state.waiting_for = "the trainer"
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
-            report = await self._trainer.train(iteration, trained)
+            async with self._asleep():
+                report = await self._trainer.train(iteration, trained)
             times.train = self._phase_ended(iteration, "train", started, ordinals)
 
             started = loop.time()
@@ -218,6 +224,30 @@ class Orchestrator:
             self.state.iteration = iteration + 1
             self._gate_changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
+
+    @asynccontextmanager
+    async def _asleep(self) -> AsyncIterator[None]:
+        """The trainer has the devices to itself that it shares with student servers: those sleep meanwhile.
+
+        They are woken also when training fails or is given up, since not all of them are ours to leave so.
+        """
+        if not self._sleepers:
+            yield
+            return
+        busy = sum(stage.in_flight for stage in self.stages.all)
+        if busy:  # some servers end when they are put to sleep with work in hand
+            raise RuntimeError(f"{busy} requests are in flight although the batch is complete")
+        loop = asyncio.get_running_loop()
+        try:
+            deadline = loop.time() + self._settings.weight_update_timeout_s
+            await gather(each.sleep(deadline=deadline) for each in self._sleepers)
+            yield
+        except BaseException:
+            with contextlib.suppress(RequestError):  # one that ended needs no waking, and is not what failed first
+                await gather(each.wake(deadline=loop.time() + LAST_WAKE_TIMEOUT_S) for each in self._sleepers)
+            raise
+        deadline = loop.time() + self._settings.weight_update_timeout_s
+        await gather(each.wake(deadline=deadline) for each in self._sleepers)
 
     def _phase_ended(
         self, iteration: int, name: Phase, started: float, ordinals: Sequence[int], waits: Sequence[Wait] = ()

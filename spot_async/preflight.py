@@ -57,6 +57,8 @@ def plan_training(config: Config) -> TrainPlan:
     _check_context(config, {"student": student, **others})
     policy = make_policy(config, teacher or student)
     _check_roles(config, policy.needs)
+    check_places(config, policy.needs)
+    _check_sleep(config)
     problems = load_problems(Path(config.data.train), "data.train")
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
@@ -93,6 +95,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     """The held-out problems, rendered with the student's own chat template."""
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
+    config.student.backend.check_machine("student.backend")
     problems = load_problems(Path(config.evaluation.problems), "evaluation.problems")
     renderer = PromptRenderer(student.vocabulary, config.prompt)
     room = student.max_context_tokens - config.evaluation.max_response_tokens
@@ -142,9 +145,9 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
             (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
             (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         ]  # fmt: skip
-    for is_missing, message in missing:
-        if is_missing:
-            raise ConfigError(message)
+    refusals = [message for is_missing, message in missing if is_missing]
+    if refusals:
+        raise ConfigError("\n".join(refusals))
 
 
 def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
@@ -219,11 +222,6 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
         )
-    if needs.reference and config.reference is None and getattr(config.student.backend, "port", None) is not None:
-        raise ConfigError(
-            f"reference: required when student.backend.port={config.student.backend.port} is fixed, since the initial "  # type: ignore[attr-defined]
-            "student is served once more; name its model and backend"
-        )
     reference = (config.reference or config.student) if needs.reference else None
     asked = [
         ("student", config.student, Generator, "generate", True),
@@ -239,6 +237,56 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
                 f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
                 "choose another backend"
             )
+
+
+def check_places(config: Config, needs: PolicyNeeds) -> None:
+    """Whether every server that is needed has a place of its own, and this machine what its settings name."""
+    fixed = config.student.backend.place
+    if needs.reference and config.reference is None and fixed is not None:
+        raise ConfigError(
+            f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
+            "once more; name its model and backend"
+        )
+    served = {
+        "student": config.student,
+        "teacher": config.teacher if needs.teacher else None,
+        "reference": config.reference if needs.reference else None,
+    }
+    first_at: dict[str, str] = {}
+    for role, model in served.items():
+        if model is None:
+            continue
+        model.backend.check_machine(f"{role}.backend")
+        place = model.backend.place
+        if place is None or (other := first_at.setdefault(place.address, role)) == role:
+            continue
+        if other == "student":
+            raise ConfigError(
+                f"{role}.backend.{place.setting}: the student is served there, whose weights change; give the {role} a "
+                "server of its own"
+            )
+        if not place.is_attached:
+            raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+
+
+def _check_sleep(config: Config) -> None:
+    """Whether the server that is to make room for the trainer is the student's, and has nothing to do meanwhile."""
+    for role, model in (("teacher", config.teacher), ("reference", config.reference)):
+        if model is not None and sleeps_while_training(model):
+            raise ConfigError(
+                f"{role}.backend.sleep_while_training: only the student's server shares devices with the trainer; "
+                "remove it"
+            )
+    if sleeps_while_training(config.student) and config.max_staleness > 0:
+        raise ConfigError(
+            f"student.backend.sleep_while_training: with max_staleness={config.max_staleness} the student samples "
+            "while the trainer trains; set max_staleness to 0, or give them devices of their own"
+        )
+
+
+def sleeps_while_training(model: ModelConfig) -> bool:
+    """Whether the model's server gives its memory to the trainer while that trains; a key of backends that can."""
+    return bool(getattr(model.backend, "sleep_while_training", False))
 
 
 def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:

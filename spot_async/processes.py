@@ -34,7 +34,8 @@ GUARD_MARGIN_S = 5.0  # by which a guard is given longer than what it guards
 OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # misleads an interpreter of another one
 _PR_SET_PDEATHSIG = 1
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|\berror: .*")
+# At the start of a line, or after what loggers put there: a warning may quote one too.
+_EXCEPTION = re.compile(r"(?:^|[\])] )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|(?:[\w. -]+: )?error: .*)")
 
 
 class ChildProcess:
@@ -101,7 +102,7 @@ class ChildProcess:
     def earlier_errors(self, count: int, before: int) -> list[str]:
         """What exceptions said before the last lines, each once: the cause is often far above its consequences."""
         lines = _readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
-        said = dict.fromkeys(found[0] for line in lines if (found := _EXCEPTION.search(line)))
+        said = dict.fromkeys(found[1] for line in lines if (found := _EXCEPTION.search(line)))
         return [*said][-count:]
 
     async def stop(self, grace_s: float | None = None) -> None:

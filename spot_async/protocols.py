@@ -116,6 +116,24 @@ class WeightSink(Protocol):
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None: ...
 
 
+@runtime_checkable
+class Sleeper(Protocol):
+    """Optional for a student's server that shares its devices with the trainer: it gives their memory back meanwhile.
+
+    Asked to sleep only when nothing is in flight, and for nothing else until it is awake. It wakes with the weights
+    it had; new ones are sent after that.
+    """
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        """Whether its settings ask for it."""
+        ...
+
+    async def sleep(self, *, deadline: float) -> None: ...
+
+    async def wake(self, *, deadline: float) -> None: ...
+
+
 class Backend(Protocol):
     """A running inference service in one role. Entering starts it and waits until it answers."""
 

@@ -20,7 +20,9 @@ from rich.console import Console
 from spot_async import registry
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
+from spot_async.diagnosis import capabilities, diagnose
 from spot_async.evaluation.runner import EvaluationResult, evaluate
+from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.model_files import ModelFiles
 from spot_async.orchestrator import (
@@ -30,9 +32,9 @@ from spot_async.orchestrator import (
     OrchestratorSettings,
     RunObserver,
 )
-from spot_async.preflight import TrainPlan, check_capabilities
+from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.prompts import PromptSource
-from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Trainer, Verifier, WeightSink
+from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
@@ -42,12 +44,11 @@ from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Capabilities, Prompt
+from spot_async.types import Prompt
 from spot_async.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-CAPABILITIES_TIMEOUT_S = 60.0
 WEIGHT_UPDATE_TIMEOUT_S = 600.0
 
 
@@ -124,9 +125,13 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
         screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
 
         async def run() -> TrainOutcome:
-            found = await gather(_capabilities(backend) for backend in backends.by_role().values())
-            stages.capabilities = dict(zip(backends.by_role(), found, strict=True))
-            check_capabilities(config, plan.policy.needs, stages.capabilities)
+            screen.phase("checking the servers")
+            diagnosis = await diagnose(config, plan, backends.by_role())
+            diagnosis.raise_if_unsafe()
+            for warning in diagnosis.warnings:
+                screen.warn(warning)
+            stages.capabilities = diagnosis.capabilities
+            await send_initial_weights(config.student, student, stages.capabilities["student"], screen.phase)
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
@@ -177,9 +182,13 @@ async def evaluate_student(
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
     with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
         screen.phase("starting the student")
+
+        async def run() -> EvaluationResult | None:
+            await send_initial_weights(config.student, student, await capabilities(student), screen.phase)
+            return await measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+
         async with running(student):
-            evaluation = measure(config, sources, student_files.vocabulary, student, directory, screen, "")
-            result = await watched(evaluation, [student.watch])
+            result = await watched(run(), [student.watch])
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -306,6 +315,7 @@ def make_orchestrator(
         weight_sinks=weight_sinks,
         observer=observer,
         evaluate=evaluate,
+        sleepers=[each for each in weight_sinks if isinstance(each, Sleeper) and each.sleeps_while_training],
     )
 
 
@@ -318,6 +328,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
         end_token_ids=plan.stop_token_ids,
+        shares_devices=sleeps_while_training(config.student),
     )
 
 
@@ -380,8 +391,3 @@ async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator
         yield
     finally:
         await gather(leave(resource) for resource in entered)
-
-
-async def _capabilities(backend: Backend) -> Capabilities:
-    deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
-    return await backend.capabilities(deadline=deadline)

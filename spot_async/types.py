@@ -261,6 +261,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     logprob_convention: Literal["untruncated", "truncated"] = "untruncated"
     score_temperature: LogprobTemperature = "request"
     generation_temperature: LogprobTemperature = "request"
+    seeds: bool = True  # equal requests with equal seeds give equal tokens, whatever runs beside them
+    prefix_caching: bool | None = None  # None where the server does not say
+    weight_transport: str | None = None  # how new weights reach it, for people; None where it takes none or nobody says
     # Weights that are being served; None when a server that was already running may hold any.
     version: WeightVersion | None = WeightVersion(0, 0)
     server: str = "local"  # name and version of the server, for people

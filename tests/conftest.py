@@ -10,8 +10,12 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the processes that tests start
 
+import contextlib
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -351,3 +355,28 @@ def recomputed() -> Callable[..., np.ndarray]:
         return log_softmax(logprobs + moves)
 
     return again
+
+
+@pytest.fixture(scope="session")
+def running_server() -> Callable[..., AbstractContextManager[str]]:
+    """The address of a `spot-async serve` while it runs: `running_server(model, *options, key=None)`."""
+
+    @contextlib.contextmanager
+    def running(model: Path, *options: str, key: str | None = None) -> Iterator[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "SPOT_ASYNC_API_KEY"}
+        environment |= {"SPOT_ASYNC_API_KEY": key} if key else {}
+        command = [sys.executable, "-m", "spot_async", "serve", str(model), "--port", "0", *options]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        try:
+            first = process.stderr.readline()
+            assert first.startswith(f"serving {model} on 127.0.0.1 port "), first + process.stderr.read()
+            yield f"http://127.0.0.1:{first.split()[-1]}"
+            process.send_signal(signal.SIGINT)  # as Ctrl-C does
+            assert process.wait(timeout=20) == 0
+            assert process.stderr.read() == "stopped\n", "it complained"
+        finally:
+            process.kill()
+            process.wait()
+
+    return running

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 
 import msgspec
 import numpy as np
 import pytest
 
 from spot_async.backends.http import HttpEndpoint, error_message
-from spot_async.backends.replies import check_generation, check_scores
+from spot_async.backends.replies import check_generation, check_scored_positions, check_scores
 from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
@@ -18,7 +19,7 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
-from spot_async.types import Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
+from spot_async.types import Generation, SamplingSettings, ScoredPositions, TokenScores, VersionSpan, WeightVersion
 
 VOCAB = 53
 RESPONSE = np.array([7, 30], np.int32)
@@ -209,3 +210,50 @@ async def test_many_long_replies_at_once_all_come_whole_and_wait_no_longer_than_
         assert [type(outcome) for outcome in outcomes[:2]] == [DeadlineExceededError] * 2
         assert await endpoint.get("/x", deadline=soon()) == body  # given up requests hold no place
         stuck.set()
+
+
+async def test_requests_and_their_bytes_are_counted_failed_ones_too() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        sent = re.search(r"content-length: (\d+)", head)
+        await reader.readexactly(int(sent[1]) if sent else 0)
+        status, body = ("503", b"busy") if "/full" in head else ("200", b"x" * 1234)
+        writer.write(f"HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+        await endpoint.get("/health", deadline=soon())
+        await endpoint.post("/score", b"12345", content_type="text/plain", deadline=soon())
+        with pytest.raises(ThrottledError):
+            await endpoint.post("/full", b"123", content_type="text/plain", deadline=soon())
+        traffic = endpoint.traffic
+        assert (traffic.requests, traffic.sent_bytes, traffic.received_bytes) == (3, 8, 2 * 1234 + 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({}, None),
+        ({"topk_ids": np.array([[1, 2, VOCAB]] * 2, np.int32)}, "out of the"),
+        ({"topk_logprobs": np.array([[-1.0, -2.0, np.nan]] * 2, np.float32)}, "NaN"),
+        ({"topk_logprobs": np.array([[-1.0, -2.0, -3.0]], np.float32)}, "shape"),
+        ({"entropy_upper": np.array([9.0, 1.0], np.float32)}, "between 0 and log"),
+        ({"entropy_upper": np.array([0.1, 1.0], np.float32)}, "exceeds"),
+    ],
+)
+def test_wider_rows_that_cannot_be_true_are_refused(change: dict[str, np.ndarray], complaint: str | None) -> None:
+    good = ScoredPositions(
+        topk_ids=np.array([[1, 2, 3]] * 2, np.int32),
+        topk_logprobs=np.array([[-1.0, -2.0, -3.0]] * 2, np.float32),
+        entropy_lower=np.array([0.5, 0.5], np.float32),
+        entropy_upper=np.array([1.0, 1.0], np.float32),
+    )
+    reply = msgspec.structs.replace(good, **change)
+    if complaint is None:
+        check_scored_positions(reply, np.array([0, 4]), top_k=3, vocab_size=VOCAB)
+        return
+    with pytest.raises(PoisonedReplyError, match=complaint):
+        check_scored_positions(reply, np.array([0, 4]), top_k=3, vocab_size=VOCAB)

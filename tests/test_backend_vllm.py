@@ -141,12 +141,15 @@ def test_failures_that_call_for_a_flag_or_an_older_route_are_told_apart() -> Non
 class StandIn:
     """A server whose next token depends on the last one alone: row `i` of the table (V, V) follows token `i`."""
 
-    def __init__(self, model: Path, tokenizer: Any, *, version: str = "0.32.0", chosen_tokens: bool = True) -> None:
+    def __init__(
+        self, model: Path, tokenizer: Any, *, version: str = "0.32.0", chosen_tokens: bool = True, paused: bool = False
+    ) -> None:
         self.model, self.tokenizer, self.version, self.chosen_tokens = model, tokenizer, version, chosen_tokens
         logits = np.random.default_rng(0).normal(0.0, 2.0, (VOCAB, VOCAB))
         self.table = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         self.weights = "default"
         self.names_weights = version >= "0.27"
+        self.paused = paused
         self.finish_reason = "length"
         self.calls: list[str] = []
         self.failing: dict[str, tuple[int, Any]] = {}
@@ -163,6 +166,7 @@ class StandIn:
             "/weight_info": lambda: (200, {"weight_version": self.weights}) if self.names_weights else missing,
             "/update_weight_version": lambda: self.rename(body["new_version"]),
             "/reset_prefix_cache": lambda: (200, {"success": True}),
+            "/is_paused": lambda: (200, {"is_paused": self.paused}),
             "/pause?mode=keep": lambda: (200, {"status": "paused"}),
             "/collective_rpc": lambda: (200, {"results": [None]}),
             "/resume": lambda: (200, {"status": "resumed"}),
@@ -299,6 +303,12 @@ async def test_older_versions_are_read_as_well_and_offer_less(connect: Connect, 
         np.testing.assert_allclose(reply.topk_logprobs, -np.sort(-rows, axis=1)[:, :3], rtol=0, atol=1e-6)
 
 
+async def test_a_server_that_was_left_paused_is_not_waited_for(connect: Connect) -> None:
+    with pytest.raises(ConfigError, match="the server is paused"):
+        async with connect(paused=True):
+            pass
+
+
 async def test_a_response_that_the_server_gave_up_is_not_one(connect: Connect) -> None:
     async with connect() as (backend, stand_in):
         sampling = SamplingSettings(max_tokens=5, stop_token_ids=(), seed=1)
@@ -372,11 +382,11 @@ async def test_a_server_without_developer_mode_takes_no_weights_and_the_variable
             await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V0), deadline=soon())
 
 
-@pytest.mark.parametrize(("version", "flag"), [((0, 29), False), ((0, 30), True), ((1, 0), True)])
+@pytest.mark.parametrize(("version", "flag"), [("0.29.1", False), ("0.30.0+cpu", True), ("1.0.0rc1", True)])
 def test_the_command_has_the_flags_that_the_installed_version_knows(
-    version: tuple[int, int], flag: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, flag: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_launch, "installed_version", lambda python: version)
+    monkeypatch.setattr(vllm_launch, "installed_version", lambda settings, package: version)
     settings = LaunchSettings(
         python="/opt/vllm/bin/python",
         tensor_parallel_size=2,
@@ -399,8 +409,3 @@ def test_the_command_has_the_flags_that_the_installed_version_knows(
     assert command.environment["VLLM_LOGGING_LEVEL"] == "ERROR"
     teacher = vllm_launch.vllm_command(settings, Path("/models/teacher"), 8124, max_logprobs=65, takes_weights=False)
     assert "VLLM_SERVER_DEV_MODE" not in teacher.environment
-
-
-def test_an_interpreter_without_vllm_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"launch\.python=/nowhere/python: no interpreter with vLLM"):
-        vllm_launch.installed_version("/nowhere/python")

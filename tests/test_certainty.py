@@ -203,3 +203,22 @@ def test_what_the_teacher_only_bounds_stays_open_when_only_the_student_can_be_as
         open_ends += not evidence.certain
         assert len(evidence.selected) == 2  # midpoints
     assert open_ends > 0
+
+
+def test_impossible_tokens_and_places_a_server_left_empty_are_ordinary(dense_scores):
+    with np.errstate(divide="ignore"):
+        teacher = np.log(np.array([[0.7, 0.3, 0.0, 0.0, 0.0], [0.5, 0.2, 0.2, 0.1, 0.0]]))
+        student = np.log(np.array([[0.0, 0.6, 0.4, 0.0, 0.0], [0.25, 0.25, 0.2, 0.2, 0.1]]))
+    truth = dense_scores(np.maximum(teacher, -800.0), np.maximum(student, -800.0), 3)
+    for noise in (0.0, 0.02):
+        told = served(
+            teacher, student, np.array([1, 0]), teacher_k=4, student_k=3, teacher_noise=noise, student_noise=noise
+        )
+        bounds = score_bounds(*told, ScoreRule(3, 5))
+        for name, values in [*((part, truth[part]) for part in PARTS), ("score", truth["Full"])]:
+            interval = getattr(bounds, name)
+            assert (interval.lower <= values + 1e-12).all(), name
+            assert (values <= interval.upper + 1e-12).all(), name
+    ids, logprobs = np.array([[3, 0]]), np.array([[math.log(0.2), -math.inf]])
+    padded = served_student(ids, logprobs, np.array([4]), np.array([math.log(0.1)]), 0.0)
+    assert padded.cap[0] == padded.missing[0] == pytest.approx(0.7, abs=1e-5)

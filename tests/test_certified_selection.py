@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from spot_async.errors import VersionMismatchError
+from spot_async.inspection.reading import Branch
+from spot_async.inspection.view import branch_state
 from spot_async.policies.acquisition import entropy_bounds, select_positions
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.spot import SpotPolicy
@@ -191,6 +193,8 @@ async def test_without_anyone_to_ask_what_is_open_falls_to_the_midpoints_and_is_
         certain = [branch["certain"] for branch in sample.record["branches"]]
         assert share(sample, "certain") == all(certain)
         assert share(sample, "uncertain") == (not all(certain))
+        branches = [msgspec.convert(branch, Branch) for branch in sample.record["branches"]]  # as `inspect` reads them
+        assert ["not certain" in branch_state(branch)[0] for branch in branches] == [not each for each in certain]
         open_ends += share(sample, "uncertain")
     assert open_ends > 0
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,8 +28,6 @@ from spot_async.types import Generation, SamplingSettings
 KEY = "a-secret"
 VOCAB = 300
 CONTEXT = 20000
-SLOTS = 4
-WAITING = 4
 ENDLESS = 19000
 PROMPT = "the other"
 IDS = {"return_token_ids": True}
@@ -69,31 +64,12 @@ def save_byte_level_tokenizer(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(random_model: Callable[..., Path]) -> Iterator[Server]:
+def server(random_model: Callable[..., Path], running_server: Any) -> Iterator[Server]:
     model = random_model(vocab_size=VOCAB, max_position_embeddings=CONTEXT)
     tokenizer = save_byte_level_tokenizer(model)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    environment = {**os.environ, "SPOT_ASYNC_API_KEY": KEY}
-    with running(model, environment, "--slots", str(SLOTS), "--max-waiting", str(WAITING)) as url:
+    with running_server(model, key=KEY) as url:
         yield Server(url, model, tokenizer, reference)
-
-
-@contextlib.contextmanager
-def running(model: Path, environment: dict[str, str], *options: str) -> Iterator[str]:
-    """The address of a server, which ends as one does on Ctrl-C and has said nothing but that."""
-    command = [sys.executable, "-m", "spot_async", "serve", str(model), "--port", "0", *options]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        first = process.stderr.readline()
-        assert first.startswith(f"serving {model} on 127.0.0.1 port "), first + process.stderr.read()
-        yield f"http://127.0.0.1:{first.split()[-1]}"
-        process.send_signal(signal.SIGINT)  # as Ctrl-C does
-        assert process.wait(timeout=20) == 0
-        assert process.stderr.read() == "stopped\n"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -384,138 +360,15 @@ def test_events_are_json_lines_and_end_with_done(server: Server):
     assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
 
 
-# -- clients that go away --
-
-
-async def hang_up(server: Server, body: dict[str, Any]) -> None:
-    """Send a request over a socket of our own, wait until it runs, and close the socket."""
-    text = json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\n"
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
-    await writer.drain()
-    await asyncio.to_thread(until, server, lambda found: found.active > 0)
-    writer.close()
-    await writer.wait_closed()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_hangs_up_gives_its_slots_back(server: Server, stream: bool):
-    before = stats(server).tokens_generated
-    body = {"prompt": PROMPT, "max_tokens": ENDLESS, "n": 3, "stream": stream, "ignore_eos": True}
-    await hang_up(server, body)
-    found = until(server, idle)
-    assert found.tokens_generated - before < 3 * ENDLESS / 2
-
-
-async def test_more_than_the_server_can_take_is_told_to_come_back(server: Server, client: openai.OpenAI, complete):
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as many:
-        fields: dict[str, Any] = {"model": server.model.name, "prompt": PROMPT, "max_tokens": ENDLESS}
-        more = {"ignore_eos": True}
-        running = asyncio.create_task(many.completions.create(**fields, n=SLOTS + WAITING, extra_body=more))
-        await asyncio.to_thread(until, server, lambda found: found.active == SLOTS and found.waiting == WAITING)
-        with pytest.raises(openai.InternalServerError, match="8 of 8 choices are being worked on") as refused:
-            await many.completions.create(**fields)
-        assert refused.value.status_code == 503
-        assert refused.value.response.headers["retry-after"] == "1"
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-    await asyncio.to_thread(until, server, idle)
-    assert complete(max_tokens=2).usage.completion_tokens == 2
-    with pytest.raises(openai.BadRequestError, match="asks for 9 choices; this server works on 8 at most"):
-        complete(n=9)
-
-
-# -- what is refused --
-
-
-def test_a_wrong_key_is_refused_in_the_client_s_own_words(server: Server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
-        for ask in (client.models.list, lambda: client.completions.create(model="m", prompt="a")):
-            with pytest.raises(openai.AuthenticationError, match="needs the server's API key") as refused:
-                ask()
-            assert refused.value.code == "invalid_api_key"
-            assert KEY not in str(refused.value)
-
-
-def test_an_unknown_model_and_an_unknown_route_are_not_found(server: Server, client: openai.OpenAI):
-    with pytest.raises(openai.NotFoundError, match=f"`gpt-9` does not exist; this server has `{server.model.name}`"):
-        client.completions.create(model="gpt-9", prompt="a")
-    with pytest.raises(openai.NotFoundError, match="`gpt-9` does not exist"):
-        client.models.retrieve("gpt-9")
-    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions: is not served"):
-        client.chat.completions.create(model="gpt-9", messages=[])
-
-
-def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(complete):
-    with pytest.raises(openai.BadRequestError, match="context is 20000 tokens, but the prompt has 19999") as refused:
-        complete([5] * 19999, max_tokens=2)
-    assert refused.value.code == "context_length_exceeded"
-    assert complete([5] * 3, max_tokens=1).usage.total_tokens == 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"logit_bias": {"5": 3}}, "logit_bias", "is not served here"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "is not served here"),
-        ({"suffix": "end"}, "suffix", "is not served here"),
-        ({"best_of": 3}, "best_of", "is not served"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "ask for echo with logprobs"),
-        ({"top_k": 5}, "top_k", "is not served here"),
-        ({"temperature": -1}, "temperature", ">= 0"),
-        ({"top_p": 1.5}, "top_p", "<= 1"),
-        ({"max_tokens": 0}, "max_tokens", "needs echo"),
-        ({"max_tokens": "many"}, "max_tokens", "expected `int"),
-        ({"logprobs": 301}, "logprobs", "at most 300"),
-        ({"stop": ["a", ""]}, "stop", "empty string"),
-        ({"stop_token_ids": [300]}, None, "stop_token_ids holds 300: the vocabulary has 300 tokens"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-        ({"prompt": []}, "prompt", "not empty or mixed"),
-        ({"prompt": ["a", 3]}, "prompt", "not empty or mixed"),
-        ({"prompt": ""}, "prompt", "has no tokens"),
-        ({"prompt": [300]}, None, "holds 300: the vocabulary has 300 tokens"),
-        ({"prompt": None}, "prompt", "expected"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(server: Server, fields: dict[str, Any], param: str, message: str):
-    body = {"prompt": PROMPT, "stream": False, **fields}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
-    error = reply.json()["error"]
-    assert reply.status_code == 400
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert message in error["message"]
-    assert "\n" not in error["message"]
-    assert param is None or error["message"].startswith(param)
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"\xff"'])
-def test_a_body_that_is_no_request_is_a_bad_request(server: Server, body: bytes):
-    reply = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Authorization": f"Bearer {KEY}"})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"].startswith("cannot read the request: ")
-
-
-def test_fields_without_effect_here_are_ignored(complete):
-    neutral = {"user": "me", "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": None, "unheard_of": 3}
-    plain, with_more = complete(seed=1), complete(seed=1, more=neutral)
-    assert plain.choices == with_more.choices
-    assert plain.usage.completion_tokens == 16, "OpenAI's default of max_tokens"
-
-
 # -- the page --
 
 
-def test_what_the_serving_page_shows_works(tmp_path: Path):
+def test_what_the_serving_page_shows_works(tmp_path: Path, running_server: Any):
     root = Path(__file__).parents[1]
     page = (root / "docs" / "serving.md").read_text(encoding="utf-8")
     blocks = dict(re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", page, flags=re.M | re.S))
-    environment = {name: value for name, value in os.environ.items() if name != "SPOT_ASYNC_API_KEY"}
     model = root / "examples" / "running_sum" / "student"
-    with running(model, environment) as url:
+    with running_server(model) as url:
         for name, text in blocks.items():
             (tmp_path / name).write_text(text.replace("http://127.0.0.1:8000", url), encoding="utf-8")
         printed = output_of(sys.executable, tmp_path / "ask.py")

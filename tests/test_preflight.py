@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from spot_async.config_loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.model_files import read_model
-from spot_async.preflight import check_capabilities, plan_training
+from spot_async.preflight import check_capabilities, check_places, plan_evaluation, plan_training
 from spot_async.types import Capabilities, PolicyNeeds
 
 ROOT = Path(__file__).parents[1]
@@ -35,14 +36,18 @@ SERVED = Capabilities(
     candidate_logprobs="batched",
     weight_update=True,
 )
-NEEDS = PolicyNeeds(teacher_top_k=16, exact_entropy=True, candidate_logprobs=True)
+NEEDS = PolicyNeeds(teacher_top_k=16, teacher_top_k_key="score_top_k", exact_entropy=True, candidate_logprobs=True)
 
 
 @pytest.mark.parametrize(
     ("role", "change", "expected"),
     [
         ("teacher", {"vocab_fingerprint": "g"}, "vocabularies"),
-        ("teacher", {"max_top_k": 8}, r"teacher.backend \(local\) serves top-8, policy spot needs top-16"),
+        (
+            "teacher",
+            {"max_top_k": 8},
+            r"teacher.backend \(local\) serves top-8, policy spot needs top-16: lower policy.score_top_k to 8 or raise",
+        ),
         ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
         ("student", {"candidate_logprobs": "none"}, "student.backend does not serve log-probabilities of chosen"),
         ("student", {"weight_update": False}, "student.backend takes no new weights"),
@@ -63,6 +68,28 @@ def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(conf
         check_capabilities(config, NEEDS, served)
 
 
+@pytest.mark.parametrize(
+    ("role", "change"), [("teacher", {"score_temperature": "one"}), ("student", {"generation_temperature": "one"})]
+)
+def test_a_server_whose_log_probabilities_are_at_temperature_one_needs_rollouts_at_one(config, role, change):
+    served = {"student": SERVED, "teacher": SERVED} | {role: msgspec.structs.replace(SERVED, server="v 1", **change)}
+    check_capabilities(config, NEEDS, served)
+    config = load_config(Path("configs/quickstart.yaml"), ["sampling.temperature=0.7"])
+    with pytest.raises(ConfigError, match=rf"sampling\.temperature=0\.7: {role}\.backend \(v 1\) .* set it to 1"):
+        check_capabilities(config, NEEDS, served)
+    no_scores = msgspec.structs.replace(NEEDS, teacher_top_k=0)
+    if role == "teacher":
+        check_capabilities(config, no_scores, served)
+
+
+def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
+    needs = plan_training(config).policy.needs
+    truncated = msgspec.structs.replace(
+        SERVED, exact_entropy=False, max_top_k=20, candidate_logprobs="none", server="any"
+    )
+    check_capabilities(config, needs, {"student": truncated, "teacher": truncated})
+
+
 def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config):
     small = msgspec.structs.replace(SERVED, max_context_tokens=230)
     config = load_config(Path("configs/quickstart.yaml"), ["evaluation.max_response_tokens=400"])
@@ -76,11 +103,80 @@ def test_a_queue_that_cannot_hold_one_batch_in_bytes_is_refused(config):
         plan_training(config)
 
 
-def test_a_reference_cannot_share_the_students_fixed_port(monkeypatch):
+ATTACHED = "{kind: vllm, url: 'http://localhost:8123/'}"
+STARTED = f"{{kind: sglang, launch: {{python: {sys.executable}, port: 8123}}}}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting"),
+    [
+        ("{port: 8123}", r"port=8123"),
+        (ATTACHED, r"url=http://localhost:8123/"),
+        (STARTED, r"launch\.port=8123"),
+    ],
+)
+def test_a_reference_cannot_share_the_students_place(monkeypatch, backend, setting):
     monkeypatch.chdir(ROOT)
-    config = load_config(Path("configs/running_sum/grpo.yaml"), ["student.backend.port=8123"])
-    with pytest.raises(ConfigError, match=r"reference: required when student\.backend\.port=8123 is fixed"):
+    config = load_config(Path("configs/running_sum/grpo.yaml"), [f"student.backend={backend}"])
+    with pytest.raises(ConfigError, match=rf"reference: required when student\.backend\.{setting} is fixed"):
         plan_training(config)
+
+
+@pytest.mark.parametrize("student", ["{port: 8123}", ATTACHED, STARTED])
+@pytest.mark.parametrize("teacher", ["{port: 8123}", ATTACHED, STARTED])
+def test_nobody_shares_a_server_with_a_student_that_is_trained(monkeypatch, student, teacher):
+    monkeypatch.chdir(ROOT)
+    overrides = [f"student.backend={student}", f"teacher.backend={teacher}"]
+    config = load_config(Path("configs/quickstart.yaml"), overrides)
+    with pytest.raises(
+        ConfigError, match=r"teacher\.backend\..*8123.*: the student is served there, whose weights chang"
+    ):
+        plan_training(config)
+
+
+def test_teacher_and_reference_may_be_one_server_that_runs_but_not_two_on_one_port(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+    def check(backend):
+        overrides = [f"{role}.backend={backend}" for role in ("teacher", "reference")]
+        model = "reference.model=examples/running_sum/teacher"
+        config = load_config(Path("configs/quickstart.yaml"), [model, *overrides])
+        check_places(config, PolicyNeeds(teacher_top_k=1, reference=True))
+
+    check(ATTACHED)
+    with pytest.raises(ConfigError, match=r"reference\.backend\.launch\.port=8123: the teacher is served there"):
+        check(STARTED)
+
+
+def test_what_a_backend_needs_of_this_machine_is_looked_for_before_anything_starts(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+
+    def refused(*overrides):
+        config = load_config(Path("configs/quickstart.yaml"), overrides)
+        with pytest.raises(ConfigError) as raised:
+            plan_training(config)
+        if config.evaluation is not None and "student" in overrides[0]:
+            with pytest.raises(ConfigError):
+                plan_evaluation(config, read_model("student", config.student.model))
+        return str(raised.value)
+
+    launch = "student.backend={kind: vllm, launch: {python: /no/such/python}}"
+    assert "student.backend.launch.python: no interpreter '/no/such/python'" in refused(launch)
+    key = "teacher.backend={kind: vllm, url: 'http://h:1', api_key_env: NO_SUCH_KEY}"
+    assert refused(key) == "teacher.backend: the environment variable NO_SUCH_KEY is not set"
+
+
+def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sleeps = "{kind: vllm, url: 'http://h:1', sleep_while_training: true}"
+    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.backend={sleeps}"])
+    with pytest.raises(ConfigError, match=r"teacher\.backend\.sleep_while_training: only the student's server"):
+        plan_training(config)
+    config = load_config(Path("configs/quickstart.yaml"), [f"student.backend={sleeps}"])
+    plan_training(config)
+    with pytest.raises(ConfigError, match=r"sleep_while_training: with max_staleness=1 the student samples while"):
+        plan_training(config.model_copy(update={"max_staleness": 1}))
 
 
 @pytest.mark.parametrize(

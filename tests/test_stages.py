@@ -11,7 +11,7 @@ from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError
 from spot_async.seeds import derive_seed
 from spot_async.stages import Services, Stages
-from spot_async.types import Generation, Problem, Prompt, TokenScores, Verdict, WeightVersion
+from spot_async.types import Generation, Problem, Prompt, ScoredPositions, TokenScores, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
@@ -29,6 +29,7 @@ class Recorder:
 
     async def generate(self, prompt_ids, sampling, *, top_k=0, session=None, deadline):
         self.generated.append((prompt_ids.tolist(), sampling))
+        self.top_k = top_k
         return Generation(
             token_ids=np.array([9], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=()
         )
@@ -46,6 +47,18 @@ class Recorder:
             entropy_lower=zeros,
             entropy_upper=zeros,
             version=WeightVersion(0, 0),
+        )
+
+    async def score_at(self, prompt_ids, response_ids, positions, *, top_k, temperature, deadline):
+        self.scored.append(response_ids.tolist())
+        self.temperatures.append(temperature)
+        topk_ids = np.tile(np.array([[6, 2, 1]], np.int32), (len(positions), 1))
+        zeros = np.zeros(len(positions), np.float32)
+        return ScoredPositions(
+            topk_ids=topk_ids,
+            topk_logprobs=np.zeros(topk_ids.shape, np.float32),
+            entropy_lower=zeros,
+            entropy_upper=zeros,
         )
 
     async def candidate_logprobs(self, prompt_ids, response_ids, positions, candidate_ids, *, temperature, **rest):
@@ -191,3 +204,31 @@ async def test_the_reference_scores_what_was_sampled_end_token_included():
 async def test_asking_for_what_the_needs_did_not_state_is_an_error():
     with pytest.raises(LookupError, match="teacher_responses"):
         await bound(Recorder()).teacher_response()
+
+
+async def test_single_positions_are_scored_as_whole_responses_are_end_tokens_and_temperature_included():
+    recorder = Recorder()
+    stages = bound(recorder, student_ends=(1,), teacher_ends=(2, 1))
+    rows = await stages.score_at(RESPONSE, np.array([1, 3]), top_k=3)
+    assert recorder.scored == [[5, 6, 7, 2]]
+    assert recorder.temperatures == [0.7]
+    assert rows.topk_ids.tolist() == [[6, 1, 2]] * 2
+
+
+async def test_a_teacher_without_single_positions_is_not_asked_for_any():
+    class Plain:
+        score = Recorder.score
+
+    stages = bound(Recorder())
+    stages._stages.services = Services(Recorder(), Plain(), Recorder(), Recorder())
+    with pytest.raises(LookupError, match="single positions"):
+        await stages.score_at(RESPONSE, np.array([0]), top_k=3)
+
+
+async def test_a_rollout_carries_its_top_k_and_probes_none():
+    recorder = Recorder()
+    stages = bound(recorder)
+    await stages.rollout(top_k=20)
+    assert recorder.top_k == 20
+    await stages.probe(RESPONSE, 0, 10, n=0)
+    assert recorder.top_k == 0

@@ -39,6 +39,7 @@ class Branch(msgspec.Struct, kw_only=True):
     position: int
     sampled: str = ""
     retained: bool = False
+    certain: bool = True  # else chosen by the midpoint of an interval
     candidates: list[Candidate] = []
     score_parts: dict[str, float | None] = {}
 

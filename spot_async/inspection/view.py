@@ -120,11 +120,12 @@ def remarks(sample: SampleRecord) -> list[str]:
 
 def branch_state(branch: Branch) -> tuple[str, str]:
     """What became of a probed position, in words, and the verdict whose colour it has."""
+    doubt = "" if branch.certain else " (chosen by midpoints, not certain)"
     if branch.retained:
-        return "kept for training", "correct"
+        return f"kept for training{doubt}", "correct"
     if any(candidate.value is None for candidate in branch.candidates):
-        return "left out: a candidate has no evidence", "timeout"
-    return "left out: nothing correct here", "quiet"
+        return f"left out: a candidate has no evidence{doubt}", "timeout"
+    return f"left out: nothing correct here{doubt}", "quiet"
 
 
 def token_label(sample: SampleRecord, position: int, text: str) -> str:

@@ -39,7 +39,11 @@ class IncrementalText:
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """What is certain of the text now and was not before: the same however the tokens are grouped."""
+        """What is certain of the text now and was not before.
+
+        It does not depend on how the tokens are grouped. (Where bytes are no characters and the tokenizer is one with
+        byte fallback, the number of replacement characters may.)
+        """
         pending = [*self._pending, *token_ids]
         piece = self._text(pending)
         if REPLACEMENT in piece and len(token_ids) > 1:  # incomplete somewhere; from one to the next it shows where

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import ipaddress
 import os
 import signal
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from spot_async.errors import ConfigError, DataError
-from spot_async.memory import tune_malloc
+from spot_async.memory import tune_gc, tune_malloc
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def serve(settings: ServeSettings) -> None:
     with _listen(settings) as listener:
         tune_malloc()
         worker, app = _load(directory, settings, api_key)
-        gc.freeze()  # or each full collection walks the libraries' half million objects
+        tune_gc()
         _notify_ready()
         sys.stderr.write(f"serving {directory} on {_address(settings, listener)}\n")
         asyncio.run(_run(worker, app, listener))
@@ -85,6 +84,8 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
         exact_entropy=True,
         candidate_logprobs="batched",
         weight_update=engine.parameters.match(directory),
+        weight_transport="disk",
+        prefix_caching=False,  # a prefix is read once for requests that wait together, and not kept
     )
     served = ServedModel(
         name=directory.absolute().name,

@@ -83,6 +83,9 @@ class RunConsole:
     def prompt_died(self, prompt: Prompt, reason: str) -> None:
         self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {reason}", style="yellow"))
 
+    def warn(self, line: str) -> None:
+        self.console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
+
     def _say(self, line: str) -> None:
         self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False, soft_wrap=True)
 

@@ -20,6 +20,7 @@ class TrainerSettings(Section):
     seed: int = Field(ge=0, description="the run's seed: mini-batch orders derive from it")
     iterations: PositiveInt = Field(description="of the whole run: the learning rate reaches 0 after the last")
 
+    shares_devices: bool = Field(False, description="with the student's server, which needs their memory in between")
     end_token_ids: tuple[int, ...] = Field((), description="what ends a response; published as the eos tokens")
 
     @property

@@ -39,6 +39,17 @@ VLLM_ARGUMENTS = [
 ]
 
 
+# PyTorch's own kernels for attention and sampling; the others are for GPUs.
+SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
+SGLANG_ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
+SGLANG_ARGUMENTS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--dtype", "float32"),
+    *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
+]
+
+
 @dataclass(frozen=True)
 class TinyModels:
     """Directories; student, teacher and `other`, a later student, share tokenizer and shapes."""
@@ -64,6 +75,17 @@ def interpreter(variable: str) -> str:
     if not python or not Path(python).exists():
         pytest.fail(f"{variable} names no interpreter: run `make test-servers`", pytrace=False)
     return python
+
+
+@pytest.fixture(scope="session")
+def vllm_launch() -> LaunchSettings:
+    """What starts a vLLM server here."""
+    return LaunchSettings(
+        python=interpreter("SPOT_VLLM_PYTHON"),
+        dtype="float32",
+        arguments=VLLM_ARGUMENTS,
+        environment=VLLM_ENVIRONMENT,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +117,33 @@ def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
 def vllm_student(start_vllm: StartServer, models: TinyModels) -> Iterator[RunningServer]:
     """Everything switched on; tests that change its weights put the student's back."""
     with start_vllm(models.student) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def start_sglang(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`start_sglang(model, *arguments, **environment)`: an SGLang server until the context ends."""
+    python = interpreter("SPOT_SGLANG_PYTHON")
+
+    @contextmanager
+    def start(model: Path, *arguments: str, **environment: str) -> Iterator[RunningServer]:
+        port = free_port()
+        log_path = tmp_path_factory.mktemp("sglang") / "log"
+        argv = [python, str(SGLANG_LAUNCHER), "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        argv += [*SGLANG_ARGUMENTS, *arguments]
+        environment = {**SGLANG_ENVIRONMENT, **environment}
+        with run_server(
+            argv, environment=environment, port=port, model=model, log_path=log_path, ready_path="/model_info"
+        ) as server:
+            yield server
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def sglang_student(start_sglang: StartServer, models: TinyModels) -> Iterator[RunningServer]:
+    """Short prefill chunks, so that prompts are read in parts; tests that change its weights put the student's back."""
+    with start_sglang(models.student, "--chunked-prefill-size", "128") as server:
         yield server
 
 

@@ -18,14 +18,15 @@ from typing import Any
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 import pytest
 import pytest_asyncio
-from conftest import StartServer, TinyModels
+from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, StartServer, TinyModels, interpreter
+from parity import PARITY_NATS, Dense, decisions, expect_rollout, expect_topk, own, soon
 from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 
 from spot_async.backends import vllm_weights
+from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.remote import RemoteServer
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm_client import VllmClient, read_error
@@ -39,22 +40,15 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
-from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
+from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PARITY_NATS = 2e-5
 END = 2
 VOCAB = 512
 CONTEXT = 2048
 PROMPT = np.random.default_rng(7).integers(3, VOCAB, 160).astype(np.int32)  # longer than a block of the prefix cache
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
-
-Dense = Callable[[Path, Any], npt.NDArray[np.float32]]
-
-
-def soon(seconds: float = 120.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 def sampling(seed: int = 1, max_tokens: int = 48, **changes: Any) -> SamplingSettings:
@@ -62,26 +56,6 @@ def sampling(seed: int = 1, max_tokens: int = 48, **changes: Any) -> SamplingSet
 
 
 ENDLESS = SamplingSettings(max_tokens=CONTEXT - len(PROMPT), stop_token_ids=(), seed=1)  # seconds of one request
-
-
-def decisions(rows: npt.NDArray[np.float32], prompt: Any, response: Any) -> npt.NDArray[np.float32]:
-    """The rows (T, V) that decide the response's tokens."""
-    return rows[len(prompt) - 1 : len(prompt) + len(response) - 1]
-
-
-def own(rows: npt.NDArray[np.float32], tokens: Any) -> npt.NDArray[np.float32]:
-    return rows[np.arange(len(tokens)), np.asarray(tokens)]
-
-
-def expect_rollout(reply: Generation, rows: npt.NDArray[np.float32]) -> None:
-    """Log-probabilities and top-k of a response are those of `rows` (T, V)."""
-    np.testing.assert_allclose(reply.logprobs, own(rows, reply.token_ids), rtol=0, atol=PARITY_NATS)
-    assert reply.topk_ids is not None
-    assert reply.topk_logprobs is not None
-    best = -np.sort(-rows, axis=1)[:, : reply.topk_ids.shape[1]]
-    np.testing.assert_allclose(reply.topk_logprobs, best, rtol=0, atol=PARITY_NATS)
-    served = np.take_along_axis(rows, reply.topk_ids.astype(np.int64), axis=1)
-    np.testing.assert_allclose(reply.topk_logprobs, served, rtol=0, atol=PARITY_NATS)
 
 
 async def running_requests(server: RunningServer) -> float:
@@ -174,9 +148,7 @@ async def test_scores_are_the_models_from_the_first_response_token_to_the_last(
     scores = await backend.score(PROMPT, response, top_k=16, temperature=1.0, deadline=soon())
     np.testing.assert_allclose(scores.logprobs, own(rows, response), rtol=0, atol=PARITY_NATS)
     assert scores.topk_ids.shape == (len(response), 16)
-    np.testing.assert_allclose(scores.topk_logprobs, -np.sort(-rows, axis=1)[:, :16], rtol=0, atol=PARITY_NATS)
-    served = np.take_along_axis(rows, scores.topk_ids.astype(np.int64), axis=1)
-    np.testing.assert_allclose(scores.topk_logprobs, served, rtol=0, atol=PARITY_NATS)
+    expect_topk(scores.topk_ids, scores.topk_logprobs, rows)
     entropy = -(np.exp(rows.astype(np.float64)) * rows).sum(axis=1)
     assert (scores.entropy_lower <= entropy + 1e-4).all()
     assert (entropy <= scores.entropy_upper + 1e-4).all()
@@ -205,8 +177,7 @@ async def test_single_positions_are_served_wider(
     response, positions = PROMPT[::-1].copy(), np.array([0, 3, 150], np.int32)
     rows = decisions(dense_logprobs(models.student, [*PROMPT.tolist(), *response.tolist()]), PROMPT, response)
     reply = await backend.score_at(PROMPT, response, positions, top_k=64, temperature=1.0, deadline=soon())
-    best = -np.sort(-rows[positions], axis=1)[:, :64]
-    np.testing.assert_allclose(reply.topk_logprobs, best, rtol=0, atol=PARITY_NATS)
+    expect_topk(reply.topk_ids, reply.topk_logprobs, rows[positions])
     scores = await backend.score(PROMPT, response, top_k=16, temperature=1.0, deadline=soon())
     assert (reply.entropy_upper - reply.entropy_lower < (scores.entropy_upper - scores.entropy_lower)[positions]).all()
 
@@ -381,7 +352,7 @@ async def test_the_openai_route_serves_servers_without_the_other_and_processed_l
         rows = decisions(rows, PROMPT, reply.token_ids)
         expect_rollout(reply, rows)
         scores = await backend.score(PROMPT, reply.token_ids, top_k=VOCAB, temperature=1.0, deadline=soon())
-        np.testing.assert_allclose(scores.topk_logprobs, -np.sort(-rows, axis=1), rtol=0, atol=PARITY_NATS)
+        expect_topk(scores.topk_ids, scores.topk_logprobs, rows)
         entropy = -(np.exp(rows.astype(np.float64)) * rows).sum(axis=1)
         np.testing.assert_allclose(scores.entropy, entropy, rtol=0, atol=1e-4)
 
@@ -418,3 +389,26 @@ async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_kille
         bare_server.signal_group(signal.SIGKILL)
         with pytest.raises(TransientError, match=r"^student/v1/completions: "):
             await waiting
+
+
+async def test_a_server_of_ours_starts_with_what_a_student_needs_and_ends_with_its_backend(
+    models: TinyModels, snapshot: Callable[..., WeightSnapshot], tmp_path: Path
+) -> None:
+    launch = LaunchSettings(
+        python=interpreter("SPOT_VLLM_PYTHON"),
+        dtype="float32",
+        arguments=VLLM_ARGUMENTS,
+        environment=VLLM_ENVIRONMENT,
+    )
+    settings = VllmBackend.Settings(launch=launch, top_k=80)
+    async with VllmBackend(settings, role="student", model=str(models.student), run_directory=tmp_path) as backend:
+        found = await backend.capabilities(deadline=soon())
+        assert (found.version, found.weight_update, found.max_generation_top_k) == (V0, True, 80)
+        await backend.update_weights(snapshot(), deadline=soon())
+        reply = await backend.generate(PROMPT, sampling(), deadline=soon())
+        assert {span.version for span in reply.version_spans} == {V1}
+        assert backend.traffic.requests
+        url = backend._server.endpoint._base_url
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url + "/health")

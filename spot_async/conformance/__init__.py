@@ -1,0 +1,1 @@
+"""The contract that every backend passes, as checks that run against a live one (`spot-async conformance`)."""

@@ -1,0 +1,99 @@
+"""What a check is, what may come of it, and running many of them. Knows nothing of what is checked.
+
+A check returns a `Finding`, or raises `Violation` (the contract is broken) or `NotOffered` (the backend says that
+it does not do this). Whatever else comes out of it is the backend's failure too: it is third-party code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from spot_async.conformance.subject import Subject
+from spot_async.errors import SpotError
+from spot_async.types import Capabilities
+
+Status = Literal["passed", "failed", "not offered", "not checked"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check that held has seen."""
+
+    note: str
+    nats: float | None = None  # largest difference to what it should be
+
+
+class Violation(Exception):
+    """The contract is broken. The message is one line for the table."""
+
+    def __init__(self, note: str, nats: float | None = None) -> None:
+        super().__init__(note)
+        self.nats = nats
+
+
+class NotOffered(Exception):
+    """The backend's capabilities say that it does not do this."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a backend may leave out, if its capabilities say so."""
+
+    is_offered: Callable[[Capabilities], bool]
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One clause of the contract. It is not run when one that it builds on did not pass."""
+
+    name: str
+    run: Callable[[Subject], Awaitable[Finding]]
+    of: Feature | None = None  # None: of every backend
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table."""
+
+    name: str
+    status: Status
+    note: str
+    nats: float | None = None
+
+
+async def run_checks(
+    subject: Subject, checks: Iterable[Check], on_outcome: Callable[[Outcome], None] = lambda outcome: None
+) -> list[Outcome]:
+    """Every check's outcome, in order; `on_outcome` hears of each at once."""
+    outcomes: dict[str, Outcome] = {}
+    for check in checks:
+        broken = [
+            name for name in check.after if name in outcomes and outcomes[name].status in ("failed", "not checked")
+        ]
+        if check.of is not None and not check.of.is_offered(subject.capabilities):
+            outcome = Outcome(check.name, "not offered", check.of.otherwise)
+        elif broken:
+            outcome = Outcome(check.name, "not checked", f"builds on {broken[0]}")
+        else:
+            outcome = await _outcome(check, subject)
+        outcomes[check.name] = outcome
+        on_outcome(outcome)
+    return list(outcomes.values())
+
+
+async def _outcome(check: Check, subject: Subject) -> Outcome:
+    try:
+        finding = await check.run(subject)
+    except NotOffered as reason:
+        return Outcome(check.name, "not offered", str(reason))
+    except Violation as broken:
+        return Outcome(check.name, "failed", str(broken), broken.nats)
+    except SpotError as error:
+        return Outcome(check.name, "failed", f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - a backend is someone else's program
+        return Outcome(check.name, "failed", f"raised {type(error).__name__}, which is none of ours: {error}")
+    return Outcome(check.name, "passed", finding.note, finding.nats)

@@ -1,0 +1,293 @@
+"""Whether the services of a run fit each other and what the run asks of them: what `doctor` shows and `train` checks.
+
+Asks services that are running already; starts nothing and prints nothing. How something is probed is `probes.py`,
+what a policy may not go without is `preflight.py`. A fact that could not be asked for is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from spot_async import probes
+from spot_async.concurrency import gather
+from spot_async.config import Config, ModelConfig
+from spot_async.errors import ConfigError, RequestError
+from spot_async.model_files import ModelFiles
+from spot_async.preflight import TrainPlan, check_capabilities
+from spot_async.probes import Asked, Noise
+from spot_async.protocols import Backend
+from spot_async.types import Capabilities, IntArray, LogprobTemperature
+from spot_async.vocabulary import Vocabulary
+
+CAPABILITIES_TIMEOUT_S = 60.0
+PROMPTS = 3
+RESPONSE_TOKENS = 24
+TOP_K = 16
+SLOW_ROUND_TRIP_S = 0.25
+NOISY_NATS = 0.05  # bfloat16 is within it
+OTHER_ROWS_NATS = 1.0  # more than rounding makes of one row: these are other rows
+PROMPTS_READ = 64
+UNKNOWN_SHARE = 0.5
+
+Fact: TypeAlias = str | int | float | bool | None
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, role by role, and what follows from it. Every line names the key to change."""
+
+    capabilities: dict[str, Capabilities]
+    roles: dict[str, dict[str, Fact]]
+    refusals: list[str]
+    warnings: list[str]
+
+    def raise_if_unsafe(self) -> None:
+        """Raises ConfigError, a line for each refusal."""
+        if self.refusals:
+            raise ConfigError("\n".join(self.refusals))
+
+
+async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backend]) -> Diagnosis:
+    """Ask every service of a run, by role. Raises a `RequestError` when a service does not answer at all."""
+    names = list(backends)
+    said = dict(zip(names, await gather(capabilities(backends[name]) for name in names), strict=True))
+    refusals: list[str] = []
+    try:
+        check_capabilities(config, plan.policy.needs, said)
+    except ConfigError as error:
+        refusals += str(error).splitlines()
+    asked = await _asked(plan, backends["student"], said["student"])
+    examinations = [_Examination(role, backends[role], said[role], config, plan, asked) for role in names]
+    await gather(each.run() for each in examinations)
+    return Diagnosis(
+        capabilities=said,
+        roles={each.role: each.facts for each in examinations},
+        refusals=refusals + [line for each in examinations for line in each.refusals],
+        warnings=plan_warnings(plan) + [line for each in examinations for line in each.warnings],
+    )
+
+
+async def capabilities(backend: Backend) -> Capabilities:
+    deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
+    return await backend.capabilities(deadline=deadline)
+
+
+def plan_warnings(plan: TrainPlan) -> list[str]:
+    """What can be seen of prompts and tokenizers before anything is started."""
+    prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
+    vocabulary = (plan.teacher or plan.student).vocabulary
+    share = unknown_share(vocabulary, prompts)
+    if share <= UNKNOWN_SHARE:
+        return []
+    return [
+        f"data.train: {share:.0%} of the prompts' tokens are the tokenizer's token for what it does not know "
+        f"({vocabulary.tokenizer.unk_token}): no model can read them; the problems, or the models, are the wrong ones"
+    ]
+
+
+def unknown_share(vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> float:
+    """Share of the prompts' tokens, special ones left out, that stand for text the tokenizer has no token for."""
+    unknown = vocabulary.tokenizer.unk_token_id
+    if unknown is None:
+        return 0.0
+    tokens = np.concatenate(prompts)
+    special = {*vocabulary.tokenizer.all_special_ids, *vocabulary.tokenizer.added_tokens_decoder} - {unknown}
+    ordinary = tokens[~np.isin(tokens, list(special))]
+    return float((ordinary == unknown).mean()) if len(ordinary) else 0.0
+
+
+async def _asked(plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
+    """Prompts of the run, each with a response of the student."""
+    prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS)]
+    asked = Asked(prompts, [prompt[-RESPONSE_TOKENS:] for prompt in prompts], plan.stop_token_ids)
+    if not said.generation:
+        return asked
+    responses = await probes.responses(student, asked, RESPONSE_TOKENS)
+    return Asked(prompts, responses, plan.stop_token_ids)
+
+
+@dataclass
+class _Examination:
+    """One role's facts while they are gathered."""
+
+    role: str
+    backend: Any
+    said: Capabilities
+    config: Config
+    plan: TrainPlan
+    asked: Asked
+    facts: dict[str, Fact] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    async def run(self) -> None:
+        self._state_what_is_said()
+        if self.said.max_top_k:
+            await self._probe_scores()
+        if self.said.generation and self.said.sampled_token_ids:
+            await self._probe_generations()
+        await self._time()
+        self._judge_temperatures()
+
+    def _state_what_is_said(self) -> None:
+        said, needs, sampling = self.said, self.plan.policy.needs, self.config.sampling
+        files = self._files
+        student = self.plan.student
+        self.facts |= {
+            "backend": self._model.backend.kind,
+            "server": said.server,
+            "model": said.model,
+            "vocab_size": said.vocab_size,
+            "vocab_fingerprint": said.vocab_fingerprint,
+            "vocab_as_students": said.vocab_fingerprint == student.vocabulary.fingerprint,
+            "context_tokens": said.max_context_tokens,
+            "context_tokens_needed": sampling.max_prompt_tokens + sampling.max_response_tokens,
+            "score_top_k": said.max_top_k,
+            "score_top_k_needed": needs.teacher_top_k if self.role == "teacher" else int(self.role == "reference"),
+            "generation_top_k": said.max_generation_top_k,
+            "position_top_k": said.max_position_top_k,
+            "exact_entropy": said.exact_entropy,
+            "candidate_logprobs": said.candidate_logprobs,
+            "token_id_prompts": said.token_id_prompts,
+            "sampled_token_ids": said.sampled_token_ids if said.generation else None,
+            "logprob_convention": said.logprob_convention,
+            "score_temperature": said.score_temperature if said.max_top_k else None,
+            "generation_temperature": said.generation_temperature if said.generation else None,
+            "seeds": said.seeds if said.generation else None,
+            "prefix_caching": said.prefix_caching,
+            "abort": said.abort,
+            "weight_update": said.weight_update,
+            "weight_transport": said.weight_transport,
+            "version": None if said.version is None else str(said.version),
+            "end_tokens": ", ".join(_end_tokens(files.vocabulary)),
+            "end_tokens_as_students": files.vocabulary.end_token_ids[0] == student.vocabulary.end_token_ids[0],
+            "chat_template_as_students": _template(files) == _template(student),
+            "chat_template_used": self.config.prompt.template == self.role,
+        }
+
+    async def _probe_scores(self) -> None:
+        top_k = min(TOP_K, self.said.max_top_k)
+        noise = await self._ask("scores again", probes.score_noise(self.backend, self.asked, top_k))
+        self._note_noise(noise)
+        self.facts["score_temperature_probed"] = await self._ask(
+            "scores at two temperatures", probes.score_temperature(self.backend, self.asked)
+        )
+        if not self.said.exact_entropy:
+            self.facts["entropy_width_nats"] = await self._ask(
+                "entropies", probes.entropy_width_nats(self.backend, self.asked, top_k)
+            )
+
+    async def _probe_generations(self) -> None:
+        backend, asked = self.backend, self.asked
+        if self.said.max_generation_top_k:
+            if "noise_alone_nats" not in self.facts:
+                top_k = min(TOP_K, self.said.max_generation_top_k)
+                self._note_noise(await self._ask("samples again", probes.generation_noise(backend, asked, top_k)))
+            self.facts["generation_temperature_probed"] = await self._ask(
+                "samples at two temperatures", probes.generation_temperature(backend, asked)
+            )
+        honours = await self._ask("a seed twice", probes.honours_seeds(backend, asked, RESPONSE_TOKENS))
+        self.facts["seeds_probed"] = honours
+        if honours is False and self.role == "student":
+            self.warnings.append(
+                "student.backend does not honour seeds: a run cannot be repeated (vLLM does; SGLang needs "
+                "--enable-deterministic-inference)"
+            )
+        if self.said.max_top_k:
+            nats = await self._ask(
+                "its own samples", probes.disagreement_nats(backend, backend, asked, RESPONSE_TOKENS)
+            )
+            self._note_disagreement(nats)
+
+    async def _time(self) -> None:
+        asking = (
+            probes.score_round_trip_s(self.backend, self.asked)
+            if self.said.max_top_k
+            else probes.generation_round_trip_s(self.backend, self.asked)
+        )
+        seconds = await self._ask("small requests", asking)
+        self.facts["round_trip_s"] = seconds
+        if seconds is not None and seconds > SLOW_ROUND_TRIP_S:
+            self.warnings.append(
+                f"{self.role}.backend answers the smallest request after {seconds:.2f} s: place it nearer, or raise "
+                "the concurrency of its stages"
+            )
+
+    def _note_noise(self, noise: Noise | None) -> None:
+        self.facts["noise_alone_nats"] = None if noise is None else noise.alone
+        self.facts["noise_together_nats"] = None if noise is None else noise.together
+        if noise is None:
+            return
+        if noise.largest > NOISY_NATS:
+            self.warnings.append(
+                f"{self.role}.backend: the same row differs by up to {noise.largest:.2g} nats between requests: serve "
+                "it in a wider type, or without what batches requests differently"
+            )
+        stated = getattr(self._model.backend, "logprob_noise_nats", None)
+        if stated is not None and noise.largest > stated:
+            self.warnings.append(
+                f"{self.role}.backend.logprob_noise_nats={stated:g} is less than was measured: raise it to "
+                f"{noise.largest:.2g} or leave it out"
+            )
+
+    def _note_disagreement(self, nats: float | None) -> None:
+        self.facts["disagreement_nats"] = nats
+        if nats is not None and nats > OTHER_ROWS_NATS:
+            self.refusals.append(
+                f"{self.role}.backend: log-probabilities of tokens as they were sampled and as they are scored differ "
+                f"by {nats:.2g} nats: these are not the same rows; use another {self.role}.backend.kind, or version"
+            )
+
+    def _judge_temperatures(self) -> None:
+        """What is said of temperatures against what was seen. It only matters where the run's is not 1."""
+        temperature = self.config.sampling.temperature
+        for name in ("score_temperature", "generation_temperature"):
+            said, seen = self.facts[name], self.facts.get(f"{name}_probed")
+            if said is None or seen is None or said == seen:
+                continue
+            line = (
+                f"{self.role}.backend says that its log-probabilities are at {_words(said)}, but they are at "
+                f"{_words(seen)}"
+            )
+            if temperature != 1.0:
+                self.refusals.append(f"{line}: set sampling.temperature={temperature:g} to 1")
+            else:
+                self.warnings.append(f"{line}: keep sampling.temperature at 1")
+
+    async def _ask(self, what: str, asking: Awaitable[T]) -> T | None:
+        """The answer; None with a warning when the service refuses to give it."""
+        try:
+            return await asking
+        except RequestError as error:
+            self.warnings.append(f"{self.role}.backend could not be asked for {what}: {error}")
+            return None
+
+    @property
+    def _model(self) -> ModelConfig:
+        model = {"teacher": self.config.teacher, "reference": self.plan.reference}.get(self.role)
+        return model or self.config.student
+
+    @property
+    def _files(self) -> ModelFiles:
+        """Of the role's model; a reference is a student."""
+        return self.plan.teacher if self.role == "teacher" and self.plan.teacher is not None else self.plan.student
+
+
+def _words(convention: Fact | LogprobTemperature) -> str:
+    return "the request's temperature" if convention == "request" else "temperature 1"
+
+
+def _end_tokens(vocabulary: Vocabulary) -> Iterator[str]:
+    for token_id in vocabulary.end_token_ids:
+        yield f"{vocabulary.tokenizer.convert_ids_to_tokens(token_id)} ({token_id})"
+
+
+def _template(files: ModelFiles) -> object:
+    return files.vocabulary.tokenizer.chat_template

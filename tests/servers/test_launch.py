@@ -1,0 +1,147 @@
+"""Servers that we start, as a run does: what they become, how they are explained, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TinyModels
+
+from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.vllm import VllmBackend
+from spot_async.errors import ConfigError, ProcessDiedError
+from spot_async.guard import process_tree
+from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
+
+PROMPT = np.arange(10, 30, dtype=np.int32)
+SAMPLING = SamplingSettings(max_tokens=12, stop_token_ids=(2,), seed=3)
+
+
+def soon(seconds: float = 120.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def vllm(launch: LaunchSettings, model: Path, run_directory: Path) -> VllmBackend:
+    return VllmBackend(
+        VllmBackend.Settings(launch=launch), role="student", model=str(model), run_directory=run_directory
+    )
+
+
+def changed(launch: LaunchSettings, *arguments: str, **settings: Any) -> LaunchSettings:
+    return launch.model_copy(update={"arguments": [*launch.arguments, *arguments], **settings})
+
+
+def is_api_server(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return command[1:3] == [b"-m", b"vllm.entrypoints.openai.api_server"]
+
+
+def children_of_this_test() -> set[int]:
+    return process_tree(os.getpid()).keys() - {os.getpid()}
+
+
+async def test_a_student_is_started_sleeps_wakes_takes_weights_and_is_explained_when_it_is_killed(
+    vllm_launch: LaunchSettings, models: TinyModels, tmp_path: Path
+) -> None:
+    """On a CPU a server takes these calls, keeps its memory, and knows no flag for it: what is proven is the order."""
+    before = children_of_this_test()
+    async with vllm(vllm_launch, models.student, tmp_path) as backend:
+        started = children_of_this_test() - before
+        assert len(started) >= 3  # the guard, the API server, its engine
+        assert (await backend.capabilities(deadline=soon())).version == WeightVersion(0, 0)
+        first = await backend.generate(PROMPT, SAMPLING, deadline=soon())
+        assert {span.version for span in first.version_spans} == {WeightVersion(0, 0)}
+
+        await backend.sleep(deadline=soon())
+        assert await asks(backend, "/is_sleeping") == {"is_sleeping": True}
+        await backend.wake(deadline=soon())
+        again = await backend.generate(PROMPT, SAMPLING, deadline=soon())
+        assert again.token_ids.tolist() == first.token_ids.tolist()  # it wakes with the weights it had
+
+        await backend.sleep(deadline=soon())
+        await backend.wake(deadline=soon())
+        new = WeightSnapshot(directory=str(models.other), version=WeightVersion(0, 1))
+        await backend.update_weights(new, deadline=soon())
+        other = await backend.generate(PROMPT, SAMPLING, deadline=soon())
+        assert {span.version for span in other.version_spans} == {WeightVersion(0, 1)}
+        assert other.token_ids.tolist() != first.token_ids.tolist()
+
+        [server] = [pid for pid in started if is_api_server(pid)]
+        os.kill(server, signal.SIGKILL)  # its engine would stay for ever
+        with pytest.raises(ProcessDiedError, match=r"student \(pid \d+\) was killed by SIGKILL \(log: ") as raised:
+            await backend.watch()
+        assert raised.value.__notes__[0].strip()
+        assert not children_of_this_test() & started
+
+
+async def asks(backend: VllmBackend, path: str) -> dict[str, Any]:
+    return await backend._server.get(path, dict[str, Any], deadline=soon())
+
+
+async def test_a_server_that_cannot_start_shows_what_its_engine_said(
+    vllm_launch: LaunchSettings, models: TinyModels, tmp_path: Path
+) -> None:
+    launch = changed(vllm_launch, "--kv-cache-memory-bytes", "1000")
+    with pytest.raises(ProcessDiedError, match=r"exited with code 1: RuntimeError: Engine core init") as raised:
+        await vllm(launch, models.student, tmp_path).__aenter__()
+    assert "ValueError: No available memory for the cache blocks" in raised.value.__notes__[0]
+    assert (tmp_path / "logs" / "student.log").exists()
+
+
+async def test_an_environment_without_vllm_is_refused_before_anything_starts(
+    vllm_launch: LaunchSettings, models: TinyModels, tmp_path: Path
+) -> None:
+    launch = changed(vllm_launch, python=sys.executable)
+    with pytest.raises(ConfigError, match=r"student\.backend\.launch\.python: no vllm in .*: install it there"):
+        await vllm(launch, models.student, tmp_path).__aenter__()
+
+
+ORCHESTRATOR = """
+import asyncio, sys
+from pathlib import Path
+from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.vllm import VllmBackend
+
+async def main(launch, model, directory):
+    settings = VllmBackend.Settings(launch=LaunchSettings.model_validate_json(launch))
+    backend = VllmBackend(settings, role="student", model=model, run_directory=Path(directory))
+    async with backend:
+        print("ready", flush=True)
+        await backend.watch()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_nothing_is_left_of_a_server_when_its_orchestrator_is_killed(
+    vllm_launch: LaunchSettings, models: TinyModels, tmp_path: Path
+) -> None:
+    orchestrator = subprocess.Popen(
+        [sys.executable, "-c", ORCHESTRATOR, vllm_launch.model_dump_json(), str(models.student), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with orchestrator:
+        assert orchestrator.stdout is not None
+        said = iter(orchestrator.stdout.readline, "")
+        assert any(line == "ready\n" for line in said)
+        tree = process_tree(orchestrator.pid).keys() - {orchestrator.pid}
+        assert len(tree) >= 3
+        orchestrator.kill()
+    assert gone(tree, within_s=40.0)
+
+
+def gone(pids: set[int], within_s: float) -> bool:
+    """Whether all of them are, at the latest after so long. They are not our children, so nobody tells us."""
+    deadline = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,101 @@
+"""A short SPOT run on every combination of servers that users swap between, by the command they would type."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import StartServer, TinyModels
+
+from spot_async.backends.launch import LaunchSettings
+
+HERE = Path(__file__).parent
+ITERATIONS = 3
+BATCH = 8
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("problems") / "problems.jsonl"
+    path.write_text("".join(json.dumps({"problem": f"{i} + {i} =", "answer": str(2 * i)}) + "\n" for i in range(24)))
+    return path
+
+
+def train(folder: Path, models: TinyModels, problems: Path, student: Any, teacher: Any) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl of a run that ended well."""
+    config = {
+        "student": {"model": str(models.student), "backend": student},
+        "teacher": {"model": str(models.teacher), "backend": teacher},
+        "data": {"train": str(problems)},
+        "sampling": {"max_prompt_tokens": 128, "max_response_tokens": 48},
+        "policy": {"kind": "spot", "score_top_k": 8, "probe_top_k": 2},
+        "verifier": {"kind": "coin_verifier:CoinVerifier"},
+        "training": {"iterations": ITERATIONS, "batch_size": BATCH, "mini_batch_size": 4, "learning_rate": 1e-3},
+        "evaluation": {
+            "problems": str(problems),
+            "samples": 1,
+            "max_response_tokens": 16,
+            "verifier": {"kind": "coin_verifier:CoinVerifier"},
+        },
+        "run": {"directory": str(folder / "run")},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    finished = subprocess.run(
+        [sys.executable, "-m", "spot_async", "train", str(folder / "config.yaml")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == ITERATIONS
+    samples = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["version"] for sample in samples] == [f"0.{i}" for i in range(ITERATIONS) for _ in range(BATCH)]
+    return rows
+
+
+def check(rows: list[dict[str, float]]) -> None:
+    """What only a run whose parts fit together shows."""
+    for row in rows:
+        assert row["spot/selected"] > 0
+        assert row["probe/requests"] > 0
+        # The trainer computes the same log-probabilities from its own weights: rollouts came from the version they
+        # carry, and tokens are aligned. Both sides are float32.
+        assert abs(row["train/mismatch_max"]) < 2e-4, row
+    assert sum(row["spot/retained"] for row in rows) > 0
+
+
+def test_student_and_teacher_on_vllm(
+    vllm_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    started = {"kind": "vllm", "launch": vllm_launch.model_dump()}
+    check(train(tmp_path, models, problems, started, started))
+
+
+def test_student_and_teacher_on_sglang(
+    sglang_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    started = {"kind": "sglang", "launch": sglang_launch.model_dump()}
+    check(train(tmp_path, models, problems, started, started))
+
+
+def test_student_on_vllm_and_a_teacher_behind_an_openai_compatible_endpoint(
+    vllm_launch: LaunchSettings, start_vllm: StartServer, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    with start_vllm(models.teacher, takes_weights=False) as teacher:
+        student = {"kind": "vllm", "launch": vllm_launch.model_dump()}
+        check(train(tmp_path, models, problems, student, {"kind": "openai", "url": teacher.url}))
+
+
+def test_student_on_the_local_engine_and_a_teacher_on_sglang(
+    sglang_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    started = {"kind": "sglang", "launch": sglang_launch.model_dump()}
+    check(train(tmp_path, models, problems, {"kind": "local"}, started))

@@ -1,0 +1,349 @@
+"""The local backend keeps the contract, and a backend with a fault fails the check that names it, and no other.
+
+`spot-async conformance` is the contract test of every backend; here it is one of the local backend too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+from typer.testing import CliRunner
+
+from spot_async.backends.local import LocalBackend
+from spot_async.cli import app
+from spot_async.conformance import command
+from spot_async.conformance.checks import Outcome, run_checks
+from spot_async.conformance.contract import CHECKS
+from spot_async.conformance.running import make_subject
+from spot_async.errors import SpotError
+from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
+
+SLOW = {"abort", "refused_snapshot", "weight_update", "update_under_way"}
+MODEL = {"vocab_size": 53, "tie_word_embeddings": False, "initializer_range": 0.2, "max_position_embeddings": 512}
+
+with_backend = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model_directory(random_model: Callable[..., Path]) -> Path:
+    return random_model(seed=0, **MODEL)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalBackend]:
+    settings = LocalBackend.Settings(slots=8)
+    run_directory = tmp_path_factory.mktemp("run")
+    async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=run_directory) as it:
+        yield it
+
+
+class Faulty:
+    """A backend that passes everything on; a fault changes one thing about it."""
+
+    def __init__(self, backend: Any, **said: Any) -> None:
+        self.backend, self.said = backend, said
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        found = await self.backend.capabilities(deadline=deadline)
+        return msgspec.structs.replace(
+            found, **{"version": (await self.backend.stats(deadline=deadline)).version, **self.said}
+        )
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+        return await self.backend.generate(prompt_ids, sampling, **more)
+
+    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
+        return await self.backend.score(prompt_ids, response_ids, **more)
+
+    async def candidate_logprobs(self, *arguments: Any, **more: Any) -> Any:
+        return await self.backend.candidate_logprobs(*arguments, **more)
+
+    async def update_weights(self, snapshot: Any, *, deadline: float) -> None:
+        await self.backend.update_weights(snapshot, deadline=deadline)
+
+
+def of_samples(change: Callable[[SamplingSettings], dict[str, Any]]) -> type[Faulty]:
+    """Samples otherwise than it was asked."""
+
+    class Sampling(Faulty):
+        async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+            return await super().generate(prompt_ids, msgspec.structs.replace(sampling, **change(sampling)), **more)
+
+    return Sampling
+
+
+def of_generations(change: Callable[[Generation], dict[str, Any]]) -> type[Faulty]:
+    """Says otherwise than it sampled."""
+
+    class Generations(Faulty):
+        async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+            reply = await super().generate(prompt_ids, sampling, **more)
+            return msgspec.structs.replace(reply, **change(reply))
+
+    return Generations
+
+
+def of_scores(change: Callable[[TokenScores], dict[str, Any]]) -> type[Faulty]:
+    class Scores(Faulty):
+        async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
+            reply = await super().score(prompt_ids, response_ids, **more)
+            return msgspec.structs.replace(reply, **change(reply))
+
+    return Scores
+
+
+def with_row(values: Any, row: int) -> Any:
+    """A copy with one row replaced by its neighbour's."""
+    changed = np.array(values)
+    if len(changed) > 1:
+        changed[row] = changed[row + (1 if row == 0 else -1)]
+    return changed
+
+
+class CapsTheResponse(Faulty):
+    """Cuts what does not fit short without a word, as vLLM does."""
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+        room = 512 - len(prompt_ids)
+        return await super().generate(
+            prompt_ids, msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room)), **more
+        )
+
+
+class ForgivesIds(Faulty):
+    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
+        return await super().score(np.clip(prompt_ids, 0, 52), np.clip(response_ids, 0, 52), **more)
+
+
+class CutsTopK(Faulty):
+    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
+        return await super().score(prompt_ids, response_ids, top_k=min(top_k, 53), **more)
+
+
+class ScoresAtOne(Faulty):
+    async def score(self, prompt_ids: Any, response_ids: Any, *, temperature: float, **more: Any) -> TokenScores:
+        return await super().score(prompt_ids, response_ids, temperature=1.0, **more)
+
+
+class MixedUpUnderLoad(Faulty):
+    """What a request gets depends on how many there are beside it."""
+
+    in_flight = 0
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+        self.in_flight += 1
+        reply = await super().generate(prompt_ids, sampling, **more)
+        self.in_flight -= 1
+        return msgspec.structs.replace(reply, logprobs=reply.logprobs - 0.1 * (12 < self.in_flight < 40))
+
+
+class IgnoresDeadlines(Faulty):
+    async def generate(
+        self, prompt_ids: Any, sampling: SamplingSettings, *, deadline: float, **more: Any
+    ) -> Generation:
+        return await super().generate(prompt_ids, sampling, deadline=deadline + 60, **more)
+
+
+class AnswersAnyVersion(Faulty):
+    async def candidate_logprobs(self, *arguments: Any, expected_version: Any, deadline: float, **more: Any) -> Any:
+        held = (await self.backend.stats(deadline=deadline)).version
+        return await super().candidate_logprobs(*arguments, expected_version=held, deadline=deadline, **more)
+
+
+class Breaks(Faulty):
+    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
+        raise KeyError("input_top_logprobs")
+
+
+class FinishesWhatNobodyWantsAnyMore(Faulty):
+    """Hears no hang-up."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend)
+        self.tasks: list[asyncio.Task[Generation]] = []
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+        self.tasks.append(asyncio.create_task(super().generate(prompt_ids, sampling, **more)))
+        return await asyncio.shield(self.tasks[-1])
+
+
+class TakesAnyWeights(Faulty):
+    async def update_weights(self, snapshot: Any, *, deadline: float) -> None:
+        try:
+            await super().update_weights(snapshot, deadline=deadline)
+        except SpotError:
+            return
+
+
+class StaleVersion(Faulty):
+    """Goes on naming the weights that it started with."""
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+        reply = await super().generate(prompt_ids, sampling, **more)
+        spans = (VersionSpan(0, len(reply.token_ids), self.said["version"]),)
+        return msgspec.structs.replace(reply, version_spans=spans)
+
+
+class StaleWeights(Faulty):
+    """Names the new weights and serves the old ones."""
+
+    first_directory: str
+
+    async def update_weights(self, snapshot: Any, *, deadline: float) -> None:
+        await super().update_weights(snapshot, deadline=deadline)
+        await super().update_weights(
+            msgspec.structs.replace(snapshot, directory=self.first_directory), deadline=deadline
+        )
+
+
+async def failing(faulty: Any, model_directory: Path, scratch: Path, names: set[str] | None = None) -> dict[str, str]:
+    """Notes of the checks that fail."""
+    subject = await make_subject(faulty, str(model_directory), scratch)
+    chosen = [check for check in CHECKS if names is None or check.name in names]
+    outcomes = await run_checks(subject, chosen)
+    return {outcome.name: outcome.note for outcome in outcomes if outcome.status == "failed"}
+
+
+@with_backend
+async def test_the_local_backend_keeps_the_contract(
+    backend: LocalBackend, model_directory: Path, tmp_path: Path
+) -> None:
+    subject = await make_subject(backend, str(model_directory), tmp_path)
+    outcomes = await run_checks(subject, CHECKS)
+    assert {outcome.name: outcome.note for outcome in outcomes if outcome.status != "passed"} == {
+        "position_scores": "no single positions in more detail"
+    }
+    assert max(outcome.nats or 0.0 for outcome in outcomes) <= 2e-5
+
+
+AT_ONE = of_samples(lambda asked: {"temperature": 1.0})
+COUNTER = itertools.count(10**6)
+FAULTS: dict[str, tuple[Callable[[Any], Faulty], set[str]]] = {
+    "generations one row off": (of_generations(lambda r: {"logprobs": np.roll(r.logprobs, 1)}), {"generation_parity"}),
+    "a first row that is the second": (
+        of_generations(lambda r: {"logprobs": with_row(r.logprobs, 0)}),
+        {"generation_boundary"},
+    ),
+    "a last row that is the one before": (
+        of_generations(lambda r: {"logprobs": with_row(r.logprobs, -1)}),
+        {"generation_boundary"},
+    ),
+    "a temperature that is ignored": (
+        AT_ONE,
+        {"generation_temperature", "sampling_distribution", "low_temperature"},
+    ),
+    "a temperature said to be 1": (
+        lambda backend: Faulty(backend, generation_temperature="one"),
+        {"generation_temperature", "candidate_temperature"},
+    ),
+    "top_p ignored": (of_samples(lambda asked: {"top_p": 1.0}), {"top_p"}),
+    "a convention that is not true": (lambda backend: Faulty(backend, logprob_convention="truncated"), {"top_p"}),
+    "seeds ignored": (of_samples(lambda asked: {"seed": next(COUNTER)}), {"seeds"}),
+    "one seed for all": (of_samples(lambda asked: {"seed": 42}), {"samples_differ"}),
+    "stop tokens ignored": (of_samples(lambda asked: {"stop_token_ids": ()}), {"stop_tokens", "immediate_stop"}),
+    "stop tokens cut off": (
+        of_generations(lambda r: {"token_ids": r.token_ids[: len(r.token_ids) - (r.finish_reason == "stop")]}),
+        {"stop_tokens", "immediate_stop"},
+    ),
+    "responses cut short without a word": (CapsTheResponse, {"longest_response"}),
+    "versions that are made up": (
+        of_generations(lambda r: {"version_spans": (VersionSpan(0, len(r.token_ids), WeightVersion(8, 8)),)}),
+        {"versions"},
+    ),
+    "scores one row off": (of_scores(lambda r: {"logprobs": np.roll(r.logprobs, -1)}), {"score_parity"}),
+    "the boundary row dropped": (of_scores(lambda r: {"logprobs": with_row(r.logprobs, 0)}), {"score_boundary"}),
+    "top-k ids in the wrong order": (
+        of_scores(lambda r: {"topk_ids": r.topk_ids[:, ::-1]}),
+        {"score_top_k"},
+    ),
+    "entropies of the top-k only": (of_scores(lambda r: {"entropy": r.entropy * 0.9}), {"score_entropy"}),
+    "bounds that miss": (of_scores(lambda r: {"entropy_lower": r.entropy + 0.01}), {"score_entropy"}),
+    "scores at temperature 1": (ScoresAtOne, {"score_temperature"}),
+    "replies mixed up under load": (MixedUpUnderLoad, {"concurrency"}),
+    "ids out of the vocabulary forgiven": (ForgivesIds, {"refused_ids"}),
+    "a top-k cut down without a word": (CutsTopK, {"refused_shapes"}),
+    "deadlines ignored": (IgnoresDeadlines, {"deadline"}),
+    "candidates of whatever weights": (AnswersAnyVersion, {"candidate_version"}),
+    "a tokenizer of another model": (lambda backend: Faulty(backend, vocab_fingerprint="f"), {"capabilities"}),
+    "a bug": (Breaks, {"score_parity", "empty_response", "refused_ids", "refused_shapes"}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@with_backend
+async def test_a_fault_fails_the_check_that_names_it(
+    name: str, backend: LocalBackend, model_directory: Path, tmp_path: Path
+) -> None:
+    make, expected = FAULTS[name]
+    concerned = {check.of for check in CHECKS if check.name in expected} | {None}
+    quick = {check.name for check in CHECKS if check.of in concerned} - SLOW
+    assert set(await failing(make(backend), model_directory, tmp_path, quick)) == expected
+
+
+@with_backend
+async def test_requests_that_go_on_when_given_up_fail_abort(
+    backend: LocalBackend, model_directory: Path, tmp_path: Path
+) -> None:
+    faulty = FinishesWhatNobodyWantsAnyMore(backend)
+    try:
+        found = await failing(faulty, model_directory, tmp_path, {"deadline", "abort"})
+    finally:
+        for task in faulty.tasks:
+            task.cancel()
+        await asyncio.gather(*faulty.tasks, return_exceptions=True)
+    assert set(found) == {"abort"}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (TakesAnyWeights, "refused_snapshot"),
+        (StaleVersion, "weight_update"),
+        (StaleWeights, "weight_update"),
+    ],
+)
+@with_backend
+async def test_faults_of_updates_fail_the_check_that_names_them(
+    make: type[Any], expected: str, backend: LocalBackend, model_directory: Path, tmp_path: Path
+) -> None:
+    held = (await backend.stats(deadline=asyncio.get_running_loop().time() + 60)).version
+    faulty = make(backend, version=held)
+    faulty.first_directory = str(model_directory)
+    names = {"refused_snapshot", "weight_update", "update_under_way"}
+    found = await failing(faulty, model_directory, tmp_path, names)
+    assert set(found) == {expected}
+
+
+def test_the_command_prints_a_row_for_every_check_and_refuses_what_it_cannot_start(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    model = ["--model", str(model_directory)]
+    done = CliRunner().invoke(app, ["conformance", "--backend", "local", *model, "slots=8"])
+    assert done.exit_code == 0, done.output
+    assert all(check.name in done.output for check in CHECKS)
+
+    async def one_fails(*arguments: Any, on_outcome: Callable[[Outcome], None], **more: Any) -> None:
+        on_outcome(Outcome("versions", "failed", "made up"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "check_backend", one_fails)
+        failed = CliRunner().invoke(app, ["conformance", "--backend", "local", *model])
+    assert failed.exit_code == 1
+    assert "1 failed" in failed.output
+    for arguments, message in (
+        (["--backend", "local", *model, "slos=8"], "backend.slos: unknown key; did you mean `slots`?"),
+        (["--backend", "loca", *model], "did you mean 'local'?"),
+        (["--backend", "local", "--model", str(tmp_path / "none")], "student.model: no directory"),
+    ):
+        refused = CliRunner().invoke(app, ["conformance", *arguments])
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.output
+        assert message in refused.stderr

@@ -1,0 +1,177 @@
+"""A student's server on the trainer's devices: it sleeps while the trainer trains. The orchestrator on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from spot_async.concurrency import leaves
+from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.errors import TrainerError, TransientError
+from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.policies.opd import OpdPolicy
+from spot_async.simulation.services import (
+    END_TOKEN,
+    VOCAB_SIZE,
+    SimulatedStudent,
+    SimulatedTeacher,
+    SimulatedTrainer,
+    SimulatedVerifier,
+)
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.stages import Services, Stages
+from spot_async.types import PolicyContext, Problem, Prompt
+
+BATCH = 4
+
+
+class PlainVocabulary:
+    """Ids as text; what `Stages` needs of a vocabulary."""
+
+    end_token_ids = (END_TOKEN,)
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids.tolist()))
+
+
+class Nobody:
+    """An observer that does not look."""
+
+    def iteration_finished(self, result): ...
+
+    def prompt_died(self, prompt, reason): ...
+
+
+def prompts(count):
+    for ordinal in range(count):
+        problem = Problem(id=f"p{ordinal}", text="a problem", answer="1")
+        yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 7 + ordinal % 7, dtype=np.int32))
+
+
+def build(student, trainer, sleepers, iterations=3):
+    policy = OpdPolicy(OpdPolicy.Settings(), PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=None))
+    stages = Stages(
+        Services(generator=student, scorer=SimulatedTeacher(), candidate_scorer=student, verifier=SimulatedVerifier()),
+        StagesConfig(),
+        SamplingConfig(max_response_tokens=64),
+        student=PlainVocabulary(),
+        teacher=PlainVocabulary(),
+        run_seed=0,
+        max_running_prompts=BATCH,
+        max_probes_per_prompt=0,
+    )
+    return Orchestrator(
+        OrchestratorSettings(
+            iterations=iterations,
+            batch_size=BATCH,
+            max_staleness=0,
+            capacity_prompts=BATCH,
+            capacity_bytes=1 << 30,
+            max_response_tokens=64,
+            weight_update_timeout_s=60.0,
+        ),
+        prompts=prompts(iterations * BATCH),
+        policy=policy,
+        stages=stages,
+        trainer=trainer,
+        weight_sinks=[student],
+        observer=Nobody(),
+        sleepers=sleepers,
+    )
+
+
+@dataclass
+class SleepingStudent(SimulatedStudent):
+    """Shares its devices with the trainer, and is as unforgiving as real servers are."""
+
+    is_awake: bool = True
+    running: int = 0
+    events: list = field(default_factory=list)
+
+    async def generate(self, *args, **rest):
+        assert self.is_awake
+        self.running += 1
+        try:
+            return await super().generate(*args, **rest)
+        finally:
+            self.running -= 1
+
+    async def update_weights(self, snapshot, *, deadline):
+        assert self.is_awake
+        await super().update_weights(snapshot, deadline=deadline)
+        self.events.append(f"update {snapshot.version.step}")
+
+    async def sleep(self, *, deadline):
+        assert self.running == 0
+        await asyncio.sleep(0.5)
+        self.is_awake = False
+        self.events.append("sleep")
+
+    async def wake(self, *, deadline):
+        await asyncio.sleep(0.5)
+        self.is_awake = True
+        self.events.append("wake")
+
+
+def sharing(student, error=None):
+    """A trainer that needs the devices to itself, and fails at its second batch where told to."""
+
+    class Sharing(SimulatedTrainer):
+        async def train(self, iteration, batch):
+            assert not student.is_awake
+            student.events.append("train")
+            if error is not None and iteration == 1:
+                raise error
+            return await super().train(iteration, batch)
+
+    return Sharing()
+
+
+def test_a_student_that_shares_devices_sleeps_while_the_trainer_trains_and_wakes_before_it_is_asked_again():
+    student = SleepingStudent()
+    run_on_virtual_time(build(student, sharing(student), [student]).run())
+    one = ["sleep", "train", "wake"]
+    assert student.events == [*one, "update 1", *one, "update 2", *one, "update 3"]
+
+
+def test_sleep_changes_nothing_but_time():
+    def responses(student, trainer, sleepers):
+        run_on_virtual_time(build(student, trainer, sleepers).run())
+        return [s.response_ids.tolist() for batch in trainer.batches for s in batch]
+
+    sleeping = SleepingStudent()
+    assert responses(sleeping, sharing(sleeping), [sleeping]) == responses(SimulatedStudent(), SimulatedTrainer(), [])
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_student_is_woken_also_when_training_fails_and_that_failure_is_what_is_told(ended):
+    class Student(SleepingStudent):
+        async def wake(self, *, deadline):
+            await super().wake(deadline=deadline)
+            if ended and self.events.count("wake") == 2:
+                raise TransientError("connection refused")
+
+    student = Student()
+    trainer = sharing(student, error=TrainerError("the loss is not finite"))
+    with pytest.raises(ExceptionGroup) as stopped:
+        run_on_virtual_time(build(student, trainer, [student]).run())
+    assert [type(error) for error in leaves(stopped.value)] == [TrainerError]
+    assert student.events[-3:] == ["sleep", "train", "wake"]
+
+
+def test_a_student_that_cannot_be_put_to_sleep_ends_the_run_awake():
+    class Student(SleepingStudent):
+        async def sleep(self, *, deadline):
+            await super().sleep(deadline=deadline)
+            raise TransientError("the server says no")
+
+    student = Student()
+    trainer = sharing(student)
+    with pytest.raises(ExceptionGroup) as stopped:
+        run_on_virtual_time(build(student, trainer, [student]).run())
+    assert "the server says no" in str(leaves(stopped.value)[0])
+    assert student.is_awake
+    assert not trainer.batches
