@@ -43,9 +43,7 @@ class Recorded:
     ) -> Generation:
         request = (prompt_ids.tobytes(), sampling, top_k)
         if request not in self._replies:
-            self._replies[request] = await self._backend.generate(
-                prompt_ids, sampling, top_k=top_k, deadline=deadline
-            )
+            self._replies[request] = await self._backend.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
         return self._replies[request]
 
     @property
@@ -77,7 +75,9 @@ async def supervise(
     policy: str, settings: Mapping[str, Any], record: Recorded, student: Any, teacher: Any, models: tuple[Path, Path]
 ) -> list[Supervision]:
     """What a run's first batch would be, with these two servers behind the recorded rollouts."""
-    student_files, teacher_files = (read_model(role, str(path)) for role, path in zip(("student", "teacher"), models, strict=True))
+    student_files, teacher_files = (
+        read_model(role, str(path)) for role, path in zip(("student", "teacher"), models, strict=True)
+    )
     kind = registry.load("policies", policy)
     sampling = SamplingConfig(max_prompt_tokens=64, max_response_tokens=RESPONSE_TOKENS)
     context = msgspec.structs.replace(teacher_files.policy_context, sampling=sampling)
