@@ -126,7 +126,6 @@ class HttpEndpoint:
                         encoded = "Content-Encoding" in response.headers
                         async with self._turn_of(response):
                             async for part in response.aiter_bytes() if encoded else response.aiter_raw():
-                                self.traffic.received_bytes += len(part)
                                 sink(part)
                         return
                     await response.aread()
