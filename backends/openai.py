@@ -36,6 +36,7 @@ from .openai_replies import (
 )
 from .remote import RemoteServer, RemoteSettings
 from .replies import check_generation, check_scores
+from .stepwise import Steps
 from .text_alignment import align, as_text
 from .token_texts import UNKNOWN, TokenTexts
 
@@ -200,14 +201,14 @@ class OpenAIBackend:
             ids.tolist() if sent is None else self._without_start(sent.text, ids), served_k, temperature=temperature
         )
 
-        def decode(reply: bytes) -> TokenScores:
+        def decode(reply: bytes) -> Steps[TokenScores]:
             rows = self._rows(_completion.decode(reply), None if sent is not None else ids.tolist())
             if sent is None:
                 at = np.arange(len(prompt_ids), len(ids), dtype=np.int32)
             else:
                 assert texts is not None
                 at = align(sent, rows.token_ids, texts)[len(prompt_ids) :]
-            scores = token_scores(
+            scores = yield from token_scores(
                 rows,
                 at,
                 served_k=served_k,
@@ -219,7 +220,7 @@ class OpenAIBackend:
             check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
             return scores
 
-        return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask_in_steps(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
 
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
         """Rows of the prompt that was sent as `sent_ids`, or as text."""

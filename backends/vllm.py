@@ -261,6 +261,8 @@ class VllmBackend:
         """At temperature 1, as the student's own log-probabilities are."""
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
+        if not (positions.min() >= 0 and positions.max() < len(response_ids)):
+            raise PermanentError(f"{self._role}: positions must lie in the response's {len(response_ids)} tokens")
         if self._candidate_support == "batched":
             logprobs = await self._chosen_at_once(
                 prompt_ids, response_ids, positions, candidate_ids, expected_version, deadline
