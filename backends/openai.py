@@ -112,7 +112,7 @@ class OpenAIBackend:
         deadline: float,
     ) -> Generation:
         found = await self.capabilities(deadline=deadline)
-        self._check_ids(prompt_ids)
+        self._check_request(prompt_ids, prompt_ids[:0], found)
         if top_k > found.max_generation_top_k:
             raise PermanentError(
                 f"{self._role}.backend gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
@@ -128,7 +128,7 @@ class OpenAIBackend:
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
         found = await self.capabilities(deadline=deadline)
-        self._check_ids(np.concatenate([prompt_ids, response_ids]))
+        self._check_request(prompt_ids, response_ids, found)
         if self._dialect.scoring is None:
             raise PermanentError(f"{self._role}.backend only writes: it gives no log-probabilities of given tokens")
         if not len(prompt_ids):
@@ -306,9 +306,16 @@ class OpenAIBackend:
     def _with_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._settings.request_fields, **body}
 
-    def _check_ids(self, ids: IntArray) -> None:
-        """Ids outside the vocabulary end some servers."""
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
+    def _check_request(self, prompt_ids: IntArray, response_ids: IntArray, found: Capabilities) -> None:
+        """What some servers end over, cut without a word, or answer with holes."""
+        ids = np.concatenate([prompt_ids, response_ids])
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._role}.backend: a request needs at least one prompt token")
+        if not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
             raise PermanentError(
                 f"{self._role}.backend: a token id lies outside the vocabulary of {self._files.vocab_size}"
+            )
+        if len(ids) > found.max_context_tokens:
+            raise PermanentError(
+                f"{self._role}.backend serves a context of {found.max_context_tokens} tokens, not {len(ids)}"
             )

@@ -222,3 +222,42 @@ def test_impossible_tokens_and_places_a_server_left_empty_are_ordinary(dense_sco
     ids, logprobs = np.array([[3, 0]]), np.array([[math.log(0.2), -math.inf]])
     padded = served_student(ids, logprobs, np.array([4]), np.array([math.log(0.1)]), 0.0)
     assert padded.cap[0] == padded.missing[0] == pytest.approx(0.7, abs=1e-5)
+
+
+def test_a_student_without_mass_on_the_candidates_has_the_largest_divergence(dense_scores):
+    with np.errstate(divide="ignore"):
+        teacher, student = np.log([[0.5, 0.3, 0.1, 0.1]]), np.log([[0.0, 0.0, 0.5, 0.5]])
+    told = served(np.log([[0.5, 0.3, 0.1, 0.1]]), student, np.array([2]), teacher_k=4, student_k=4)
+    bounds = score_bounds(*told, ScoreRule(2, 4))
+    assert dense_scores(teacher, np.maximum(student, -800.0), 2)["divergence"][0] == 1.0
+    assert bounds.divergence.upper[0] == 1.0
+    assert bounds.gap.upper[0] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_candidates_that_the_teacher_renames_are_asked_of_the_student_again(dense_scores):
+    """Two tokens at the end of the teacher's best stand closer than its noise, and the student tells them apart."""
+    teacher = np.log([[0.5, 0.2, 0.101, 0.099, 0.1 / 2, 0.1 / 2]])
+    student = np.log([[0.3, 0.1, 0.1, 0.4, 0.05, 0.05]])
+    first = np.log([[0.5, 0.2, 0.099, 0.101, 0.1 / 2, 0.1 / 2]])
+    truth = dense_scores(teacher, student, 3)
+    told = served(first, student, np.array([0]), teacher_k=4, student_k=5, teacher_noise=0.05, student_noise=0.01)
+    evidence = Evidence(*told, ScoreRule(3, 6), 1, teacher_top_k=6, ask_student=True)
+
+    def holds() -> bool:
+        pairs = [(getattr(evidence.bounds, part), truth[part]) for part in PARTS] + [
+            (evidence.bounds.score, truth["Full"])
+        ]
+        return all(interval.lower <= value + 1e-7 and value - 1e-7 <= interval.upper for interval, value in pairs)
+
+    assert holds()
+    assert evidence.teacher.ids[0, :3].tolist() == [0, 1, 3]
+    evidence.take_student(np.array([0]), student[:, [0, 1, 3]])
+    assert holds()
+    ids, logprobs = top(teacher, 6)
+    entropy = -(np.exp(teacher) * teacher).sum(-1)
+    reply = ScoredPositions(topk_ids=ids, topk_logprobs=logprobs, entropy_lower=entropy, entropy_upper=entropy)
+    evidence.take_teacher(np.array([0]), reply, 6)
+    assert holds()
+    assert not evidence.student.is_exact_at(evidence.teacher.ids[:, :3]).any()
+    evidence.take_student(np.array([0]), student[:, [0, 1, 2]])
+    assert evidence.bounds.score.lower[0] == evidence.bounds.score.upper[0] == pytest.approx(truth["Full"][0], abs=1e-6)

@@ -215,5 +215,5 @@ async def test_refusals_are_one_clear_line(server: RunningServer, model: Path) -
         with pytest.raises(PermanentError, match="scores at temperature 1 only"):
             await teacher.score(prompt, prompt, top_k=4, temperature=0.5, deadline=soon())
         long = np.resize(prompt, 3000).astype(np.int32)
-        with pytest.raises(PermanentError, match="maximum context length"):
+        with pytest.raises(PermanentError, match="serves a context of 2047 tokens"):
             await teacher.score(prompt, long, top_k=1, temperature=1.0, deadline=soon())
