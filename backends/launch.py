@@ -7,24 +7,26 @@ is waited for, explained by its log when it fails, and stopped with everything i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import random
 import shutil
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
 import structlog
 from pydantic import Field
 
+from spot_async.concurrency import first_error
 from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
-from spot_async.errors import ConfigError, ProcessDiedError, RequestError
+from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.processes import ChildProcess, foreign_environment
 
 LOG_LINES = 10  # shown of a server that failed, from the end of its log
@@ -32,6 +34,7 @@ LOG_ERRORS = 3  # and what exceptions said before
 PROBE_TIMEOUT_S = 10.0
 PROBE_INTERVAL_S = 0.25
 VERSION_TIMEOUT_S = 60.0
+LAST_REPLY_S = 10.0  # between a server's last reply and its end; SGLang looks for its reasons for five
 # Below those that outgoing connections get: a connection to a server that does not listen yet would now and then
 # get that very port, be connected to itself, and keep the server from listening.
 FREE_PORTS = range(20_000, 32_768)
@@ -46,6 +49,9 @@ if spec is None or spec.origin is None:
 names = importlib.metadata.packages_distributions().get(sys.argv[1], [])
 print(importlib.metadata.version(names[0]) if names else "unknown")
 """
+
+
+T = TypeVar("T")
 
 
 def _numbers_too(value: Any) -> Any:
@@ -162,23 +168,40 @@ class LaunchedServer:
             self._explain(error)
             raise
 
+    async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which asks the server something. Where the server ends of it, that is raised."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watcher = group.create_task(self.watch())
+                result = await work
+                watcher.cancel()
+        except ExceptionGroup as failures:
+            error = first_error(failures)
+        else:
+            return result
+        if isinstance(error, TransientError):  # a server's last reply comes before its end
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_REPLY_S):
+                    await self.watch()
+        raise error
+
     async def until_ready(self, ask: Ask) -> None:
         """Return once it answers. Raises `ProcessDiedError` when it ends instead, or takes too long."""
         last: RequestError | None = None
+
+        async def answered() -> None:
+            nonlocal last
+            while True:
+                try:
+                    await ask(asyncio.get_running_loop().time() + PROBE_TIMEOUT_S)
+                    return
+                except RequestError as error:
+                    last = error
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
         try:
-            async with asyncio.timeout(self._settings.start_timeout_s), asyncio.TaskGroup() as group:
-                watcher = group.create_task(self.watch())
-                loop = asyncio.get_running_loop()
-                while not watcher.done():
-                    try:
-                        await ask(loop.time() + PROBE_TIMEOUT_S)
-                        break
-                    except RequestError as error:
-                        last = error
-                    await asyncio.sleep(PROBE_INTERVAL_S)
-                watcher.cancel()
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the watcher's
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self.alongside(answered())
         except TimeoutError:
             late = ProcessDiedError(
                 f"{self._role} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "

@@ -36,6 +36,7 @@ from .openai_replies import (
 )
 from .remote import RemoteServer, RemoteSettings
 from .replies import check_generation, check_scores
+from .stepwise import Steps
 from .text_alignment import align, as_text
 from .token_texts import UNKNOWN, TokenTexts
 
@@ -111,7 +112,7 @@ class OpenAIBackend:
         deadline: float,
     ) -> Generation:
         found = await self.capabilities(deadline=deadline)
-        self._check_ids(prompt_ids)
+        self._check_request(prompt_ids, prompt_ids[:0], found)
         if top_k > found.max_generation_top_k:
             raise PermanentError(
                 f"{self._role}.backend gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
@@ -127,9 +128,11 @@ class OpenAIBackend:
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
         found = await self.capabilities(deadline=deadline)
-        self._check_ids(np.concatenate([prompt_ids, response_ids]))
+        self._check_request(prompt_ids, response_ids, found)
         if self._dialect.scoring is None:
             raise PermanentError(f"{self._role}.backend only writes: it gives no log-probabilities of given tokens")
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
         if top_k > found.max_top_k:
             raise PermanentError(f"{self._role}.backend serves top-{found.max_top_k} at most, not {top_k}")
         if temperature != 1.0 and found.score_temperature == "one":
@@ -198,14 +201,14 @@ class OpenAIBackend:
             ids.tolist() if sent is None else self._without_start(sent.text, ids), served_k, temperature=temperature
         )
 
-        def decode(reply: bytes) -> TokenScores:
+        def decode(reply: bytes) -> Steps[TokenScores]:
             rows = self._rows(_completion.decode(reply), None if sent is not None else ids.tolist())
             if sent is None:
                 at = np.arange(len(prompt_ids), len(ids), dtype=np.int32)
             else:
                 assert texts is not None
                 at = align(sent, rows.token_ids, texts)[len(prompt_ids) :]
-            scores = token_scores(
+            scores = yield from token_scores(
                 rows,
                 at,
                 served_k=served_k,
@@ -217,7 +220,7 @@ class OpenAIBackend:
             check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
             return scores
 
-        return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask_in_steps(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
 
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
         """Rows of the prompt that was sent as `sent_ids`, or as text."""
@@ -303,9 +306,16 @@ class OpenAIBackend:
     def _with_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._settings.request_fields, **body}
 
-    def _check_ids(self, ids: IntArray) -> None:
-        """Ids outside the vocabulary end some servers."""
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
+    def _check_request(self, prompt_ids: IntArray, response_ids: IntArray, found: Capabilities) -> None:
+        """What some servers end over, cut without a word, or answer with holes."""
+        ids = np.concatenate([prompt_ids, response_ids])
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._role}.backend: a request needs at least one prompt token")
+        if not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
             raise PermanentError(
                 f"{self._role}.backend: a token id lies outside the vocabulary of {self._files.vocab_size}"
+            )
+        if len(ids) > found.max_context_tokens:
+            raise PermanentError(
+                f"{self._role}.backend serves a context of {found.max_context_tokens} tokens, not {len(ids)}"
             )

@@ -17,7 +17,7 @@ from spot_async.errors import ConfigError, PermanentError, RequestError
 from spot_async.types import LogprobTemperature
 
 from .http import ERROR_EXCERPT_CHARACTERS, error_message
-from .openai_replies import Choice, Completion
+from .openai_replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
 from .remote import RemoteServer
 from .token_texts import TOKEN_ID_PREFIX
 
@@ -202,10 +202,7 @@ class _Prober:
         """How many of K it really gave: some endpoints cut without a word. Texts that collide are no cut."""
         choice = await self._scored(dialect, k)
         assert choice is not None
-        rows: Sequence[Mapping[str, Any] | None] = choice.prompt_logprobs or []
-        if not rows and choice.logprobs is not None:
-            rows = choice.logprobs.top_logprobs or []
-        given = max(len(row or {}) for row in rows)
+        given = max(map(len, _rows(choice)))
         return k if given >= k or (dialect.keyed_by_text and given > k // 2) else max(1, given - 1)
 
     async def _score_temperature(self, dialect: Dialect) -> LogprobTemperature:
@@ -227,7 +224,8 @@ class _Prober:
         found = []
         for temperature in (1.0, OTHER_TEMPERATURE):
             logprobs = (await self._post({**body, "temperature": temperature})).only.logprobs
-            found.append((logprobs.top_logprobs or [{}])[0] or {} if logprobs is not None else {})
+            rows = logprobs.top_logprobs if logprobs is not None else None
+            found.append(read_echoed_row(rows[0]) if rows else {})
         one, other = found
         moved = [abs((one[key] or 0.0) - (other[key] or 0.0)) for key in one.keys() & other.keys()]
         return "one" if max(moved, default=0.0) < SAME_NATS else "request"
@@ -302,22 +300,30 @@ def _names_ids(choice: Choice) -> bool:
     return choice.token_ids is not None or (bool(tokens) and all(each.startswith(TOKEN_ID_PREFIX) for each in tokens))
 
 
+def _rows(choice: Choice) -> list[Row]:
+    if choice.prompt_logprobs is not None:
+        return [read_prompt_row(row) for row in choice.prompt_logprobs]
+    rows = choice.logprobs.top_logprobs if choice.logprobs is not None else None
+    return [read_echoed_row(row) for row in rows or []]
+
+
 def _echoes(choice: Choice) -> bool:
     """Whether a reply to `echo` has the prompt's log-probabilities: all but the first token's."""
     logprobs = choice.logprobs
-    if logprobs is None or logprobs.top_logprobs is None or len(logprobs.token_logprobs) < 3:
+    if logprobs is None or len(logprobs.token_logprobs) < 3:
         return False
-    return all(value is not None for value in logprobs.token_logprobs[1:]) and all(logprobs.top_logprobs[1:])
+    rows = _rows(choice)
+    return all(value is not None for value in logprobs.token_logprobs[1:]) and bool(rows) and all(rows[1:])
 
 
 def _same_numbers(one: Choice, other: Choice) -> bool:
     """Whether two readings of the same prompt agree; temperatures of 1 and 0.5 differ by far more than noise."""
 
-    def numbers(choice: Choice) -> list[float]:
+    def found(choice: Choice) -> list[float]:
         if choice.prompt_logprobs is not None:
-            return [entry.logprob or 0.0 for row in choice.prompt_logprobs[1:] for entry in (row or {}).values()]
+            return [value or 0.0 for row in _rows(choice)[1:] for value in row.values()]
         # a generated token at the end is another one each time
         return [] if choice.logprobs is None else [value or 0.0 for value in choice.logprobs.token_logprobs[1:-1]]
 
-    pairs = zip(numbers(one), numbers(other), strict=False)
+    pairs = zip(found(one), found(other), strict=False)
     return max((abs(a - b) for a, b in pairs), default=0.0) < SAME_NATS

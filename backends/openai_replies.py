@@ -9,7 +9,7 @@ done here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,10 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from .stepwise import Steps
 from .token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
 
+ROWS_PER_STEP = 256
 FLOOR_NATS = -9999.0  # vLLM's word for minus infinity and for NaN
 Doubles = npt.NDArray[np.float64]
 
@@ -41,7 +43,7 @@ class Logprobs(msgspec.Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None] | None = None
+    top_logprobs: list[msgspec.Raw] | None = None
 
 
 class PromptLogprob(msgspec.Struct):
@@ -54,7 +56,7 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
     token_ids: list[int] | None = None  # generated, of vLLM and SGLang
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None  # vLLM; the actual token comes first
+    prompt_logprobs: list[msgspec.Raw] | None = None  # vLLM
     stop_reason: int | str | None = None  # vLLM: the stop token that matched
     matched_stop: int | str | None = None  # the same of SGLang
 
@@ -76,13 +78,33 @@ class Completion(msgspec.Struct):
         return self.choices[0]
 
 
+Row = Mapping[str, float | None]  # of one token's distribution: log-probabilities by key
+_echoed_row = msgspec.json.Decoder(dict[str, float | None] | None)
+_prompt_row = msgspec.json.Decoder(dict[str, PromptLogprob] | None)
+
+
+def read_echoed_row(row: msgspec.Raw) -> Row:
+    return _echoed_row.decode(row) or {}
+
+
+def read_prompt_row(row: msgspec.Raw) -> Row:
+    return {key: entry.logprob for key, entry in (_prompt_row.decode(row) or {}).items()}
+
+
 @dataclass(frozen=True)
 class PromptRows:
-    """What a server said of each token of a prompt. The first one has no log-probability."""
+    """What a server said of each token of a prompt. Rows are read when they are needed: a prompt's own never are."""
 
     token_ids: Sequence[int]  # (M,) `UNKNOWN` where it is not certain which token it is
-    logprobs: Sequence[float | None]  # (M,)
-    top: Sequence[Mapping[str, float | None] | None]  # (M,) by key
+    logprobs: Sequence[float | None] | None  # (M,) None where each row holds its token's own, by id
+    rows: Sequence[msgspec.Raw]  # (M,) the first is empty
+    read_row: Callable[[msgspec.Raw], Row] = read_echoed_row
+
+    def own(self, chosen: Sequence[int], read: Sequence[Row]) -> Doubles:
+        """Log-probabilities (N,) of the chosen tokens themselves, whose rows were `read`."""
+        if self.logprobs is not None:
+            return numbers([self.logprobs[at] for at in chosen])
+        return numbers([row.get(str(self.token_ids[at])) for at, row in zip(chosen, read, strict=True)])
 
 
 def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None) -> PromptRows:
@@ -100,7 +122,7 @@ def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None)
     return PromptRows(
         token_ids=ids[:count],
         logprobs=logprobs.token_logprobs[:count],
-        top=logprobs.top_logprobs[:count],
+        rows=logprobs.top_logprobs[:count],
     )
 
 
@@ -112,9 +134,7 @@ def prompt_rows(choice: Choice, token_ids: Sequence[int] | None) -> PromptRows:
         raise PoisonedReplyError("no prompt_logprobs although they were asked for")
     if len(rows) != len(ids):
         raise PoisonedReplyError(f"{len(rows)} rows of prompt_logprobs for {len(ids)} tokens")
-    top = [None if not row else {key: entry.logprob for key, entry in row.items()} for row in rows]
-    own = [None if row is None else row.get(str(i)) for row, i in zip(top, ids, strict=True)]
-    return PromptRows(token_ids=ids, logprobs=own, top=top)
+    return PromptRows(token_ids=ids, logprobs=None, rows=rows, read_row=read_prompt_row)
 
 
 def token_scores(
@@ -126,16 +146,23 @@ def token_scores(
     texts: TokenTexts | None,
     vocab_size: int,
     noise_nats: float,
-) -> TokenScores:
+) -> Steps[TokenScores]:
     """Scores of T response tokens; `at` (T,) is the row of each, -1 where the server has none.
 
     Masked are tokens without a row, and rows whose `top_k` best tokens are not all known. Their entropy bounds need no
     names, only numbers: they are formed from all that is served (method.md section 1), widened by the noise.
     """
     positions = np.flatnonzero(at >= 0)
-    chosen = [int(row) for row in at[positions]]
-    own = _numbers([rows.logprobs[row] for row in chosen])  # (N,)
-    ids, values = _top([rows.top[row] or {} for row in chosen], texts, width=served_k)  # (N, W >= K)
+    chosen = at[positions].tolist()
+    own = np.zeros(len(chosen))  # (N,)
+    ids: IntArray = np.full((len(chosen), served_k + 1), UNKNOWN, dtype=np.int32)
+    values = np.full(ids.shape, -np.inf)
+    for start in range(0, len(chosen), ROWS_PER_STEP):
+        here = slice(start, start + ROWS_PER_STEP)
+        read = [rows.read_row(rows.rows[row]) for row in chosen[here]]
+        own[here] = rows.own(chosen[here], read)
+        ids[here], values[here] = _top(read, texts, width=served_k + 1)
+        yield
     if texts is not None:
         shown, lost = _without_extra(ids, values, own, served_k)
     else:
@@ -193,14 +220,13 @@ def _without_extra(ids: IntArray, values: Doubles, own: Doubles, served_k: int) 
     return shown, added | (count < served_k)
 
 
-def _top(
-    entries: Sequence[Mapping[str, float | None]], texts: TokenTexts | None, *, width: int
-) -> tuple[IntArray, Doubles]:
-    """Ids and log-probabilities (N, W), descending; W the longest row's, `width` at least, padded with -inf."""
+def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tuple[IntArray, Doubles]:
+    """Ids and log-probabilities (N, width), descending, padded with -inf."""
     counts = np.array([len(each) for each in entries], dtype=np.int64)
-    width = int(counts.max(initial=width))
+    if counts.max(initial=0) > width:
+        raise PoisonedReplyError(f"{counts.max()} log-probabilities at a position where {width} are the most")
     keys = [key for each in entries for key in each]
-    flat_values = _numbers([value for each in entries for value in each.values()])
+    flat_values = numbers([value for each in entries for value in each.values()])
     ids = np.full((len(entries), width), UNKNOWN, dtype=np.int32)
     values = np.full((len(entries), width), -np.inf)
     filled = np.arange(width) < counts[:, None]
@@ -215,7 +241,7 @@ def token_id_of(key: str) -> int:
     return int(key.removeprefix(TOKEN_ID_PREFIX))
 
 
-def _numbers(values: Sequence[float | None]) -> Doubles:
+def numbers(values: Sequence[float | None]) -> Doubles:
     """As an array; servers write NaN and infinities as null or as a number that no log-probability can be."""
     try:
         numbers = np.array(values, dtype=np.float64)
@@ -273,11 +299,11 @@ def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: 
     topk_ids: IntArray | None = None
     topk_logprobs: FloatArray | None = None
     if top_k:
-        found, values = _top([row or {} for row in logprobs.top_logprobs or []], None, width=top_k)
+        found, values = _top([read_echoed_row(row) for row in logprobs.top_logprobs or []], None, width=top_k + 1)
         topk_ids, topk_logprobs = found[:, :top_k], values[:, :top_k].astype(np.float32)
     return Generation(
         token_ids=np.array(ids, dtype=np.int32),
-        logprobs=_numbers(logprobs.token_logprobs).astype(np.float32),
+        logprobs=numbers(logprobs.token_logprobs).astype(np.float32),
         finish_reason="stop" if ids and ids[-1] in sampling.stop_token_ids else "length",
         version_spans=(VersionSpan(0, count, WeightVersion(0, 0)),),
         topk_ids=topk_ids,

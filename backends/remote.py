@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -125,6 +125,10 @@ class RemoteServer:
             await self._launched.watch()
         else:
             await asyncio.get_running_loop().create_future()
+
+    async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of what a server is asked before anybody watches it: one of ours that ends of it says why."""
+        return await (work if self._launched is None else self._launched.alongside(work))
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
         return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))

@@ -52,6 +52,7 @@ from .sglang_launch import sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ServerInfo, SglangWeights
 from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
+from .stepwise import Steps
 from .weight_transport import WeightSettings
 
 GENERATE = "/generate"
@@ -109,7 +110,7 @@ class SglangBackend:
                 if self.sleeps_while_training:
                     saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
                     check_sglang(self._server, memory_saver=saver, weights_backup=backup)
-                self._capabilities = await self._probe(info, deadline)
+                self._capabilities = await self._server.alongside(self._probe(info, deadline))
             except PermanentError as error:  # of a first request: the server's flags, key or kind
                 raise ConfigError(str(error)) from None
             self._exit_stack = stack.pop_all()
@@ -139,6 +140,8 @@ class SglangBackend:
         session: str | None = None,
         deadline: float,
     ) -> Generation:
+        if sampling.max_tokens < 1:
+            raise PermanentError(f"{self._role}: max_tokens={sampling.max_tokens}: a response has at least one token")
         self._check(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
         body = {
             "input_ids": prompt_ids.tolist(),
@@ -154,8 +157,8 @@ class SglangBackend:
             **_output_top_k(top_k),
         }
 
-        def read(reply: bytes) -> Generation:
-            generation = read_generation(reply, top_k=top_k)
+        def read(reply: bytes) -> Steps[Generation]:
+            generation = yield from read_generation(reply, top_k=top_k)
             self._check_end(generation, sampling)
             check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
             return generation
@@ -335,14 +338,14 @@ class SglangBackend:
             self._check(prefix_ids, new_tokens=1, top_k=top_k)
         return await gather(ask(*each) for each in requests)
 
-    async def _ask(self, body: dict[str, Any], read: Callable[[bytes], T], deadline: float) -> T:
+    async def _ask(self, body: dict[str, Any], read: Callable[[bytes], Steps[T]], deadline: float) -> T:
         """One request under an id of its own, by which it is taken back when nobody waits for it any longer.
 
         The server aborts by prefix, so ids have one length. It would notice the closed connection after seconds.
         """
         request_id = uuid.uuid4().hex
         try:
-            return await self._server.ask(GENERATE, {"rid": request_id, **body}, read, deadline=deadline)
+            return await self._server.ask_in_steps(GENERATE, {"rid": request_id, **body}, read, deadline=deadline)
         except (asyncio.CancelledError, DeadlineExceededError):
             soon = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
             with contextlib.suppress(RequestError):

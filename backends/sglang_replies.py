@@ -1,13 +1,15 @@
 """Reads the replies of SGLang's native API. Pure: bytes in, arrays out; nothing of the network or of requests.
 
 Top log-probabilities come as flat arrays in base64 where the server knows them, and as nested lists from older
-servers and through routers that drop unknown request fields; both become the same `TopK`. Fields may be missing (a
-request that was aborted while it waited has few), so all have defaults. A NaN is a null on the wire, and refused here.
+servers and through routers that drop unknown request fields; both become the same `TopK`. Lists are long, so readers
+are `Steps`. Fields may be missing (a request that was aborted while it waited has few), so all have defaults. A NaN is
+a null on the wire, and refused here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,8 +19,14 @@ import numpy.typing as npt
 from spot_async.errors import PoisonedReplyError, TransientError
 from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
 
+from .stepwise import Steps
+
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
 FirstEntry = tuple[float | None, int, Any]  # of input tokens: the first one has no log-probability
+Rows = list[list[Entry] | None]
+NO_ROWS = msgspec.Raw(b"[]")
+ROWS_END = b"]],"
+STEP_BYTES = 1 << 16  # of nested rows, read in one step
 ARRAY_TYPES = frozenset({"float16", "float32", "float64", "int32", "int64"})
 
 
@@ -42,8 +50,8 @@ class MetaInfo(msgspec.Struct):
     input_token_logprobs: list[FirstEntry] | None = None
     output_token_logprobs: list[Entry] | None = None
     output_token_ids_logprobs: list[list[Entry] | None] | None = None
-    input_top_logprobs: list[list[Entry] | None] | None = None
-    output_top_logprobs: list[list[Entry] | None] | None = None
+    input_top_logprobs: msgspec.Raw = NO_ROWS  # nested: a list of a row of entries, or null, for each position
+    output_top_logprobs: msgspec.Raw = NO_ROWS
     input_top_logprobs_val_flat_b64: bytes | None = None
     input_top_logprobs_val_flat_b64_dtype: str = "float32"
     input_top_logprobs_idx_flat_b64: bytes | None = None
@@ -83,9 +91,10 @@ class NextToken(NamedTuple):
 
 
 _decoder = msgspec.json.Decoder(Reply)
+_rows_decoder = msgspec.json.Decoder(Rows)
 
 
-def read_generation(body: bytes, *, top_k: int) -> Generation:
+def read_generation(body: bytes, *, top_k: int) -> Steps[Generation]:
     """A whole response. Raises `TransientError` for one that the server ended by itself."""
     reply = _read(body)
     meta = reply.meta_info
@@ -95,7 +104,7 @@ def read_generation(body: bytes, *, top_k: int) -> Generation:
         [token for _, token, _ in entries] == reply.output_ids,
         f"{len(entries)} log-probabilities do not belong to the {count} tokens",
     )
-    top = _top(meta, "output") if top_k else None
+    top = (yield from _top(meta, "output")) if top_k else None
     return Generation(
         token_ids=np.array(reply.output_ids, np.int32),
         logprobs=np.array([logprob for logprob, _, _ in entries], np.float32),
@@ -106,7 +115,7 @@ def read_generation(body: bytes, *, top_k: int) -> Generation:
     )
 
 
-def read_scores(body: bytes, response_ids: IntArray) -> Scores:
+def read_scores(body: bytes, response_ids: IntArray) -> Steps[Scores]:
     """Log-probabilities that were asked for from the last prompt token on; that token's own row is dropped."""
     meta = _read(body).meta_info
     entries = (meta.input_token_logprobs or [])[1:]
@@ -116,7 +125,7 @@ def read_scores(body: bytes, response_ids: IntArray) -> Scores:
         scored_ids.shape == response_ids.shape and bool(((scored_ids == response_ids) | (scored_ids == 0)).all()),
         f"{len(entries)} scored tokens are not the response's {len(response_ids)}",
     )
-    top = _top(meta, "input")
+    top = yield from _top(meta, "input")
     _require(len(top.ids) >= len(response_ids), f"top-k of {len(top.ids)} of {len(response_ids)} tokens")
     rows = slice(len(top.ids) - len(response_ids), None)  # nested lists and some flat ones count the prompt's row
     logprobs = [float("nan") if logprob is None else logprob for logprob, _, _ in entries]
@@ -125,14 +134,14 @@ def read_scores(body: bytes, response_ids: IntArray) -> Scores:
     )
 
 
-def read_next_token(body: bytes, candidate_ids: Sequence[int] | None) -> NextToken:
+def read_next_token(body: bytes, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
     """The first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
     reply = _read(body)
     meta = reply.meta_info
     _finish_reason(meta)
     version = _version_spans(meta, len(reply.output_ids))[0].version
     if candidate_ids is None:
-        top = _top(meta, "output")
+        top = yield from _top(meta, "output")
         _require(len(top.ids) == 1, f"{len(top.ids)} rows of a single position")
         return NextToken(top, None, version)
     rows = meta.output_token_ids_logprobs or []
@@ -151,14 +160,20 @@ def parse_version(text: str | None) -> WeightVersion:
 
 
 def _read(body: bytes) -> Reply:
-    try:
+    with _nulls_are_poison():
         return _decoder.decode(body)
+
+
+@contextlib.contextmanager
+def _nulls_are_poison() -> Iterator[None]:
+    try:
+        yield
     except msgspec.ValidationError as error:
-        if "null" in str(error):
-            raise PoisonedReplyError(
-                f"NaN or infinite log-probabilities, which the server writes as null: {error}"
-            ) from None
-        raise
+        if "got `null`" not in str(error):
+            raise
+        raise PoisonedReplyError(
+            f"NaN or infinite log-probabilities, which the server writes as null: {error}"
+        ) from None
 
 
 def _finish_reason(meta: MetaInfo) -> FinishReason:
@@ -176,10 +191,11 @@ def _version_spans(meta: MetaInfo, count: int) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(span.start, span.end, parse_version(span.version)) for span in meta.weight_versions)
 
 
-def _top(meta: MetaInfo, side: str) -> TopK:
+def _top(meta: MetaInfo, side: str) -> Steps[TopK]:
     def field(name: str) -> Any:
         return getattr(meta, f"{side}_top_logprobs{name}")
 
+    yield
     if field("_val_flat_b64") is not None:
         shape = field("_shape")
         _require(bool(shape) and len(shape) == 2, f"top-k of shape {shape}")
@@ -187,9 +203,29 @@ def _top(meta: MetaInfo, side: str) -> TopK:
             _array(field("_idx_flat_b64"), field("_idx_flat_b64_dtype"), shape).astype(np.int32),
             _array(field("_val_flat_b64"), field("_val_flat_b64_dtype"), shape).astype(np.float32),
         )
-    rows = [row for row in field("") or [] if row is not None]
-    _require(bool(rows), "no top-k although it was asked for")
-    shape = (len(rows), len(rows[0]))
+    parts = []
+    for text in _parts(bytes(field(""))):
+        with _nulls_are_poison():
+            rows = [row for row in _rows_decoder.decode(text) if row is not None]
+        if rows:
+            parts.append(_nested(rows))
+        yield
+    _require(bool(parts), "no top-k although it was asked for")
+    _require(len({part.ids.shape[1] for part in parts}) == 1, "rows of different lengths in the top-k")
+    return TopK(np.concatenate([part.ids for part in parts]), np.concatenate([part.logprobs for part in parts]))
+
+
+def _parts(text: bytes) -> Iterator[bytes]:
+    """A list of rows as several, cut between rows."""
+    start, end = text.find(b"[") + 1, text.rfind(b"]")  # neither in a null, which has no rows
+    while (cut := text.find(ROWS_END, start + STEP_BYTES, end)) >= 0:
+        yield b"[" + text[start : cut + 2] + b"]"
+        start = cut + len(ROWS_END)
+    yield b"[" + text[start : max(start, end)] + b"]"
+
+
+def _nested(rows: Sequence[list[Entry]]) -> TopK:
+    shape = len(rows), len(rows[0])
     _require(all(len(row) == shape[1] for row in rows), "rows of different lengths in the top-k")
     entries = [entry for row in rows for entry in row]
     return TopK(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,8 +62,6 @@ class Sender:
         # What init_process_group does, for a group that is not this process's default one: the servers make theirs
         # with this function, and the ranks only meet under the same keys.
         make_group = cast(Any, c10d)._new_process_group_helper
-        timeout = timedelta(seconds=command.timeout_s)
-        self._store.set_timeout(timeout)
         self._group, _ = make_group(
             command.world_size,
             0,
@@ -72,7 +69,7 @@ class Sender:
             dist.Backend(self._backend),
             cast(Any, dist).PrefixStore(command.group, self._store),
             group_name=command.group,
-            timeout=timeout,
+            timeout=c10d.default_pg_timeout,  # the parent waits less, and then ends this process
         )
         cast(Any, c10d)._world.pg_group_ranks[self._group] = {rank: rank for rank in range(command.world_size)}
         if self._device.type == "cuda":

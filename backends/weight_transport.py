@@ -101,7 +101,6 @@ def buckets(layout: Layout, capacity_bytes: int = BUCKET_BYTES) -> Iterator[list
 class Join(msgspec.Struct, frozen=True, tag="join"):
     group: str
     world_size: int
-    timeout_s: float
 
 
 class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
@@ -169,8 +168,7 @@ class WeightSender:
 
     async def join(self, group: str, *, world_size: int, deadline: float) -> None:
         """Become rank 0; returns when all others have joined too."""
-        left_s = max(1.0, deadline - asyncio.get_running_loop().time())
-        await self._while_it_lives(self._ask(Join(group, world_size, left_s)), "join the group", deadline)
+        await self._while_it_lives(self._ask(Join(group, world_size)), "join the group", deadline)
 
     async def broadcast(self, directory: str, tensors: Sequence[Tensor], *, deadline: float) -> None:
         """Send tensors of a snapshot, in this order; returns when they are received."""

@@ -24,10 +24,15 @@ import numpy as np
 from pipeline import EXAMPLE
 from report import show
 
+from spot_async.backends.openai import OpenAIBackend
+from spot_async.backends.openai_dialect import COMPLETIONS
+from spot_async.backends.openai_dialect import Dialect as OpenAIDialect
+from spot_async.backends.sglang import GENERATE, SglangBackend
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm_probes import Found
 from spot_async.backends.vllm_replies import CompletionsRoute, GenerateRoute
 from spot_async.protocols import Scorer
+from spot_async.types import Capabilities
 
 VOCAB = 151_936
 PROMPT_TOKENS = 512
@@ -106,6 +111,109 @@ async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
     return backend
 
 
+def echo(name: Callable[[int], str]) -> bytes:
+    """The same rows as OpenAI's API gives them."""
+    rows = [
+        {name(int(token)): entry["logprob"] for token, entry in row.items()} if row else None
+        for row in prompt_logprobs(None)
+    ]
+    tokens = [*PROMPT.tolist(), *RESPONSE.tolist()]
+    logprobs = {
+        "text_offset": [4 * n for n in range(len(tokens))],
+        "token_logprobs": [None if row is None else next(iter(row.values())) for row in rows],
+        "tokens": [name(token) for token in tokens],
+        "top_logprobs": rows,
+    }
+    return msgspec.json.encode({"choices": [{"index": 0, "finish_reason": "length", "logprobs": logprobs}]})
+
+
+class Texts:
+    """A vocabulary of texts that are all different; a tokenizer's own are looked up alike."""
+
+    def __init__(self) -> None:
+        self._ids = {f"{token:5d}": token for token in range(VOCAB)}
+
+    def ids_of(self, texts: list[str]) -> list[int]:
+        return [self._ids[text] for text in texts]
+
+
+async def openai(stack: AsyncExitStack, url: str, *, by_text: bool) -> Backend:
+    settings = OpenAIBackend.Settings(url=url)
+    backend: Any = OpenAIBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
+    await stack.enter_async_context(backend._server)
+    backend._files = dataclasses.replace(backend._files, vocab_size=VOCAB)
+    backend._dialect = OpenAIDialect(
+        model="m", token_id_prompts=True, scoring="echo", keyed_by_text=by_text, max_top_k=TOP_K
+    )
+    backend._texts = Texts() if by_text else None
+    backend._found = Capabilities(
+        model="m",
+        vocab_size=VOCAB,
+        vocab_fingerprint="",
+        max_context_tokens=PROMPT_TOKENS + POSITIONS + 1,
+        max_top_k=TOP_K,
+        exact_entropy=False,
+        candidate_logprobs="none",
+        weight_update=False,
+        score_temperature="one",
+    )
+    return backend
+
+
+def sglang_rows() -> tuple[dict[str, Any], Any, Any]:
+    """SGLang's reply without its top-K, and that: ids and log-probabilities of the response's rows."""
+    ids = (RESPONSE[:, None] + np.arange(TOP_K, dtype=np.int32) * (VOCAB // TOP_K)) % VOCAB
+    logprobs = -np.sort(DRAW.exponential(4.0, (POSITIONS, TOP_K)).astype(np.float32))
+    own = zip(logprobs[:, 0].tolist(), RESPONSE.tolist(), strict=True)
+    meta = {
+        "id": "0" * 32,
+        "finish_reason": {"type": "length", "length": 0},
+        "weight_version": "0.0",
+        "weight_versions": [{"version": "0.0", "start": 0, "end": 0}],
+        "input_token_logprobs": [(None, int(PROMPT[-1]), None), *((x, v, None) for x, v in own)],
+        "output_token_logprobs": [],
+    }
+    return meta, ids, logprobs
+
+
+def sglang_flat() -> bytes:
+    meta, ids, logprobs = sglang_rows()
+    meta |= {
+        "input_top_logprobs_val_flat_b64": logprobs.tobytes(),
+        "input_top_logprobs_idx_flat_b64": ids.tobytes(),
+        "input_top_logprobs_val_flat_b64_dtype": "float32",
+        "input_top_logprobs_idx_flat_b64_dtype": "int32",
+        "input_top_logprobs_shape": ids.shape,
+        "input_top_logprobs_null_prefix": 1,
+    }
+    return msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta})
+
+
+def sglang_nested() -> bytes:
+    meta, ids, logprobs = sglang_rows()
+    rows = zip(logprobs.tolist(), ids.tolist(), strict=True)
+    meta["input_top_logprobs"] = [None, *([(x, v, None) for x, v in zip(*row, strict=True)] for row in rows)]
+    return msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta})
+
+
+async def sglang(stack: AsyncExitStack, url: str) -> Backend:
+    settings = SglangBackend.Settings(url=url)
+    backend = SglangBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
+    await stack.enter_async_context(backend._server)
+    backend._vocab_size = VOCAB
+    backend._capabilities = Capabilities(
+        model="",
+        vocab_size=VOCAB,
+        vocab_fingerprint="",
+        max_context_tokens=PROMPT_TOKENS + POSITIONS,
+        max_top_k=VOCAB,
+        exact_entropy=False,
+        candidate_logprobs="single",
+        weight_update=False,
+    )
+    return backend
+
+
 DIALECTS = (
     Dialect("vllm", GenerateRoute.path, vllm_generate, lambda stack, url: vllm(stack, url, GenerateRoute())),
     Dialect(
@@ -114,6 +222,20 @@ DIALECTS = (
         vllm_completions,
         lambda stack, url: vllm(stack, url, CompletionsRoute()),
     ),
+    Dialect(
+        "openai, echo by id",
+        COMPLETIONS,
+        lambda: echo(lambda token: f"token_id:{token}"),
+        lambda stack, url: openai(stack, url, by_text=False),
+    ),
+    Dialect(
+        "openai, echo by text",
+        COMPLETIONS,
+        lambda: echo(lambda token: f"{token:5d}"),
+        lambda stack, url: openai(stack, url, by_text=True),
+    ),
+    Dialect("sglang", GENERATE, sglang_flat, sglang),
+    Dialect("sglang through a router", GENERATE, sglang_nested, sglang),
 )
 
 

@@ -66,6 +66,8 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     asked = await _asked(plan, backends["student"], said["student"])
     examinations = [_Examination(role, backends[role], said[role], config, plan, asked) for role in names]
     await gather(each.run() for each in examinations)
+    for each in examinations:  # one after the other: they would wait for each other's processors
+        await each.time()
     return Diagnosis(
         capabilities=said,
         roles={each.role: each.facts for each in examinations},
@@ -133,7 +135,6 @@ class _Examination:
             await self._probe_scores()
         if self.said.generation and self.said.sampled_token_ids:
             await self._probe_generations()
-        await self._time()
         self._judge_temperatures()
 
     def _state_what_is_said(self) -> None:
@@ -206,7 +207,7 @@ class _Examination:
             )
             self._note_disagreement(nats)
 
-    async def _time(self) -> None:
+    async def time(self) -> None:
         asking = (
             probes.score_round_trip_s(self.backend, self.asked)
             if self.said.max_top_k

@@ -27,6 +27,7 @@ from spot_async.backends.openai_replies import (
     retokenized,
     token_scores,
 )
+from spot_async.backends.stepwise import run_at_once
 from spot_async.backends.text_alignment import align, as_text
 from spot_async.backends.token_texts import UNKNOWN, TokenTexts
 from spot_async.errors import PermanentError, PoisonedReplyError, TransientError
@@ -47,14 +48,20 @@ def soon() -> float:
 
 
 def choice(recorded: dict[str, Any]) -> Any:
-    return msgspec.convert(recorded["reply"], Completion).only
+    return msgspec.json.decode(msgspec.json.encode(recorded["reply"]), type=Completion).only
+
+
+def raw(row: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(row))
 
 
 def scores_of(
     rows: PromptRows, at: Sequence[int], *, k: int = 3, top_k: int = 1, texts: TokenTexts | None = None
 ) -> Any:
-    return token_scores(
-        rows, np.array(at, np.int32), served_k=3, top_k=top_k, texts=texts, vocab_size=VOCAB, noise_nats=0.0
+    return run_at_once(
+        token_scores(
+            rows, np.array(at, np.int32), served_k=3, top_k=top_k, texts=texts, vocab_size=VOCAB, noise_nats=0.0
+        )
     )
 
 
@@ -109,8 +116,8 @@ def test_a_reply_with_a_hole_is_poisoned() -> None:
     for broken, reason in [
         (changed(prompt_logprobs=rows[:-1]), "12 rows of prompt_logprobs for 13 tokens"),
         (changed(prompt_logprobs=None), "no prompt_logprobs"),
-        (changed(prompt_logprobs=[*rows[:4], {str(PROMPT[4]): rows[4][str(PROMPT[4])]}, *rows[5:]]), "fewer than 3"),
-        (changed(prompt_logprobs=[*rows[:4], None, *rows[5:]]), "not a number"),
+        (changed(prompt_logprobs=[*rows[:4], raw({str(PROMPT[4]): {"logprob": -9.0}}), *rows[5:]]), "fewer than 3"),
+        (changed(prompt_logprobs=[*rows[:4], raw(None), *rows[5:]]), "not a number"),
     ]:
         with pytest.raises(PoisonedReplyError, match=reason):
             scores_of(prompt_rows(broken, PROMPT), at)
@@ -154,8 +161,8 @@ def test_text_keyed_rows_give_true_bounds_and_the_true_candidates_or_none(
     for token in served:
         if not (keeps_first and names[token] in row):
             row[names[token]] = float(logprobs[token])
-    rows = PromptRows(token_ids=[0, own], logprobs=[None, float(logprobs[own])], top=[None, row])
-    found = token_scores(
+    rows = PromptRows(token_ids=[0, own], logprobs=[None, float(logprobs[own])], rows=[raw(None), raw(row)])
+    steps = token_scores(
         rows,
         np.array([1], np.int32),
         served_k=k,
@@ -164,6 +171,7 @@ def test_text_keyed_rows_give_true_bounds_and_the_true_candidates_or_none(
         vocab_size=vocab,
         noise_nats=0.0,
     )
+    found = run_at_once(steps)
     entropy = -(np.exp(logprobs) * logprobs).sum()
     assert found.entropy_lower[0] <= entropy + 1e-5
     assert found.entropy_upper[0] >= entropy - 1e-5
@@ -175,10 +183,10 @@ def test_text_keyed_rows_give_true_bounds_and_the_true_candidates_or_none(
 
 def test_rows_whose_names_are_all_known_are_not_masked() -> None:
     row = {"a": -0.7, "b": -1.4, "c": -3.0}
-    rows = PromptRows(token_ids=[0, 2], logprobs=[None, -3.0], top=[None, row])
+    rows = PromptRows(token_ids=[0, 2], logprobs=[None, -3.0], rows=[raw(None), raw(row)])
     names = Names(["a", "b", "c", "d", "d"])
     for k, top_k in [(2, 2), (3, 3)]:  # with the token that was read as an extra entry, and as the third best
-        found = token_scores(
+        steps = token_scores(
             rows,
             np.array([1], np.int32),
             served_k=k,
@@ -187,6 +195,7 @@ def test_rows_whose_names_are_all_known_are_not_masked() -> None:
             vocab_size=5,
             noise_nats=0.0,  # type: ignore[arg-type]
         )
+        found = run_at_once(steps)
         assert found.valid is None
         assert found.topk_ids[0].tolist() == [0, 1, 2][:top_k]
 

@@ -191,10 +191,12 @@ def test_the_environments_proxy_is_for_what_lies_beyond_this_machine(monkeypatch
 async def test_compressed_replies_are_read() -> None:
     def packed(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         assert "br" not in headers["accept-encoding"]
-        return 200, {"Content-Encoding": "gzip"}, gzip.compress(b"hello")
+        return 200, {"Content-Encoding": "gzip"}, body
 
+    body = gzip.compress(b"hello" * 100)
     async with http_server(packed) as url, HttpEndpoint("teacher", url) as endpoint:
-        assert await endpoint.get("/x", deadline=soon()) == b"hello"
+        assert await endpoint.get("/x", deadline=soon()) == b"hello" * 100
+        assert endpoint.traffic.received_bytes == len(body)  # as they were on the wire
 
 
 @pytest.mark.parametrize("status", [400, 401, 402, 404, 429, 500])

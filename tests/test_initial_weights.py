@@ -56,10 +56,15 @@ def attached(tmp_path, monkeypatch):
     return "attached_server:Attached"
 
 
-async def test_it_is_given_the_student_before_anything_is_measured(tmp_path, attached):
-    few = tmp_path / "few.jsonl"
-    few.write_text("\n".join(Path("examples/running_sum/data/heldout.jsonl").read_text().splitlines()[:6]))
+@pytest.fixture
+def few(tmp_path):
+    """Some problems."""
+    lines = (ROOT / "examples" / "running_sum" / "data" / "heldout.jsonl").read_text().splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(lines[:6]))
+    return tmp_path / "few.jsonl"
 
+
+async def test_it_is_given_the_student_before_anything_is_measured(tmp_path, attached, few):
     def configure(name, *overrides):
         given = [*SHORT, f"evaluation.problems={few}", *overrides]
         config = load_config(Path("configs/quickstart.yaml"), given)

@@ -28,6 +28,12 @@ worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/die":
+            self.send_error(500, "the engine has failed")
+            self.wfile.flush()
+            time.sleep(0.3)
+            print("ValueError: no such attention", file=sys.stderr, flush=True)
+            os._exit(7)
         ready = self.path != "/health" or time.monotonic() > started + 0.5
         told = {"pid": os.getpid(), "worker": worker.pid, "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
                 "own": os.environ.get("OWN"), "model": sys.argv[2]}
@@ -123,6 +129,13 @@ async def test_a_server_that_never_answers_is_given_up_and_stopped_after_its_tim
         ProcessDiedError, match=r"not ready after 1 s .*raise student\.backend\.launch\.start_timeout_s"
     ):
         await server(tmp_path, hang, start_timeout_s=1.0).__aenter__()
+
+
+async def test_a_server_that_ends_of_its_first_request_is_what_is_told(tmp_path):
+    async with server(tmp_path) as running:
+        assert await running.alongside(running.get("/told", dict, deadline=soon()))
+        with pytest.raises(ProcessDiedError, match="exited with code 7: ValueError: no such attention"):
+            await running.alongside(running.get("/die", dict, deadline=soon()))
 
 
 async def test_cancelling_a_start_stops_the_server(tmp_path):

@@ -115,19 +115,27 @@ class WritingTeacher(SimulatedTeacher):
         return await SimulatedStudent().generate(prompt_ids, sampling, **rest)
 
 
+class ReadingTeacher(WritingTeacher):
+    """One that reads text, and the first token of every response otherwise."""
+
+    async def score(self, *args, **rest):
+        scores = await super().score(*args, **rest)
+        return msgspec.structs.replace(scores, valid=np.arange(len(scores.entropy)) > 0)
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """A simulated SPOT run: the rows of its metrics.jsonl, and what a sink was given."""
     return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
 
 
-def simulate(policy_class, folder, verifier=None, capabilities=None, **settings):
+def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=None, **settings):
     directory = RunDirectory(folder)
     context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer(), reference_kl=True)
     policy = policy_class(policy_class.Settings(**settings), context)
     student = CountedStudent()
     vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    teacher, verifier = WritingTeacher(), verifier or SimulatedVerifier()
+    teacher, verifier = teacher or WritingTeacher(), verifier or SimulatedVerifier()
     reference = SimulatedTeacher() if policy.needs.reference else None
     stages = stages_for(
         policy,
@@ -171,6 +179,7 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, **settings)
 def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simulated, tmp_path_factory):
     rows, _ = simulated
     rows = rows + simulate(SpotPolicy, tmp_path_factory.mktemp("truncated"), capabilities=TRUNCATED)[0]
+    rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("masked"), teacher=ReadingTeacher())[0]
     others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy)
     rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
     written = {name for row in rows for name in row} - {"iteration", "time"}

@@ -192,7 +192,10 @@ async def samples_differ(subject: Subject) -> Finding:
 
 
 async def longest_response(subject: Subject) -> Finding:
-    """Prompt and response may fill the context exactly; one token more is refused."""
+    """Prompt and response may fill the context exactly; one token more is never cut off without a word.
+
+    It is refused, or served in full by a server that holds more than it says.
+    """
     context = subject.capabilities.max_context_tokens
     prompt = subject.tokens(context - TAIL_TOKENS, seed=1)
     reply = await subject.generate(prompt, max_tokens=TAIL_TOKENS)
@@ -200,20 +203,23 @@ async def longest_response(subject: Subject) -> Finding:
     exact = await subject.exact(prompt, reply.token_ids)
     nats = largest(reply.logprobs[INNER], of_tokens(exact, reply.token_ids)[INNER])
     require_close(nats, subject.tolerance_nats, f"log-probabilities at the end of {context} tokens")
-    await _refused(subject, prompt, TAIL_TOKENS + 1, context)
-    await _refused(subject, subject.tokens(context + 1, seed=1), 1, context)
-    return Finding(f"{context} tokens are served, {context + 1} refused", nats)
+    over = [(prompt, TAIL_TOKENS + 1), (subject.tokens(context + 1, seed=1), 1)]
+    refusals = sum([await _is_refused(subject, *request) for request in over])
+    return Finding(f"{context} tokens are served; of {len(over)} requests for more {refusals} are refused", nats)
 
 
-async def _refused(subject: Subject, prompt: IntArray, max_tokens: int, context: int) -> None:
+async def _is_refused(subject: Subject, prompt: IntArray, max_tokens: int) -> bool:
+    """Raises `Violation` when the response is shorter than was asked for."""
     try:
         reply = await subject.generate(prompt, max_tokens=max_tokens)
     except PermanentError:
-        return
-    raise Violation(
-        f"a prompt of {len(prompt)} and max_tokens={max_tokens} exceed the context of {context}, but gave "
-        f"{len(reply.token_ids)} tokens: refuse it with PermanentError"
+        return True
+    require(
+        len(reply.token_ids) == max_tokens,
+        f"a prompt of {len(prompt)} and max_tokens={max_tokens} exceed the context, but gave "
+        f"{len(reply.token_ids)} tokens: refuse it with PermanentError",
     )
+    return False
 
 
 async def _sample(subject: Subject, **settings: float | tuple[int, ...]) -> list[tuple[IntArray, Generation]]:

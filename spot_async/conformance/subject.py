@@ -155,11 +155,14 @@ class Subject:
         """(T, V) of the weights being served, at the temperature that the served log-probabilities are at."""
         return await self.reference.logprobs(prompt_ids, response_ids, temperature if convention == "request" else 1.0)
 
+    def snapshot(self, directory: Path, version: WeightVersion) -> WeightSnapshot:
+        """Under a name that a server which runs in another directory can read."""
+        return WeightSnapshot(directory=str(directory.absolute()), version=version)
+
     async def update(self, directory: Path, version: WeightVersion) -> None:
         """Send weights, and compare with them from now on."""
         from spot_async.conformance.reference import Reference
 
-        snapshot = WeightSnapshot(directory=str(directory.absolute()), version=version)
-        await self.backend.update_weights(snapshot, deadline=self.deadline())
+        await self.backend.update_weights(self.snapshot(directory, version), deadline=self.deadline())
         self.reference = await asyncio.to_thread(Reference, directory, self.device)
         self.version = version

@@ -12,7 +12,7 @@ from spot_async.conformance.checks import Finding, NotOffered, Violation
 from spot_async.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
 from spot_async.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError, VersionMismatchError
-from spot_async.types import Generation, IntArray, WeightSnapshot, WeightVersion
+from spot_async.types import Generation, IntArray, WeightVersion
 
 IN_FLIGHT = 4
 VISIBLE_NATS = 0.01  # weights that change log-probabilities by less than this cannot be told apart
@@ -26,7 +26,7 @@ async def refused_snapshot(subject: Subject) -> Finding:
     original = subject.files.directory
     broken = await asyncio.to_thread(write_broken, original, subject.scratch / "broken")
     for what, directory in broken.items():
-        snapshot = WeightSnapshot(directory=str(directory.absolute()), version=_next(version))
+        snapshot = subject.snapshot(directory, _next(version))
         try:
             await subject.backend.update_weights(snapshot, deadline=subject.deadline())
         except (TransientError, ThrottledError) as error:

@@ -23,29 +23,30 @@ from server_process import RunningServer, free_port, run_server
 from tiny_models import make_model
 
 from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.sglang_launch import sglang_command
 from spot_async.backends.vllm_launch import vllm_command
 
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
 # Tiny models on a CPU. Without TORCHDYNAMO_DISABLE the first request for log-probabilities compiles C++ for half a
-# minute; with more than one process vLLM's executor spins on every core.
+# minute; with more than one process vLLM's executor spins on every core. A seeded request whose prompt is read in
+# chunks ends a vLLM on a CPU ("CPU Generator does not use offset"), so prompts are read whole.
 VLLM_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 VLLM_ARGUMENTS = [
-    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64"),
+    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-chunked-prefill"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni"),
 ]
 
 
 # PyTorch's own kernels for attention and sampling; the others are for GPUs.
 SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
-SGLANG_ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 SGLANG_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--dtype", "float32"),
+    *("--disable-overlap-schedule", "--skip-server-warmup"),
     *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
 ]
 
@@ -89,20 +90,27 @@ def vllm_launch() -> LaunchSettings:
 
 
 @pytest.fixture(scope="session")
-def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
+    """What starts an SGLang server here: an interpreter that runs our launcher in place of SGLang's."""
+    python, wrapper = interpreter("SPOT_SGLANG_PYTHON"), tmp_path_factory.mktemp("sglang") / "python"
+    wrapper.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1 $2" = "-m sglang.launch_server" ] && shift 2 && set -- "{SGLANG_LAUNCHER}" "$@"\n'
+        f'exec "{python}" "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    return LaunchSettings(python=str(wrapper), dtype="float32", arguments=SGLANG_ARGUMENTS)
+
+
+@pytest.fixture(scope="session")
+def start_vllm(vllm_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
     """`start_vllm(model, *arguments, ...)`: a vLLM server until the context ends, by the adapter's own command."""
-    python = interpreter("SPOT_VLLM_PYTHON")
 
     @contextmanager
     def start(
         model: Path, *arguments: str, max_logprobs: int = 64, takes_weights: bool = True, scale_out: bool = True
     ) -> Iterator[RunningServer]:
-        settings = LaunchSettings(
-            python=python,
-            dtype="float32",
-            arguments=[*VLLM_ARGUMENTS, *arguments],
-            environment=VLLM_ENVIRONMENT,
-        )
+        settings = vllm_launch.model_copy(update={"arguments": [*VLLM_ARGUMENTS, *arguments]})
         port = free_port()
         command = vllm_command(settings, model, port, max_logprobs=max_logprobs, takes_weights=takes_weights)
         argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
@@ -121,19 +129,22 @@ def vllm_student(start_vllm: StartServer, models: TinyModels) -> Iterator[Runnin
 
 
 @pytest.fixture(scope="session")
-def start_sglang(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
-    """`start_sglang(model, *arguments, **environment)`: an SGLang server until the context ends."""
-    python = interpreter("SPOT_SGLANG_PYTHON")
+def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`start_sglang(model, *arguments)`: an SGLang server until the context ends, by the adapter's own command."""
 
     @contextmanager
-    def start(model: Path, *arguments: str, **environment: str) -> Iterator[RunningServer]:
+    def start(model: Path, *arguments: str) -> Iterator[RunningServer]:
+        settings = sglang_launch.model_copy(update={"arguments": [*SGLANG_ARGUMENTS, *arguments]})
         port = free_port()
+        command = sglang_command(settings, model, port)
         log_path = tmp_path_factory.mktemp("sglang") / "log"
-        argv = [python, str(SGLANG_LAUNCHER), "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        argv += [*SGLANG_ARGUMENTS, *arguments]
-        environment = {**SGLANG_ENVIRONMENT, **environment}
         with run_server(
-            argv, environment=environment, port=port, model=model, log_path=log_path, ready_path="/model_info"
+            command.argv,
+            environment=command.environment,
+            port=port,
+            model=model,
+            log_path=log_path,
+            ready_path="/model_info",
         ) as server:
             yield server
 

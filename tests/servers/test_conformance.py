@@ -19,7 +19,7 @@ CASES = {
         "teacher",
         "vllm_student",
         {
-            *("position_scores", "candidates", "candidate_temperature", "candidate_version"),
+            *("position_scores", "candidates", "candidate_temperature", "candidate_version", "abort"),
             *("refused_snapshot", "weight_update", "update_under_way"),
         },
     ),

@@ -9,20 +9,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TinyModels
+from conftest import SGLANG_LAUNCHER, TinyModels
 
 from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.guard import process_tree
 from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
 
 PROMPT = np.arange(10, 30, dtype=np.int32)
-SAMPLING = SamplingSettings(max_tokens=12, stop_token_ids=(2,), seed=3)
+SAMPLING = SamplingSettings(temperature=1e-3, max_tokens=12, stop_token_ids=(2,), seed=3)  # SGLang ignores seeds
 
 
 def soon(seconds: float = 120.0) -> float:
@@ -35,55 +35,70 @@ def vllm(launch: LaunchSettings, model: Path, run_directory: Path) -> VllmBacken
     )
 
 
-def changed(launch: LaunchSettings, *arguments: str, **settings: Any) -> LaunchSettings:
+def changed(launch: LaunchSettings, *arguments: str, **settings: str) -> LaunchSettings:
     return launch.model_copy(update={"arguments": [*launch.arguments, *arguments], **settings})
-
-
-def is_api_server(pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return command[1:3] == [b"-m", b"vllm.entrypoints.openai.api_server"]
 
 
 def children_of_this_test() -> set[int]:
     return process_tree(os.getpid()).keys() - {os.getpid()}
 
 
-async def test_a_student_is_started_sleeps_wakes_takes_weights_and_is_explained_when_it_is_killed(
+async def follow(backend: VllmBackend | SglangBackend, other: Path) -> None:
+    """A student's life on the trainer's devices. On a CPU servers take these calls and keep their memory, so what is
+    proven is that the order works: asleep, awake with the weights they had, then with new ones."""
+    assert (await backend.capabilities(deadline=soon())).version == WeightVersion(0, 0)
+    first = await backend.generate(PROMPT, SAMPLING, deadline=soon())
+    assert {span.version for span in first.version_spans} == {WeightVersion(0, 0)}
+
+    await backend.sleep(deadline=soon())
+    await backend.wake(deadline=soon())
+    again = await backend.generate(PROMPT, SAMPLING, deadline=soon())
+    assert again.token_ids.tolist() == first.token_ids.tolist()
+
+    await backend.sleep(deadline=soon())
+    await backend.wake(deadline=soon())
+    await backend.update_weights(WeightSnapshot(directory=str(other), version=WeightVersion(0, 1)), deadline=soon())
+    new = await backend.generate(PROMPT, SAMPLING, deadline=soon())
+    assert {span.version for span in new.version_spans} == {WeightVersion(0, 1)}
+    assert new.token_ids.tolist() != first.token_ids.tolist()
+
+
+def first_arguments(pid: int) -> list[str]:
+    """What an interpreter was told to run. Servers rename some of their processes, which then have none."""
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1:3]
+
+
+async def kill_and_watch(backend: VllmBackend | SglangBackend, started: set[int], main_program: str) -> None:
+    """The server's first process is killed, which alone would leave the others running or in doubt."""
+    [server] = [pid for pid in started if main_program in first_arguments(pid)]
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(ProcessDiedError, match=r"student \(pid \d+\) was killed by SIGKILL \(log: ") as raised:
+        await backend.watch()
+    assert raised.value.__notes__[0].strip()
+    assert not children_of_this_test() & started
+
+
+async def test_a_vllm_student_from_start_to_a_sudden_end(
     vllm_launch: LaunchSettings, models: TinyModels, tmp_path: Path
 ) -> None:
-    """On a CPU a server takes these calls, keeps its memory, and knows no flag for it: what is proven is the order."""
     before = children_of_this_test()
     async with vllm(vllm_launch, models.student, tmp_path) as backend:
         started = children_of_this_test() - before
         assert len(started) >= 3  # the guard, the API server, its engine
-        assert (await backend.capabilities(deadline=soon())).version == WeightVersion(0, 0)
-        first = await backend.generate(PROMPT, SAMPLING, deadline=soon())
-        assert {span.version for span in first.version_spans} == {WeightVersion(0, 0)}
-
-        await backend.sleep(deadline=soon())
-        assert await asks(backend, "/is_sleeping") == {"is_sleeping": True}
-        await backend.wake(deadline=soon())
-        again = await backend.generate(PROMPT, SAMPLING, deadline=soon())
-        assert again.token_ids.tolist() == first.token_ids.tolist()  # it wakes with the weights it had
-
-        await backend.sleep(deadline=soon())
-        await backend.wake(deadline=soon())
-        new = WeightSnapshot(directory=str(models.other), version=WeightVersion(0, 1))
-        await backend.update_weights(new, deadline=soon())
-        other = await backend.generate(PROMPT, SAMPLING, deadline=soon())
-        assert {span.version for span in other.version_spans} == {WeightVersion(0, 1)}
-        assert other.token_ids.tolist() != first.token_ids.tolist()
-
-        [server] = [pid for pid in started if is_api_server(pid)]
-        os.kill(server, signal.SIGKILL)  # its engine would stay for ever
-        with pytest.raises(ProcessDiedError, match=r"student \(pid \d+\) was killed by SIGKILL \(log: ") as raised:
-            await backend.watch()
-        assert raised.value.__notes__[0].strip()
-        assert not children_of_this_test() & started
+        await follow(backend, models.other)
+        await kill_and_watch(backend, started, "vllm.entrypoints.openai.api_server")
 
 
-async def asks(backend: VllmBackend, path: str) -> dict[str, Any]:
-    return await backend._server.get(path, dict[str, Any], deadline=soon())
+async def test_an_sglang_student_from_start_to_a_sudden_end(
+    sglang_launch: LaunchSettings, models: TinyModels, tmp_path: Path
+) -> None:
+    before = children_of_this_test()
+    settings = SglangBackend.Settings(launch=sglang_launch)
+    async with SglangBackend(settings, role="student", model=str(models.student), run_directory=tmp_path) as backend:
+        started = children_of_this_test() - before
+        assert len(started) >= 4  # the guard, the HTTP server, scheduler and detokeniser
+        await follow(backend, models.other)
+        await kill_and_watch(backend, started, str(SGLANG_LAUNCHER))
 
 
 async def test_a_server_that_cannot_start_shows_what_its_engine_said(
@@ -108,6 +123,7 @@ ORCHESTRATOR = """
 import asyncio, sys
 from pathlib import Path
 from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
 
 async def main(launch, model, directory):

@@ -113,6 +113,33 @@ async def test_every_dialect_gives_the_same_numbers_where_it_gives_any(
     check_scores_are_exact(scores, rows(dense_logprobs, model, prompt, response), response, 4)
 
 
+@pytest.fixture(scope="module")
+def sglang(start_sglang: Callable[..., AbstractContextManager[RunningServer]], model: Path) -> Iterator[RunningServer]:
+    with start_sglang(model) as running:
+        yield running
+
+
+@pytest.mark.parametrize("limit", [None, "echo of token ids, by text", "echo of text, by text"])
+async def test_sglang_names_tokens_by_text_and_is_read_all_the_same(
+    sglang: RunningServer, model: Path, dense_logprobs: Dense, limit: str | None
+) -> None:
+    ignores, token_id_prompts = LIMITS[limit] if limit is not None else (set(), True)
+    _, prompt, response = prompt_and_response(model)
+    async with (
+        limited_endpoint(sglang.url, ignores=ignores, token_id_prompts=token_id_prompts) as url,
+        backend(url, model) as teacher,
+    ):
+        found = await teacher.capabilities(deadline=soon())
+        scores = await teacher.score(prompt, response, top_k=16, temperature=1.0, deadline=soon())
+        sampling = SamplingSettings(max_tokens=9, stop_token_ids=(2,), seed=7)
+        written = await teacher.generate(prompt, sampling, deadline=soon())
+    assert (found.token_id_prompts, found.sampled_token_ids) == (token_id_prompts, limit is None)
+    assert (found.score_temperature, found.generation_temperature) == ("one", "request")
+    assert scores.valid is None or scores.valid.mean() > 0.8
+    check_scores_are_exact(scores, rows(dense_logprobs, model, prompt, response), response, 16)
+    assert 0 < len(written.token_ids) <= 9
+
+
 async def test_text_prompts_mask_what_the_server_tokenises_differently(
     server: RunningServer, model: Path, dense_logprobs: Dense
 ) -> None:
@@ -188,5 +215,5 @@ async def test_refusals_are_one_clear_line(server: RunningServer, model: Path) -
         with pytest.raises(PermanentError, match="scores at temperature 1 only"):
             await teacher.score(prompt, prompt, top_k=4, temperature=0.5, deadline=soon())
         long = np.resize(prompt, 3000).astype(np.int32)
-        with pytest.raises(PermanentError, match="maximum context length"):
+        with pytest.raises(PermanentError, match="serves a context of 2047 tokens"):
             await teacher.score(prompt, long, top_k=1, temperature=1.0, deadline=soon())

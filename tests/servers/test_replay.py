@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ CASES = {
     "vllm through openai": (("openai", "vllm_teacher"), ("vllm", "vllm_student")),
     "sglang": (("sglang", "sglang_teacher"), ("sglang", "sglang_student")),
 }
+
+
+@pytest.fixture(scope="module")
+def vllm_teacher(start_vllm: Any, models: Any) -> Iterator[Any]:
+    with start_vllm(models.teacher) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sglang_teacher(start_sglang: Any, models: Any) -> Iterator[Any]:
+    with start_sglang(models.teacher) as server:
+        yield server
 
 
 async def start(stack: AsyncExitStack, kind: str, role: str, model: Path, scratch: Path, url: str | None) -> Any:

@@ -1,0 +1,125 @@
+"""Weights over a process group, between two real processes: the sender, and a receiver as servers have one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spot_async.backends.snapshots import TensorHeader
+from spot_async.backends.weight_transport import WeightSender, WeightSettings, buckets
+from spot_async.concurrency import both
+from spot_async.errors import DeadlineExceededError, TransientError
+from spot_async.weight_files import weight_files
+
+# Rank 1, with what servers join by; prints the sum of each tensor that it receives.
+RECEIVER = """
+import sys, torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
+port, group, *shapes = sys.argv[1:]
+store, _, _ = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
+pg, _ = c10d._new_process_group_helper(
+    2, 1, [], dist.Backend("gloo"), dist.PrefixStore(group, store), group_name=group, timeout=c10d.default_pg_timeout
+)
+c10d._world.pg_group_ranks[pg] = {0: 0, 1: 1}
+for shape in shapes:
+    tensor = torch.empty([int(n) for n in shape.split("x")])
+    dist.broadcast(tensor, 0, group=pg)
+    print(float(tensor.double().sum()), flush=True)
+"""
+
+
+def soon(seconds: float = 60.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Callable[..., Path]) -> Path:
+    return random_model()
+
+
+@asynccontextmanager
+async def started(tmp_path: Path) -> AsyncIterator[tuple[WeightSender, int]]:
+    sender = WeightSender(WeightSettings(backend="gloo"), role="student", log_directory=tmp_path)
+    try:
+        yield sender, await sender.start(deadline=soon())
+    finally:
+        await sender.stop()
+
+
+async def receive(port: int, group: str, *shapes: tuple[int, ...]) -> list[float]:
+    texts = ["x".join(map(str, shape)) for shape in shapes]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RECEIVER, str(port), group, *texts, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    return [float(line) for line in output.split()]
+
+
+async def test_a_snapshots_tensors_arrive_in_the_order_that_was_agreed(model: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    [file] = weight_files(model)
+    wanted = {name: tensor.astype(np.float64).sum() for name, tensor in load_file(file).items()}
+    layout = {name: TensorHeader("F32", tensor.shape) for name, tensor in load_file(file).items()}
+    [tensors] = buckets(layout)
+    async with started(tmp_path) as (sender, port):
+
+        async def send() -> None:
+            await sender.join("weights", world_size=2, deadline=soon())
+            await sender.broadcast(str(model), tensors, deadline=soon())
+
+        _, sums = await both(send(), receive(port, "weights", *(tensor.shape for tensor in tensors)))
+    np.testing.assert_allclose(sums, [wanted[tensor.name] for tensor in tensors], rtol=1e-6, atol=1e-6)
+
+
+async def test_what_a_sender_cannot_do_is_one_line(model: Path, tmp_path: Path) -> None:
+    async with started(tmp_path) as (sender, port):
+        for address in {each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}:
+            if not address.startswith("127."):
+                with pytest.raises(ConnectionRefusedError):  # it listens on one address
+                    socket.create_connection((address, port), timeout=5.0)
+        [tensors] = buckets({"no.such.weight": TensorHeader("F32", (2,))})
+        with pytest.raises(TransientError, match=r"cannot send 1 tensors: .*no\.such\.weight"):
+            await sender.broadcast(str(model), tensors, deadline=soon())
+        join = asyncio.create_task(sender.join("weights", world_size=2, deadline=soon()))
+        await asyncio.sleep(0.2)
+        os.kill(sender._child.pid, signal.SIGKILL)
+        with pytest.raises(TransientError, match=r"student-weights \(pid \d+\) was killed by SIGKILL"):
+            await join
+
+    async with started(tmp_path) as (sender, _):
+        with pytest.raises(
+            DeadlineExceededError, match=r"^student-weights: did not join the group before the deadline$"
+        ):
+            await sender.join("weights", world_size=2, deadline=soon(0.5))  # nobody else comes
+
+    elsewhere = WeightSettings(backend="gloo", address="192.0.2.1")  # reserved for documentation: nobody's
+    sender = WeightSender(elsewhere, role="student", log_directory=tmp_path)
+    with pytest.raises(TransientError, match=r"cannot start: cannot listen on 192\.0\.2\.1:0: "):
+        await sender.start(deadline=soon())
+    await sender.stop()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    dtype=st.sampled_from(["F32", "BF16", "F8_E4M3"]),
+    capacity=st.integers(1, 200),
+)
+def test_buckets_hold_every_tensor_once_and_no_more_than_they_may(sizes: list[int], dtype: str, capacity: int) -> None:
+    layout = {f"w{i:02}": TensorHeader(dtype, (size, 2)) for i, size in enumerate(sizes)}
+    element = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype]
+    parts = list(buckets(layout, capacity))
+    assert [tensor.name for part in parts for tensor in part] == list(layout)
+    for part in parts:
+        held = [tensor.shape[0] * tensor.shape[1] * element for tensor in part]
+        assert sum(held) <= capacity or len(held) == 1 or sum(held[:-1]) == 0
