@@ -21,6 +21,7 @@ SHORT_DEADLINE_S = 0.05
 ABANDONED = 128  # requests: more than most servers run at once
 ABANDONED_AFTER = 0.25  # of the time that one of them takes alone
 SERVED_AGAIN_WITHIN = 0.5  # of that time
+ABORT_ATTEMPTS = 2
 
 
 async def capabilities(subject: Subject) -> Finding:
@@ -88,25 +89,31 @@ async def abort(subject: Subject) -> Finding:
     """Requests that are given up free their places at once: the next one need not wait for them to finish."""
     if not subject.capabilities.abort:
         raise NotOffered("the server finishes what it began, also when nobody waits")
-    clock, tokens = asyncio.get_running_loop().time, subject.long_response_tokens
-    started = clock()
-    await subject.generate(subject.prompt(0), max_tokens=tokens)
-    alone_s = clock() - started
+    alone_s = await _seconds(subject, subject.long_response_tokens)
+    for _ in range(ABORT_ATTEMPTS):  # a machine that is busy otherwise may be slow once
+        waited_s = await _wait_behind_abandoned(subject, ABANDONED_AFTER * alone_s)
+        if waited_s < SERVED_AGAIN_WITHIN * alone_s:
+            break
+    what = f"a short request waits {waited_s:.2f} s behind {ABANDONED} abandoned ones of {alone_s:.2f} s each"
+    require(waited_s < SERVED_AGAIN_WITHIN * alone_s, f"{what}: they go on")
+    return Finding(what)
+
+
+async def _wait_behind_abandoned(subject: Subject, abandoned_after_s: float) -> float:
+    """Seconds that a short request takes after many long ones were given up."""
+    tokens = subject.long_response_tokens
     try:
-        async with asyncio.timeout(ABANDONED_AFTER * alone_s):
+        async with asyncio.timeout(abandoned_after_s):
             await gather(subject.generate(subject.prompt(i), max_tokens=tokens) for i in range(ABANDONED))
     except TimeoutError:
-        pass
-    else:
-        raise Violation(f"{ABANDONED} responses of {tokens} tokens came sooner than a quarter of one alone")
-    started = clock()
-    await subject.generate(subject.prompt(0), max_tokens=1)
-    waited_s = clock() - started
-    require(
-        waited_s < SERVED_AGAIN_WITHIN * alone_s,
-        f"a short request waited {waited_s:.2f} s behind {ABANDONED} abandoned ones (one alone takes {alone_s:.2f} s)",
-    )
-    return Finding(f"a short request waits {waited_s:.2f} s behind {ABANDONED} abandoned ones of {alone_s:.2f} s each")
+        return await _seconds(subject, 1)
+    raise Violation(f"{ABANDONED} responses of {tokens} tokens came sooner than a quarter of one alone")
+
+
+async def _seconds(subject: Subject, max_tokens: int) -> float:
+    started = asyncio.get_running_loop().time()
+    await subject.generate(subject.prompt(0), max_tokens=max_tokens)
+    return asyncio.get_running_loop().time() - started
 
 
 async def refused_ids(subject: Subject) -> Finding:

@@ -33,6 +33,7 @@ API_KEY_VARIABLE = "SPOT_ASYNC_API_KEY"
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as systemd's: gets READY=1 once requests are answered
 BACKLOG = 4096
 GRACEFUL_S = 1
+KEEP_ALIVE_S = 60  # longer than clients do: a server that closes first can cut off a request that is on its way
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -102,7 +103,12 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
 
 async def _run(worker: EngineWorker, app: Starlette, listener: socket.socket) -> None:
     config = uvicorn.Config(
-        app, log_level="warning", lifespan="off", backlog=BACKLOG, timeout_graceful_shutdown=GRACEFUL_S
+        app,
+        log_level="warning",
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACEFUL_S,
     )
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.to_thread(worker.run), name="engine")

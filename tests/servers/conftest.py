@@ -29,13 +29,14 @@ from spot_async.backends.vllm_launch import vllm_command
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
 # Tiny models on a CPU. Without TORCHDYNAMO_DISABLE the first request for log-probabilities compiles C++ for half a
-# minute; with more than one process vLLM's executor spins on every core.
+# minute; with more than one process vLLM's executor spins on every core. A seeded request whose prompt is read in
+# chunks ends a vLLM on a CPU ("CPU Generator does not use offset"), so prompts are read whole.
 VLLM_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 VLLM_ARGUMENTS = [
-    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64"),
+    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-chunked-prefill"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni"),
 ]
 

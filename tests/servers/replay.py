@@ -26,8 +26,8 @@ from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Generation, IntArray, Problem, Prompt, SamplingSettings, Supervision, Verdict
 
-PROMPTS = 6
-RESPONSE_TOKENS = 20
+PROMPTS = 4
+RESPONSE_TOKENS = 14
 TRAINING = TrainingConfig(iterations=1, batch_size=PROMPTS, mini_batch_size=PROMPTS, learning_rate=1e-6)
 
 

@@ -58,16 +58,15 @@ def sampling(seed: int = 1, max_tokens: int = 48, **changes: Any) -> SamplingSet
 ENDLESS = SamplingSettings(max_tokens=CONTEXT - len(PROMPT), stop_token_ids=(), seed=1)  # seconds of one request
 
 
-async def running_requests(server: RunningServer) -> float:
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(server.url + "/metrics")).text
-    return sum(float(value) for value in re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.M))
-
-
-async def until_running(server: RunningServer, count: int) -> None:
+async def until_running(backend: VllmBackend, expected: Callable[[float], bool]) -> None:
+    """Wait until the number of requests that the server has is as expected."""
+    gauges = re.compile(rb"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", re.M)
     async with asyncio.timeout(60.0):
-        while await running_requests(server) != count:  # noqa: ASYNC110 - a server cannot be awaited
-            await asyncio.sleep(0.05)
+        while True:
+            text = await backend._server.endpoint.get("/metrics", deadline=soon())
+            if expected(sum(map(float, gauges.findall(text)))):
+                return
+            await asyncio.sleep(0.02)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -231,16 +230,18 @@ async def test_new_weights_serve_everything_and_old_ones_again(
 
 
 async def test_tokens_of_a_response_that_weights_change_under_carry_the_right_version(
-    backend: VllmBackend, vllm_student: RunningServer, models: TinyModels, dense_logprobs: Dense, snapshot: Any
+    backend: VllmBackend, models: TinyModels, dense_logprobs: Dense, snapshot: Any
 ) -> None:
     new = snapshot()
-    async with asyncio.TaskGroup() as group:
-        response = group.create_task(backend.generate(PROMPT, ENDLESS, top_k=4, deadline=soon()))
-        await until_running(vllm_student, 1)
-        await asyncio.sleep(0.3)
-        await backend.update_weights(new, deadline=soon())
-    await backend.update_weights(WeightSnapshot(directory=str(models.student), version=V0), deadline=soon())
-    reply = response.result()
+    for delay_s in (0.5, 0.2, 1.0, 2.0, 0.05):  # a response takes some seconds; how many is the machine's affair
+        async with asyncio.TaskGroup() as group:
+            response = group.create_task(backend.generate(PROMPT, ENDLESS, top_k=4, deadline=soon()))
+            await asyncio.sleep(delay_s)
+            await backend.update_weights(new, deadline=soon())
+        await backend.update_weights(WeightSnapshot(directory=str(models.student), version=V0), deadline=soon())
+        reply = response.result()
+        if len(reply.version_spans) == 2:
+            break
     spans = reply.version_spans
     assert [span.version for span in spans] == [V0, V1]
     tokens = [*PROMPT.tolist(), *reply.token_ids.tolist()]
@@ -281,23 +282,24 @@ async def test_a_server_that_cannot_load_a_snapshot_goes_on_with_the_one_before(
     expect_rollout(reply, decisions(rows, PROMPT, reply.token_ids))
 
 
-async def test_a_cancelled_request_frees_its_place(backend: VllmBackend, vllm_student: RunningServer) -> None:
-    request = asyncio.create_task(backend.generate(PROMPT, ENDLESS, deadline=soon()))
-    await until_running(vllm_student, 1)
-    request.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await request
-    async with asyncio.timeout(2.0):  # far less than the response would have taken
-        await until_running(vllm_student, 0)
+async def test_cancelled_requests_free_their_places(backend: VllmBackend) -> None:
+    requests = [asyncio.create_task(backend.generate(PROMPT, ENDLESS, deadline=soon())) for _ in range(16)]
+    await until_running(backend, lambda count: count > 8)
+    for request in requests:
+        request.cancel()
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
+    async with asyncio.timeout(2.0):  # far less than the responses would have taken
+        await until_running(backend, lambda count: count == 0)
 
 
-async def test_an_aborted_response_is_no_response(backend: VllmBackend, vllm_student: RunningServer) -> None:
-    request = asyncio.create_task(backend.generate(PROMPT, ENDLESS, deadline=soon()))
-    await until_running(vllm_student, 1)
-    async with httpx.AsyncClient() as client:
-        await client.post(vllm_student.url + "/abort_requests", json={})
-    with pytest.raises(TransientError, match="gave up after"):
-        await request
+async def test_an_aborted_response_is_no_response(backend: VllmBackend) -> None:
+    requests = [asyncio.create_task(backend.generate(PROMPT, ENDLESS, deadline=soon())) for _ in range(16)]
+    await until_running(backend, lambda count: count == 16)
+    await backend._server.post("/abort_requests", {}, dict[str, Any], deadline=soon())
+    for outcome in await asyncio.gather(*requests, return_exceptions=True):
+        assert isinstance(outcome, TransientError)
+        assert "gave up after" in str(outcome)
 
 
 async def test_what_does_not_fit_is_refused_before_vllm_would_cut_it_short(backend: VllmBackend) -> None:
