@@ -79,6 +79,7 @@ class HttpEndpoint:
 
         self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
+        self._is_left = False
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()
@@ -87,6 +88,7 @@ class HttpEndpoint:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_left = True
         await self._transport.__aexit__(kind, error, trace)
 
     async def get(self, path: str, *, deadline: float) -> bytes:
@@ -160,7 +162,8 @@ class HttpEndpoint:
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
         except httpx.HTTPError as error:
-            if not isinstance(error.__cause__, CLOSED) or isinstance(error.__cause__, aiohttp.ClientConnectorError):
+            was_refused = isinstance(error.__cause__, aiohttp.ClientConnectorError)
+            if self._is_left or was_refused or not isinstance(error.__cause__, CLOSED):
                 raise
             response = await self._transport.handle_async_request(request)
         return response

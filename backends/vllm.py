@@ -46,6 +46,7 @@ from .vllm_replies import NamedSpan
 from .vllm_weights import DEVELOPER_MODE, WeightUpdater
 
 PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
+CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
 SINGLE_REQUESTS = 128  # in flight at once, of all positions and tokens that are asked for one by one
 LAUNCHED_MAX_LOGPROBS = 64
 INITIAL = WeightVersion(0, 0)
@@ -282,15 +283,28 @@ class VllmBackend:
     async def _chosen_singly(
         self, prefixes: Sequence[list[int]], candidate_ids: IntArray, expected: WeightVersion, deadline: float
     ) -> FloatArray:
-        """One request for each token (N, k)."""
-        rows = await self._one_by_one(
-            functools.partial(self._client.next_token, prefix, token_id, deadline=deadline)
-            for prefix, row in zip(prefixes, candidate_ids.tolist(), strict=True)
-            for token_id in row
+        """(N, k): one request a position for its top-k, then one for each token that is not among those."""
+        top_k = min(self._found.max_logprobs, self._server.files.vocab_size, CANDIDATE_TOP_K)
+        widest = await self._one_by_one(
+            functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline) for prefix in prefixes
         )
-        for row in rows:
+        found = [dict(zip(row.topk_ids[0].tolist(), row.topk_logprobs[0].tolist(), strict=True)) for row in widest]
+        missing = [
+            (n, token_id)
+            for n, tokens in enumerate(candidate_ids.tolist())
+            for token_id in tokens
+            if token_id not in found[n]
+        ]
+        singles = await self._one_by_one(
+            functools.partial(self._client.next_token, prefixes[n], token_id, deadline=deadline)
+            for n, token_id in missing
+        )
+        for row in (*widest, *singles):
             self._expect(expected, self._version_spans(row.spans, 1))
-        return np.array([row.logprobs[0] for row in rows], np.float32).reshape(candidate_ids.shape)
+        for (n, token_id), row in zip(missing, singles, strict=True):
+            found[n][token_id] = float(row.logprobs[0])
+        rows = [[found[n][token_id] for token_id in tokens] for n, tokens in enumerate(candidate_ids.tolist())]
+        return np.array(rows, np.float32).reshape(candidate_ids.shape)
 
     async def _chosen_at_once(
         self,

@@ -111,6 +111,55 @@ async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
     return backend
 
 
+def echo(name: Callable[[int], str]) -> bytes:
+    """The same rows as OpenAI's API gives them."""
+    rows = [
+        {name(int(token)): entry["logprob"] for token, entry in row.items()} if row else None
+        for row in prompt_logprobs(None)
+    ]
+    tokens = [*PROMPT.tolist(), *RESPONSE.tolist()]
+    logprobs = {
+        "text_offset": [4 * n for n in range(len(tokens))],
+        "token_logprobs": [None if row is None else next(iter(row.values())) for row in rows],
+        "tokens": [name(token) for token in tokens],
+        "top_logprobs": rows,
+    }
+    return msgspec.json.encode({"choices": [{"index": 0, "finish_reason": "length", "logprobs": logprobs}]})
+
+
+class Texts:
+    """A vocabulary of texts that are all different; a tokenizer's own are looked up alike."""
+
+    def __init__(self) -> None:
+        self._ids = {f"{token:5d}": token for token in range(VOCAB)}
+
+    def ids_of(self, texts: list[str]) -> list[int]:
+        return [self._ids[text] for text in texts]
+
+
+async def openai(stack: AsyncExitStack, url: str, *, by_text: bool) -> Backend:
+    settings = OpenAIBackend.Settings(url=url)
+    backend: Any = OpenAIBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
+    await stack.enter_async_context(backend._server)
+    backend._files = dataclasses.replace(backend._files, vocab_size=VOCAB)
+    backend._dialect = OpenAIDialect(
+        model="m", token_id_prompts=True, scoring="echo", keyed_by_text=by_text, max_top_k=TOP_K
+    )
+    backend._texts = Texts() if by_text else None
+    backend._found = Capabilities(
+        model="m",
+        vocab_size=VOCAB,
+        vocab_fingerprint="",
+        max_context_tokens=PROMPT_TOKENS + POSITIONS + 1,
+        max_top_k=TOP_K,
+        exact_entropy=False,
+        candidate_logprobs="none",
+        weight_update=False,
+        score_temperature="one",
+    )
+    return backend
+
+
 def sglang_rows() -> tuple[dict[str, Any], Any, Any]:
     """SGLang's reply without its top-K, and that: ids and log-probabilities of the response's rows."""
     ids = (RESPONSE[:, None] + np.arange(TOP_K, dtype=np.int32) * (VOCAB // TOP_K)) % VOCAB
@@ -165,55 +214,6 @@ async def sglang(stack: AsyncExitStack, url: str) -> Backend:
     return backend
 
 
-def echo(name: Callable[[int], str]) -> bytes:
-    """The same rows as OpenAI's API gives them."""
-    rows = [
-        {name(int(token)): entry["logprob"] for token, entry in row.items()} if row else None
-        for row in prompt_logprobs(None)
-    ]
-    tokens = [*PROMPT.tolist(), *RESPONSE.tolist()]
-    logprobs = {
-        "text_offset": [4 * n for n in range(len(tokens))],
-        "token_logprobs": [None if row is None else next(iter(row.values())) for row in rows],
-        "tokens": [name(token) for token in tokens],
-        "top_logprobs": rows,
-    }
-    return msgspec.json.encode({"choices": [{"index": 0, "finish_reason": "length", "logprobs": logprobs}]})
-
-
-class Texts:
-    """A vocabulary of texts that are all different; a tokenizer's own are looked up alike."""
-
-    def __init__(self) -> None:
-        self._ids = {f"{token:5d}": token for token in range(VOCAB)}
-
-    def ids_of(self, texts: list[str]) -> list[int]:
-        return [self._ids[text] for text in texts]
-
-
-async def openai(stack: AsyncExitStack, url: str, *, by_text: bool) -> Backend:
-    settings = OpenAIBackend.Settings(url=url)
-    backend: Any = OpenAIBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
-    await stack.enter_async_context(backend._server)
-    backend._files = dataclasses.replace(backend._files, vocab_size=VOCAB)
-    backend._dialect = OpenAIDialect(
-        model="m", token_id_prompts=True, scoring="echo", keyed_by_text=by_text, max_top_k=TOP_K
-    )
-    backend._texts = Texts() if by_text else None
-    backend._found = Capabilities(
-        model="m",
-        vocab_size=VOCAB,
-        vocab_fingerprint="",
-        max_context_tokens=PROMPT_TOKENS + POSITIONS + 1,
-        max_top_k=TOP_K,
-        exact_entropy=False,
-        candidate_logprobs="none",
-        weight_update=False,
-        score_temperature="one",
-    )
-    return backend
-
-
 DIALECTS = (
     Dialect("vllm", GenerateRoute.path, vllm_generate, lambda stack, url: vllm(stack, url, GenerateRoute())),
     Dialect(
@@ -222,8 +222,6 @@ DIALECTS = (
         vllm_completions,
         lambda stack, url: vllm(stack, url, CompletionsRoute()),
     ),
-    Dialect("sglang", GENERATE, sglang_flat, sglang),
-    Dialect("sglang through a router", GENERATE, sglang_nested, sglang),
     Dialect(
         "openai, echo by id",
         COMPLETIONS,
@@ -236,6 +234,8 @@ DIALECTS = (
         lambda: echo(lambda token: f"{token:5d}"),
         lambda stack, url: openai(stack, url, by_text=True),
     ),
+    Dialect("sglang", GENERATE, sglang_flat, sglang),
+    Dialect("sglang through a router", GENERATE, sglang_nested, sglang),
 )
 
 

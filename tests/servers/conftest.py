@@ -23,6 +23,7 @@ from server_process import RunningServer, free_port, run_server
 from tiny_models import make_model
 
 from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.sglang_launch import sglang_command
 from spot_async.backends.vllm_launch import vllm_command
 
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
@@ -42,11 +43,10 @@ VLLM_ARGUMENTS = [
 
 # PyTorch's own kernels for attention and sampling; the others are for GPUs.
 SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
-SGLANG_ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 SGLANG_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--dtype", "float32"),
+    *("--disable-overlap-schedule", "--skip-server-warmup"),
     *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
 ]
 
@@ -99,9 +99,7 @@ def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
         f'exec "{python}" "$@"\n'
     )
     wrapper.chmod(0o755)
-    return LaunchSettings(
-        python=str(wrapper), dtype="float32", arguments=SGLANG_ARGUMENTS, environment=SGLANG_ENVIRONMENT
-    )
+    return LaunchSettings(python=str(wrapper), dtype="float32", arguments=SGLANG_ARGUMENTS)
 
 
 @pytest.fixture(scope="session")
@@ -131,19 +129,22 @@ def vllm_student(start_vllm: StartServer, models: TinyModels) -> Iterator[Runnin
 
 
 @pytest.fixture(scope="session")
-def start_sglang(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
-    """`start_sglang(model, *arguments, **environment)`: an SGLang server until the context ends."""
-    python = interpreter("SPOT_SGLANG_PYTHON")
+def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`start_sglang(model, *arguments)`: an SGLang server until the context ends, by the adapter's own command."""
 
     @contextmanager
-    def start(model: Path, *arguments: str, **environment: str) -> Iterator[RunningServer]:
+    def start(model: Path, *arguments: str) -> Iterator[RunningServer]:
+        settings = sglang_launch.model_copy(update={"arguments": [*SGLANG_ARGUMENTS, *arguments]})
         port = free_port()
+        command = sglang_command(settings, model, port)
         log_path = tmp_path_factory.mktemp("sglang") / "log"
-        argv = [python, str(SGLANG_LAUNCHER), "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        argv += [*SGLANG_ARGUMENTS, *arguments]
-        environment = {**SGLANG_ENVIRONMENT, **environment}
         with run_server(
-            argv, environment=environment, port=port, model=model, log_path=log_path, ready_path="/model_info"
+            command.argv,
+            environment=command.environment,
+            port=port,
+            model=model,
+            log_path=log_path,
+            ready_path="/model_info",
         ) as server:
             yield server
 
