@@ -21,7 +21,7 @@ from spot_async.errors import ConfigError, RequestError
 from spot_async.model_files import ModelFiles
 from spot_async.preflight import TrainPlan, check_capabilities
 from spot_async.probes import Asked, Noise
-from spot_async.protocols import Backend
+from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.types import Capabilities, IntArray, LogprobTemperature
 from spot_async.vocabulary import Vocabulary
 
@@ -131,9 +131,9 @@ class _Examination:
 
     async def run(self) -> None:
         self._state_what_is_said()
-        if self.said.max_top_k:
+        if self._scores:
             await self._probe_scores()
-        if self.said.generation and self.said.sampled_token_ids:
+        if self._samples and self.said.sampled_token_ids:
             await self._probe_generations()
         self._judge_temperatures()
 
@@ -157,15 +157,16 @@ class _Examination:
             "exact_entropy": said.exact_entropy,
             "candidate_logprobs": said.candidate_logprobs,
             "token_id_prompts": said.token_id_prompts,
-            "sampled_token_ids": said.sampled_token_ids if said.generation else None,
+            "sampled_token_ids": said.sampled_token_ids if self._samples else None,
             "logprob_convention": said.logprob_convention,
-            "score_temperature": said.score_temperature if said.max_top_k else None,
-            "generation_temperature": said.generation_temperature if said.generation else None,
-            "seeds": said.seeds if said.generation else None,
+            "score_temperature": said.score_temperature if self._scores else None,
+            "generation_temperature": said.generation_temperature if self._samples else None,
+            "seeds": said.seeds if self._samples else None,
             "prefix_caching": said.prefix_caching,
             "abort": said.abort,
             "weight_update": said.weight_update,
             "weight_transport": said.weight_transport,
+            "round_trip_s": None,
             "version": None if said.version is None else str(said.version),
             "end_tokens": ", ".join(_end_tokens(files.vocabulary)),
             "end_tokens_as_students": files.vocabulary.end_token_ids[0] == student.vocabulary.end_token_ids[0],
@@ -201,19 +202,17 @@ class _Examination:
                 "student.backend does not honour seeds: a run cannot be repeated (vLLM does; SGLang needs "
                 "--enable-deterministic-inference)"
             )
-        if self.said.max_top_k:
+        if self._scores:
             nats = await self._ask(
                 "its own samples", probes.disagreement_nats(backend, backend, asked, RESPONSE_TOKENS)
             )
             self._note_disagreement(nats)
 
     async def time(self) -> None:
-        asking = (
-            probes.score_round_trip_s(self.backend, self.asked)
-            if self.said.max_top_k
-            else probes.generation_round_trip_s(self.backend, self.asked)
-        )
-        seconds = await self._ask("small requests", asking)
+        if not (self._scores or self._samples):
+            return
+        asking = probes.score_round_trip_s if self._scores else probes.generation_round_trip_s
+        seconds = await self._ask("small requests", asking(self.backend, self.asked))
         self.facts["round_trip_s"] = seconds
         if seconds is not None and seconds > SLOW_ROUND_TRIP_S:
             self.warnings.append(
@@ -269,6 +268,15 @@ class _Examination:
         except RequestError as error:
             self.warnings.append(f"{self.role}.backend could not be asked for {what}: {error}")
             return None
+
+    @property
+    def _scores(self) -> bool:
+        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer)
+
+    @property
+    def _samples(self) -> bool:
+        """A teacher may have no such method, and forget to say so."""
+        return self.said.generation and isinstance(self.backend, Generator)
 
     @property
     def _model(self) -> ModelConfig:
