@@ -120,8 +120,8 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Ser
         (
             "student",
             Other,
-            {"weight_update": False, "candidate_logprobs": "none"},
-            ["student.backend does not serve log-probabilities of chosen", "student.backend takes no new weights"],
+            {"weight_update": False, "logprob_convention": "truncated"},
+            ["student.backend takes no new weights", "log-probabilities must be those of the untruncated"],
         ),
         ("teacher", OneRowOff, {}, ["teacher.backend: log-probabilities of tokens as they were sampled"]),
     ],
