@@ -96,10 +96,13 @@ class HttpEndpoint:
         await self._request("GET", path, None, {}, deadline, parts.append)
         return b"".join(parts)
 
-    async def post(self, path: str, body: bytes, *, content_type: str, deadline: float) -> bytes:
-        """The reply's body. `deadline` is on the loop's clock; raises a `RequestError` for any other outcome."""
+    async def post(self, path: str, body: bytes, *, content_type: str, deadline: float, resend: bool = True) -> bytes:
+        """The reply's body. `deadline` is on the loop's clock; raises a `RequestError` for any other outcome.
+
+        `resend=False` is for what must not reach the server twice (see `_respond`).
+        """
         parts: list[bytes] = []
-        await self.stream(path, body, parts.append, content_type=content_type, deadline=deadline)
+        await self._request("POST", path, body, {"Content-Type": content_type}, deadline, parts.append, resend=resend)
         return b"".join(parts)
 
     async def stream(
@@ -116,13 +119,15 @@ class HttpEndpoint:
         headers: Mapping[str, str],
         deadline: float,
         sink: Callable[[bytes], None],
+        *,
+        resend: bool = True,
     ) -> None:
         request = httpx.Request(method, self._base_url + path, content=body, headers={**self._headers, **headers})
         self.traffic.requests += 1
         self.traffic.sent_bytes += len(body or b"")
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._respond(request)
+                response = await self._respond(request, resend=resend)
                 try:
                     if response.is_success:
                         encoded = "Content-Encoding" in response.headers
@@ -153,17 +158,17 @@ class HttpEndpoint:
         is_long = int(response.headers.get("Content-Length", 0)) > LONG_BODY_BYTES
         return self._long_bodies if is_long else contextlib.nullcontext()
 
-    async def _respond(self, request: httpx.Request) -> httpx.Response:
+    async def _respond(self, request: httpx.Request, *, resend: bool) -> httpx.Response:
         """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
 
         Servers close idle connections, and some close one after an error: a request on it then fails unread.
-        Asking twice does no harm here: nothing that is sent adds to what was sent before.
+        Asking twice does no harm, but where `resend` is False: nothing else that is sent adds to what was sent before.
         """
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
         except httpx.HTTPError as error:
             was_refused = isinstance(error.__cause__, aiohttp.ClientConnectorError)
-            if self._is_left or was_refused or not isinstance(error.__cause__, CLOSED):
+            if not resend or self._is_left or was_refused or not isinstance(error.__cause__, CLOSED):
                 raise
             response = await self._transport.handle_async_request(request)
         return response

@@ -133,15 +133,17 @@ class RemoteServer:
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
         return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))
 
-    async def post(self, path: str, body: object, kind: type[T], *, deadline: float) -> T:
+    async def post(self, path: str, body: object, kind: type[T], *, deadline: float, resend: bool = True) -> T:
         """A JSON reply, decoded as `kind`."""
-        return await self.ask(path, body, _decoder(kind), deadline=deadline)
+        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend)
 
-    async def ask(self, path: str, body: object, decode: Callable[[bytes], T], *, deadline: float) -> T:
+    async def ask(
+        self, path: str, body: object, decode: Callable[[bytes], T], *, deadline: float, resend: bool = True
+    ) -> T:
         """What `decode` makes of the reply. It runs in a thread for a large one, and raises `PoisonedReplyError`,
         or one of msgspec's errors, for a reply that cannot be read."""
         reply = await self.endpoint.post(
-            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
+            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline, resend=resend
         )
         if len(reply) > LARGE_REPLY_BYTES:
             return await asyncio.to_thread(self.read, path, reply, decode)

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -48,18 +48,17 @@ from .probing import noise_nats, temperature_convention
 from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
+from .sglang_checks import GENERATE, check_ready, check_vocabulary, probe_prompt, read_error
 from .sglang_launch import sglang_command
-from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
-from .sglang_weights import ServerInfo, SglangWeights
+from .sglang_replies import NextToken, Scores, TopK, WeightNames, read_generation, read_next_token, read_scores
+from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
 from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
 from .stepwise import Steps
 from .weight_transport import WeightSettings
 
-GENERATE = "/generate"
 ABORT = "/abort_request"
 READY = "/model_info"  # /health costs a generated token and a second, and fails while the server is paused
 PROBE_TIMEOUT_S = 120.0
-PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
 PROBE_TOKENS = 32
 PROBE_TOP_K = 16
 ABORT_TIMEOUT_S = 2.0
@@ -68,15 +67,11 @@ POSITIONS_IN_FLIGHT = 32  # of one request for single positions
 T = TypeVar("T")
 
 
-class Tokenized(msgspec.Struct):
-    tokens: list[int]
-
-
 class SglangBackend:
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
 
     class Settings(SleepSettings):
-        kind: str = "sglang"
+        kind: Literal["sglang"] = "sglang"
         weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
@@ -89,10 +84,12 @@ class SglangBackend:
             run_directory=run_directory,
             make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
             ready_path=READY,
+            read_error=functools.partial(read_error, role),
         )
         self._run_directory = run_directory
         self._vocab_size = self._server.files.vocab_size
         self._max_tokens = 0  # that one request may hold; known once the server is asked
+        self._names = WeightNames(role)
         self._weights: SglangWeights
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
@@ -158,7 +155,7 @@ class SglangBackend:
         }
 
         def read(reply: bytes) -> Steps[Generation]:
-            generation = yield from read_generation(reply, top_k=top_k)
+            generation = yield from read_generation(reply, self._names, top_k=top_k)
             self._check_end(generation, sampling)
             check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
             return generation
@@ -174,7 +171,7 @@ class SglangBackend:
                 "sampling.temperature=1"
             )
         served_k = min(max(top_k, self._settings.top_k or 1), self._vocab_size)
-        found = await self._score(prompt_ids, response_ids, max(top_k, served_k), deadline)
+        found = await self._score(prompt_ids, response_ids, served_k, deadline)
         scores = bounded_scores(
             found.logprobs,
             *found.top,
@@ -235,6 +232,7 @@ class SglangBackend:
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         await self._weights.update(snapshot, deadline=deadline)
+        self._names.updated()
         self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
 
     @property
@@ -252,7 +250,11 @@ class SglangBackend:
         files = self._server.files
         served = info.max_req_input_len  # one more than it takes
         self._max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
-        prompt_ids = await self._probe_prompt(deadline)
+        if self._settings.launch is None:
+            await check_ready(self._server, deadline=deadline)
+        await check_vocabulary(self._server, info, deadline=deadline)
+        self._names.start((await self._server.get(READY, ModelInfo, deadline=deadline)).weight_version)
+        prompt_ids = await probe_prompt(self._server, deadline=deadline)
         top_k = min(PROBE_TOP_K, self._vocab_size)
         count = min(PROBE_TOKENS, self._max_tokens - len(prompt_ids))
         sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
@@ -283,21 +285,6 @@ class SglangBackend:
             server=f"sglang {info.version}",
         )
 
-    async def _probe_prompt(self, deadline: float) -> IntArray:
-        """Some text's tokens, on which the server's tokenizer and ours must agree."""
-        ours = self._server.files.vocabulary.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-        body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
-        try:
-            theirs = (await self._server.post("/tokenize", body, Tokenized, deadline=deadline)).tokens
-        except PermanentError:  # a router, or a server without its tokenizer
-            theirs = ours
-        if ours != theirs:
-            raise ConfigError(
-                f"{self._role}.model: its tokenizer gives other tokens than the server's for {PROBE_TEXT!r}; give the "
-                "directory of the model that is served"
-            )
-        return np.array(ours, np.int32)
-
     async def _score(self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, deadline: float) -> Scores:
         if not len(response_ids):
             empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
@@ -314,7 +301,8 @@ class SglangBackend:
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
         }
-        return await self._ask(body, lambda reply: read_scores(reply, response_ids), deadline)
+        read = functools.partial(read_scores, names=self._names, response_ids=response_ids, vocab_size=self._vocab_size)
+        return await self._ask(body, read, deadline)
 
     async def _next_tokens(
         self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
@@ -330,8 +318,9 @@ class SglangBackend:
                 "return_logprob": True,
                 **(_output_top_k(top_k) if chosen is None else {"token_ids_logprob": chosen}),
             }
+            read = functools.partial(read_next_token, names=self._names, candidate_ids=chosen)
             async with places:
-                return await self._ask(body, functools.partial(read_next_token, candidate_ids=chosen), deadline)
+                return await self._ask(body, read, deadline)
 
         requests = list(asked)
         for prefix_ids, _ in requests:

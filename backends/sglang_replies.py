@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.errors import PoisonedReplyError, TransientError
+from spot_async.errors import PoisonedReplyError, TransientError, VersionMismatchError
 from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
 
 from .stepwise import Steps
@@ -24,6 +24,7 @@ from .stepwise import Steps
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
 FirstEntry = tuple[float | None, int, Any]  # of input tokens: the first one has no log-probability
 Rows = list[list[Entry] | None]
+INITIAL = WeightVersion(0, 0)
 NO_ROWS = msgspec.Raw(b"[]")
 ROWS_END = b"]],"
 STEP_BYTES = 1 << 16  # of nested rows, read in one step
@@ -90,11 +91,38 @@ class NextToken(NamedTuple):
     version: WeightVersion
 
 
+class WeightNames:
+    """Which versions the names stand for that a server calls its weights by."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._initial: str | None = None
+
+    def start(self, name: str | None) -> None:
+        """What the server calls the weights that it starts with."""
+        self._initial = name
+
+    def updated(self) -> None:
+        """From now on all names are of weights that were sent."""
+        self._initial = None
+
+    def version(self, name: str | None) -> WeightVersion:
+        """Raises `VersionMismatchError` for a student's weights that were not sent. Other models have one version."""
+        if self._role != "student" or name is None or name == self._initial:
+            return INITIAL
+        try:
+            return WeightVersion.parse(name)
+        except ValueError:
+            raise VersionMismatchError(
+                f"{self._role}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
+            ) from None
+
+
 _decoder = msgspec.json.Decoder(Reply)
 _rows_decoder = msgspec.json.Decoder(Rows)
 
 
-def read_generation(body: bytes, *, top_k: int) -> Steps[Generation]:
+def read_generation(body: bytes, names: WeightNames, *, top_k: int) -> Steps[Generation]:
     """A whole response. Raises `TransientError` for one that the server ended by itself."""
     reply = _read(body)
     meta = reply.meta_info
@@ -109,20 +137,21 @@ def read_generation(body: bytes, *, top_k: int) -> Steps[Generation]:
         token_ids=np.array(reply.output_ids, np.int32),
         logprobs=np.array([logprob for logprob, _, _ in entries], np.float32),
         finish_reason=_finish_reason(meta),
-        version_spans=_version_spans(meta, count),
+        version_spans=_version_spans(meta, names, count),
         topk_ids=None if top is None else top.ids,
         topk_logprobs=None if top is None else top.logprobs,
     )
 
 
-def read_scores(body: bytes, response_ids: IntArray) -> Steps[Scores]:
+def read_scores(body: bytes, names: WeightNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
     """Log-probabilities that were asked for from the last prompt token on; that token's own row is dropped."""
     meta = _read(body).meta_info
     entries = (meta.input_token_logprobs or [])[1:]
     scored_ids = np.array([token for _, token, _ in entries], np.int32)
     # The server takes the vocabulary's last token for one of its placeholders, and calls it 0. Its row is right.
+    named_0 = (scored_ids == 0) & (response_ids == vocab_size - 1) if len(scored_ids) == len(response_ids) else False
     _require(
-        scored_ids.shape == response_ids.shape and bool(((scored_ids == response_ids) | (scored_ids == 0)).all()),
+        scored_ids.shape == response_ids.shape and bool(((scored_ids == response_ids) | named_0).all()),
         f"{len(entries)} scored tokens are not the response's {len(response_ids)}",
     )
     top = yield from _top(meta, "input")
@@ -130,16 +159,16 @@ def read_scores(body: bytes, response_ids: IntArray) -> Steps[Scores]:
     rows = slice(len(top.ids) - len(response_ids), None)  # nested lists and some flat ones count the prompt's row
     logprobs = [float("nan") if logprob is None else logprob for logprob, _, _ in entries]
     return Scores(
-        np.array(logprobs, np.float32), TopK(top.ids[rows], top.logprobs[rows]), parse_version(meta.weight_version)
+        np.array(logprobs, np.float32), TopK(top.ids[rows], top.logprobs[rows]), names.version(meta.weight_version)
     )
 
 
-def read_next_token(body: bytes, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
+def read_next_token(body: bytes, names: WeightNames, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
     """The first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
     reply = _read(body)
     meta = reply.meta_info
     _finish_reason(meta)
-    version = _version_spans(meta, len(reply.output_ids))[0].version
+    version = _version_spans(meta, names, len(reply.output_ids))[0].version
     if candidate_ids is None:
         top = yield from _top(meta, "output")
         _require(len(top.ids) == 1, f"{len(top.ids)} rows of a single position")
@@ -149,14 +178,6 @@ def read_next_token(body: bytes, candidate_ids: Sequence[int] | None) -> Steps[N
     row = rows[0] or []
     _require([token for _, token, _ in row] == list(candidate_ids), "log-probabilities of other tokens than asked for")
     return NextToken(None, np.array([logprob for logprob, _, _ in row], np.float32), version)
-
-
-def parse_version(text: str | None) -> WeightVersion:
-    """The weights' name, where it is ours. Other names are those of models that get no weights from a run."""
-    try:
-        return WeightVersion.parse(text or "")
-    except ValueError:
-        return WeightVersion(0, 0)
 
 
 def _read(body: bytes) -> Reply:
@@ -184,11 +205,11 @@ def _finish_reason(meta: MetaInfo) -> FinishReason:
     return "stop" if finish.type == "stop" else "length"
 
 
-def _version_spans(meta: MetaInfo, count: int) -> tuple[VersionSpan, ...]:
+def _version_spans(meta: MetaInfo, names: WeightNames, count: int) -> tuple[VersionSpan, ...]:
     """Servers before 0.5.19 name one version. They cannot switch in the middle of a response either."""
     if not meta.weight_versions:
-        return (VersionSpan(0, count, parse_version(meta.weight_version)),)
-    return tuple(VersionSpan(span.start, span.end, parse_version(span.version)) for span in meta.weight_versions)
+        return (VersionSpan(0, count, names.version(meta.weight_version)),)
+    return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in meta.weight_versions)
 
 
 def _top(meta: MetaInfo, side: str) -> Steps[TopK]:

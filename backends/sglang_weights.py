@@ -29,6 +29,7 @@ from .weight_transport import WeightSender, WeightSettings, WeightTransport, buc
 
 FLUSH_WHILE_PAUSED = (0, 5, 21)  # and weight-update sessions, from the same version on
 UPDATED_BUT_NOT_FLUSHED = "Weights were updated, but"
+BUSY = "HTTP 400:"  # of a flush; what it says differs between versions
 PARTLY_UPDATED = "partially updated"
 FLUSH_RETRY_S = 0.2
 CLEAN_UP_TIMEOUT_S = 10.0
@@ -105,13 +106,13 @@ class SglangWeights:
     @contextlib.asynccontextmanager
     async def _paused(self, deadline: float) -> AsyncIterator[None]:
         """Nothing is computed in between. A server whose weights an error left mixed stays as it is."""
-        await self._control.post(
-            "/pause_generation", {"mode": "retract" if self._holds_requests else "abort"}, deadline
-        )
-        try:
+        mode = "retract" if self._holds_requests else "abort"
+        try:  # from here on: a pause that nobody waited for to the end is one
+            await self._control.post("/pause_generation", {"mode": mode}, deadline)
             if not self._holds_requests:
                 await self._control.flush(deadline)
             yield
+            await self._control.post("/continue_generation", {}, deadline)
         except BaseException as error:
             if not self._transport.mixed:
                 with contextlib.suppress(RequestError):
@@ -119,10 +120,10 @@ class SglangWeights:
             elif isinstance(error, RequestError):
                 raise PermanentError(
                     f"{self._server.role}: the update ended half-way, so the server holds parts of two models and "
-                    f"stays paused; update it again or restart it. What ended the update: {error}"
+                    f"stays paused: restart it, or POST /continue_generation and resume the run, which sends it whole "
+                    f"weights first. What ended the update: {error}"
                 ) from error
             raise
-        await self._control.post("/continue_generation", {}, deadline)
 
 
 class Control:
@@ -131,8 +132,8 @@ class Control:
     def __init__(self, server: RemoteServer) -> None:
         self._server = server
 
-    async def post(self, path: str, body: dict[str, Any], deadline: float) -> None:
-        outcome = await self._server.post(path, body, Outcome, deadline=deadline)
+    async def post(self, path: str, body: dict[str, Any], deadline: float, *, resend: bool = True) -> None:
+        outcome = await self._server.post(path, body, Outcome, deadline=deadline, resend=resend)
         if not outcome.success:
             raise PermanentError(f"{self._server.role}{path}: {outcome.message}")
 
@@ -141,7 +142,9 @@ class Control:
         while True:
             try:
                 await self._server.ask("/flush_cache", {}, bytes, deadline=deadline)
-            except PermanentError:
+            except PermanentError as error:
+                if BUSY not in str(error):  # the key, or a path that a router does not know
+                    raise
                 await asyncio.sleep(FLUSH_RETRY_S)
             else:
                 return
@@ -238,7 +241,7 @@ class DistributedTransport:
         }
         await both(
             self._sender.join(self._group, world_size=world_size, deadline=deadline),
-            self._control.post("/init_weights_update_group", body, deadline),
+            self._control.post("/init_weights_update_group", body, deadline, resend=False),
         )
 
     async def _broadcast(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
@@ -256,7 +259,7 @@ class DistributedTransport:
             try:
                 await both(
                     self._sender.broadcast(snapshot.directory, tensors, deadline=deadline),
-                    self._control.post("/update_weights_from_distributed", body, deadline),
+                    self._control.post("/update_weights_from_distributed", body, deadline, resend=False),
                 )
             except PermanentError as error:
                 self.mixed = number > 1 or PARTLY_UPDATED in str(error)

@@ -22,7 +22,7 @@ from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.probing import noise_nats, temperature_convention
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang_launch import sglang_command
-from spot_async.backends.sglang_replies import STEP_BYTES, read_generation, read_next_token, read_scores
+from spot_async.backends.sglang_replies import STEP_BYTES, WeightNames, read_generation, read_next_token, read_scores
 from spot_async.backends.sglang_weights import Control, DistributedTransport, ServerInfo, SglangWeights
 from spot_async.backends.stepwise import run_at_once
 from spot_async.backends.weight_transport import Tensor, WeightSettings
@@ -32,6 +32,7 @@ from spot_async.types import Capabilities, Generation, SamplingSettings, Version
 RECORDED = Path(__file__).parent / "data" / "sglang_0.5.23" / "replies.json"
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
 VOCAB = 512
+NAMES = WeightNames("student")
 PROMPT = np.array([263, 301, 88, 17, 402], np.int32)
 RESPONSE = np.array([511, 88, 83, 300, 511], np.int32)  # with the last token of the vocabulary
 
@@ -52,8 +53,8 @@ def soon(seconds: float = 60.0) -> float:
 
 
 def test_flat_and_nested_top_k_of_a_response_are_read_alike() -> None:
-    flat = run_at_once(read_generation(recorded_bytes("generate"), top_k=3))
-    nested = run_at_once(read_generation(recorded_bytes("generate nested"), top_k=3))
+    flat = run_at_once(read_generation(recorded_bytes("generate"), NAMES, top_k=3))
+    nested = run_at_once(read_generation(recorded_bytes("generate nested"), NAMES, top_k=3))
     assert flat.topk_ids is not None
     assert flat.topk_logprobs is not None
     assert nested.topk_logprobs is not None
@@ -69,8 +70,8 @@ def test_flat_and_nested_top_k_of_a_response_are_read_alike() -> None:
 
 
 def test_scores_drop_the_prompts_row_and_read_alike_in_both_forms() -> None:
-    flat = run_at_once(read_scores(recorded_bytes("score"), RESPONSE))
-    nested = run_at_once(read_scores(recorded_bytes("score nested"), RESPONSE))
+    flat = run_at_once(read_scores(recorded_bytes("score"), NAMES, RESPONSE, vocab_size=VOCAB))
+    nested = run_at_once(read_scores(recorded_bytes("score nested"), NAMES, RESPONSE, vocab_size=VOCAB))
     own = [logprob for logprob, _, _ in recorded("score")["meta_info"]["input_token_logprobs"]]
     assert own[0] is None
     np.testing.assert_array_equal(flat.logprobs, np.array(own[1:], np.float32))
@@ -82,26 +83,26 @@ def test_scores_drop_the_prompts_row_and_read_alike_in_both_forms() -> None:
 
 
 def test_chosen_tokens_come_in_the_order_that_they_were_asked_for_in() -> None:
-    found = run_at_once(read_next_token(recorded_bytes("candidates"), [9, 400, 83]))
+    found = run_at_once(read_next_token(recorded_bytes("candidates"), NAMES, [9, 400, 83]))
     row = recorded("candidates")["meta_info"]["output_token_ids_logprobs"][0]
     assert found.chosen is not None
     np.testing.assert_array_equal(found.chosen, np.array([logprob for logprob, _, _ in row], np.float32))
     with pytest.raises(PoisonedReplyError, match="other tokens than asked for"):
-        run_at_once(read_next_token(recorded_bytes("candidates"), [9, 83, 400]))
-    top = run_at_once(read_next_token(recorded_bytes("position"), None)).top
+        run_at_once(read_next_token(recorded_bytes("candidates"), NAMES, [9, 83, 400]))
+    top = run_at_once(read_next_token(recorded_bytes("position"), NAMES, None)).top
     assert top is not None
     assert top.ids.shape == (1, 3)
 
 
 def test_a_response_that_saw_an_update_says_which_weights_sampled_each_token() -> None:
-    generation = run_at_once(read_generation(recorded_bytes("two versions"), top_k=0))
+    generation = run_at_once(read_generation(recorded_bytes("two versions"), NAMES, top_k=0))
     assert generation.version_spans == (VersionSpan(0, 4, V0), VersionSpan(4, 8, V1))
 
 
 @pytest.mark.parametrize("name", ["aborted", "aborted in the queue"])
 def test_an_aborted_response_is_none_however_little_the_reply_says(name: str) -> None:
     with pytest.raises(TransientError, match="the server aborted the request: Abort"):
-        run_at_once(read_generation(recorded_bytes(name), top_k=0))
+        run_at_once(read_generation(recorded_bytes(name), NAMES, top_k=0))
 
 
 def without_row(name: str) -> Callable[[Any], None]:
@@ -147,7 +148,11 @@ def test_a_reply_with_something_missing_or_no_number_is_poisoned(name: str, chan
     change(reply["meta_info"])
     body = json.dumps(reply).encode()
     with pytest.raises((PoisonedReplyError, ValueError, TypeError)):  # the latter become the first in `RemoteServer`
-        run_at_once(read_scores(body, RESPONSE) if "score" in name else read_generation(body, top_k=3))
+        run_at_once(
+            read_scores(body, NAMES, RESPONSE, vocab_size=VOCAB)
+            if "score" in name
+            else read_generation(body, NAMES, top_k=3)
+        )
 
 
 @pytest.mark.parametrize("spaces", [False, True])
@@ -163,9 +168,9 @@ def test_long_nested_rows_are_the_same_when_they_are_read_in_parts(spaces: bool)
     meta["input_top_logprobs"] = [None, *([(x, v, None) for x, v in zip(*row, strict=True)] for row in rows)]
     body = json.dumps(reply).encode() if spaces else msgspec.json.encode(reply)
     assert len(body) > 3 * STEP_BYTES
-    steps = read_scores(body, ids[:, 0])
+    steps = read_scores(body, NAMES, ids[:, 0], vocab_size=VOCAB)
     assert sum(1 for _ in steps) > 3  # the event loop has its turn in between
-    found = run_at_once(read_scores(body, ids[:, 0]))
+    found = run_at_once(read_scores(body, NAMES, ids[:, 0], vocab_size=VOCAB))
     np.testing.assert_array_equal(found.top.ids, ids)
     np.testing.assert_array_equal(found.top.logprobs, logprobs)
 

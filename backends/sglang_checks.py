@@ -1,0 +1,89 @@
+"""What an SGLang server must be before it is asked anything else: ready, and of the model that the directory says.
+
+Raises `ConfigError` for one that is not. Asks only what the server survives.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import msgspec
+import numpy as np
+
+from spot_async.errors import ConfigError, PermanentError, RequestError, ThrottledError, TransientError
+from spot_async.types import IntArray
+
+from .remote import RemoteServer
+from .sglang_weights import ServerInfo
+
+GENERATE = "/generate"
+CHOSEN_IDS_CHECKED = (0, 5, 14)  # by the server; before, one out of the vocabulary ended it
+DUPLICATE_ID = b"Duplicate request ID"
+PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
+
+
+class Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+def read_error(role: str, status: int, content: bytes) -> RequestError | None:
+    """The same request is still there after its connection broke and it was sent again; under another id it is new."""
+    if status == 400 and DUPLICATE_ID in content:
+        return TransientError(f"{role}: the server still has an earlier sending of the request")
+    return None
+
+
+async def check_ready(server: RemoteServer, *, deadline: float) -> None:
+    """A paused server takes requests and answers none, so it is not asked any."""
+    try:
+        await server.endpoint.get("/ready", deadline=deadline)
+    except ThrottledError:
+        raise ConfigError(
+            f"{server.role}.backend: the server is paused, or still starting (GET /ready is 503): where an earlier run "
+            "left it paused, POST /continue_generation; a student gets this run's weights before it is used"
+        ) from None
+    except PermanentError:  # an older server or a router, which does not know the path
+        return
+
+
+async def check_vocabulary(server: RemoteServer, info: ServerInfo, *, deadline: float) -> None:
+    """Whether the server's vocabulary is as large as the directory's: it takes the last token, and refuses the next."""
+    if info.release < CHOSEN_IDS_CHECKED:
+        return
+    vocab_size = server.files.vocab_size
+    for token_id, is_taken in ((vocab_size - 1, True), (vocab_size, False)):
+        body = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "token_ids_logprob": [token_id],
+        }
+        try:
+            await server.ask(GENERATE, body, bytes, deadline=deadline)
+            was_taken = True
+        except PermanentError as error:
+            if "out-of-vocabulary" not in str(error):
+                raise
+            was_taken = False
+        if was_taken != is_taken:
+            raise ConfigError(
+                f"{server.role}.model: its config.json says vocab_size={vocab_size}, but the server "
+                f"{'takes' if was_taken else 'refuses'} token {token_id}: give the served model's directory"
+            )
+
+
+async def probe_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
+    """Some text's tokens, on which the server's tokenizer and ours must agree."""
+    ours = server.files.vocabulary.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
+    try:
+        theirs = (await server.post("/tokenize", body, Tokenized, deadline=deadline)).tokens
+    except PermanentError:  # a router, or a server without its tokenizer
+        theirs = ours
+    if ours != theirs:
+        raise ConfigError(
+            f"{server.role}.model: its tokenizer gives other tokens than the server's for {PROBE_TEXT!r}; give the "
+            "directory of the model that is served"
+        )
+    return np.array(ours, np.int32)
