@@ -9,7 +9,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,21 @@ import pytest
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.probing import noise_nats, temperature_convention
 from spot_async.backends.sglang import SglangBackend
+from spot_async.backends.sglang_checks import check_ready, check_vocabulary
 from spot_async.backends.sglang_launch import sglang_command
 from spot_async.backends.sglang_replies import STEP_BYTES, WeightNames, read_generation, read_next_token, read_scores
 from spot_async.backends.sglang_weights import Control, DistributedTransport, ServerInfo, SglangWeights
 from spot_async.backends.stepwise import run_at_once
 from spot_async.backends.weight_transport import Tensor, WeightSettings
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    PermanentError,
+    PoisonedReplyError,
+    RequestError,
+    TransientError,
+    VersionMismatchError,
+)
 from spot_async.types import Capabilities, Generation, SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 
 RECORDED = Path(__file__).parent / "data" / "sglang_0.5.23" / "replies.json"
@@ -80,6 +89,26 @@ def test_scores_drop_the_prompts_row_and_read_alike_in_both_forms() -> None:
     np.testing.assert_allclose(flat.top.logprobs, nested.top.logprobs, atol=2e-5)
     # The server calls the vocabulary's last token 0 in its list of what it scored, and scores it all the same.
     assert [token for _, token, _ in recorded("score")["meta_info"]["input_token_logprobs"][1:]] == [0, 88, 83, 300, 0]
+
+
+def test_only_the_vocabularys_last_token_may_come_back_as_0() -> None:
+    for response in ([511, 88, 83, 300, 12], [510, 88, 83, 300, 511]):
+        with pytest.raises(PoisonedReplyError, match="scored tokens are not the response's"):
+            run_at_once(read_scores(recorded_bytes("score"), NAMES, np.array(response, np.int32), vocab_size=VOCAB))
+
+
+def test_a_students_weights_are_those_it_started_with_until_it_is_sent_some_and_then_only_those() -> None:
+    names = WeightNames("student")
+    names.start("default")
+    assert names.version("default") == names.version(None) == V0  # some servers name none
+    for name in ("checkpoint-3", ""):
+        with pytest.raises(VersionMismatchError, match=f"student: the server calls its weights '{name}'.*restarted"):
+            names.version(name)
+    names.updated()
+    assert names.version("0.1") == V1
+    with pytest.raises(VersionMismatchError, match="'default', which this run never sent"):
+        names.version("default")
+    assert WeightNames("teacher").version("default") == WeightNames("teacher").version("7.7") == V0
 
 
 def test_chosen_tokens_come_in_the_order_that_they_were_asked_for_in() -> None:
@@ -213,6 +242,8 @@ class StandIn:
                 self.asked.append((path, json.loads(body) if body else None))
                 answers = self.replies.get(path, [(404, b"{}")])
                 status, reply = answers.pop(0) if len(answers) > 1 else answers[0]
+                if status < 0:
+                    return
                 if status == 0:
                     self.silent.set()
                     await reader.read()  # never answers
@@ -300,6 +331,60 @@ async def test_a_request_that_nobody_waits_for_is_aborted_by_its_own_id(model: P
         assert abort == {"rid": generate["rid"]}
 
 
+async def test_a_request_that_the_server_still_has_an_earlier_sending_of_is_worth_another_id(
+    model: Path, tmp_path: Path
+) -> None:
+    refusal = {"error": {"message": "Duplicate request ID detected: 0123"}}
+    async with connected(model, tmp_path, generate=[(400, json.dumps(refusal).encode())]) as (backend, _):
+        with pytest.raises(TransientError, match="student: the server still has an earlier sending"):
+            await backend.generate(PROMPT, SamplingSettings(max_tokens=4, stop_token_ids=(), seed=0), deadline=soon())
+
+
+# Start-up.
+
+UNKNOWN_TOKEN = (400, b'{"error": {"message": "token_ids_logprob contains out-of-vocabulary token id 512; valid"}}')
+
+
+async def test_a_server_that_an_earlier_run_left_paused_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+    replies: dict[str, Any] = {"ready": [(503, b"")], "server_info": ok(version="0.5.23"), "generate": [(0, b"")]}
+    async with connected(model, tmp_path, **replies) as (backend, stand_in):
+        with pytest.raises(ConfigError, match=r"student\.backend: the server is paused.*POST /continue_generation"):
+            async with backend:
+                pass
+    assert stand_in.paths == ["/server_info", "/ready"]
+
+
+async def test_a_server_that_knows_no_readiness_is_taken_for_ready(model: Path, tmp_path: Path) -> None:
+    async with connected(model, tmp_path) as (backend, stand_in):
+        await check_ready(backend._server, deadline=soon())
+    assert stand_in.paths == ["/ready"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "wrong"),
+    [
+        ([(200, b"{}"), UNKNOWN_TOKEN], None),
+        ([(200, b"{}"), (200, b"{}")], "takes token 512"),
+        ([UNKNOWN_TOKEN], "refuses token 511"),
+    ],
+)
+async def test_a_vocabulary_of_another_size_than_the_servers_is_refused(
+    answers: Any, wrong: str | None, model: Path, tmp_path: Path
+) -> None:
+    async with connected(model, tmp_path, generate=answers) as (backend, stand_in):
+        with pytest.raises(ConfigError, match=f"vocab_size=512, but the server {wrong}") if wrong else nullcontext():
+            await check_vocabulary(backend._server, ServerInfo(version="0.5.14"), deadline=soon())
+    asked = [body["token_ids_logprob"] for _, body in stand_in.asked]
+    assert asked == [[511], [512]][: len(asked)]
+    assert len({body["rid"] for _, body in stand_in.asked}) == len(asked)
+
+
+async def test_a_server_that_a_token_out_of_its_vocabulary_ends_is_not_asked_one(model: Path, tmp_path: Path) -> None:
+    async with connected(model, tmp_path) as (backend, stand_in):
+        await check_vocabulary(backend._server, ServerInfo(version="0.5.13"), deadline=soon())
+    assert not stand_in.asked
+
+
 async def test_what_a_server_serves_at_temperature_1_only_is_not_asked_at_another(model: Path, tmp_path: Path) -> None:
     one, first = np.zeros(1, np.int32), np.full((1, 1), 9, np.int32)
     async with connected(model, tmp_path, generation_temperature="one") as (backend, stand_in):
@@ -316,6 +401,7 @@ async def test_what_a_server_serves_at_temperature_1_only_is_not_asked_at_anothe
 
 NOT_FLUSHED = (400, recorded_bytes("update not flushed"))
 FLUSH_REFUSED = (400, b"Flush cache failed.\n")
+CLOSES = (-1, b"")  # the connection, instead of an answer
 UPDATED = (200, recorded_bytes("update"))
 CONTROL: dict[str, Any] = {
     "pause_generation": ok(status="ok", message="Generation paused successfully."),
@@ -394,6 +480,58 @@ async def test_a_refused_update_is_an_error_and_the_server_goes_on(
     asked, error = await update(model, tmp_path, **replies)
     assert message in str(error)
     assert asked[-1] == ("/continue_generation", {})
+
+
+@pytest.mark.parametrize("path", ["pause_generation", "continue_generation"])
+async def test_a_server_whose_pause_or_resumption_got_no_answer_is_told_to_go_on(
+    path: str, model: Path, tmp_path: Path
+) -> None:
+    replies: dict[str, Any] = {path: [(0, b""), (200, b'{"status": "ok"}')]}
+    asked, error = await update(model, tmp_path, **replies)
+    assert isinstance(error, DeadlineExceededError)
+    assert path in str(error)
+    assert [path for path, _ in asked].count("/continue_generation") == (2 if path == "continue_generation" else 1)
+    assert asked[-1] == ("/continue_generation", {})
+
+
+async def test_an_update_that_is_cancelled_while_it_pauses_leaves_no_pause(model: Path, tmp_path: Path) -> None:
+    replies: dict[str, Any] = {**CONTROL, "pause_generation": [(0, b"")]}
+    async with connected(model, tmp_path, **replies) as (backend, stand_in):
+        weights = SglangWeights(backend._server, WeightSettings(), ServerInfo(version="0.5.23"), log_directory=tmp_path)
+        updating = asyncio.create_task(
+            weights.update(WeightSnapshot(directory=str(model), version=V1), deadline=soon())
+        )
+        await stand_in.silent.wait()
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+    assert stand_in.paths == ["/pause_generation", "/continue_generation"]
+
+
+@pytest.mark.parametrize("status", [401, 404])
+async def test_a_flush_that_can_never_succeed_is_not_asked_again(status: int, model: Path, tmp_path: Path) -> None:
+    async with connected(model, tmp_path, flush_cache=[(status, b"no")]) as (backend, stand_in):
+        with pytest.raises(PermanentError, match=f"HTTP {status}"):
+            await Control(backend._server).flush(soon(1.0))
+    assert stand_in.paths == ["/flush_cache"]
+
+
+@pytest.mark.parametrize("path", ["/init_weights_update_group", "/update_weights_from_distributed"])
+async def test_a_part_of_a_broadcast_is_not_sent_again_over_another_connection(
+    path: str, model: Path, tmp_path: Path
+) -> None:
+    """A server that began with it waits for a broadcast that only the first sending has."""
+    calls = ("begin_weight_update", "end_weight_update", "init_weights_update_group", "destroy_weights_update_group")
+    replies = {**CONTROL, **{call: ok(success=True) for call in calls}, "update_weights_from_distributed": [UPDATED]}
+    async with connected(model, tmp_path, **{**replies, path[1:]: [CLOSES, UPDATED]}) as (backend, stand_in):
+        info = ServerInfo(version="0.5.23")
+        weights = SglangWeights(backend._server, WeightSettings(), info, log_directory=tmp_path)
+        sender: Any = Sender()
+        weights._transport = DistributedTransport(Control(backend._server), WeightSettings(), sender, 1, True)
+        with pytest.raises(TransientError, match=path):
+            await weights.update(WeightSnapshot(directory=str(model), version=V1), deadline=soon())
+    assert stand_in.paths.count(path) == 1
+    assert stand_in.paths[-1] == "/continue_generation"
 
 
 class Sender:
