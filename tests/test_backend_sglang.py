@@ -354,6 +354,23 @@ async def test_a_server_that_an_earlier_run_left_paused_is_not_waited_for(model:
     assert stand_in.paths == ["/server_info", "/ready"]
 
 
+async def test_start_up_compares_vocabularies_and_notes_what_the_weights_are_called(
+    model: Path, tmp_path: Path
+) -> None:
+    replies: dict[str, Any] = {
+        "server_info": ok(version="0.5.23"),
+        "generate": [(200, b"{}"), UNKNOWN_TOKEN],
+        "model_info": ok(weight_version="default"),
+        "tokenize": ok(tokens=[1]),  # which ends start-up
+    }
+    async with connected(model, tmp_path, **replies) as (backend, stand_in):
+        with pytest.raises(ConfigError, match="its tokenizer gives other tokens"):
+            async with backend:
+                pass
+    assert [body["token_ids_logprob"] for path, body in stand_in.asked if path == "/generate"] == [[511], [512]]
+    assert backend._names.version("default") == V0
+
+
 async def test_a_server_that_knows_no_readiness_is_taken_for_ready(model: Path, tmp_path: Path) -> None:
     async with connected(model, tmp_path) as (backend, stand_in):
         await check_ready(backend._server, deadline=soon())
@@ -532,6 +549,24 @@ async def test_a_part_of_a_broadcast_is_not_sent_again_over_another_connection(
             await weights.update(WeightSnapshot(directory=str(model), version=V1), deadline=soon())
     assert stand_in.paths.count(path) == 1
     assert stand_in.paths[-1] == "/continue_generation"
+
+
+async def test_a_student_that_was_restarted_after_an_update_is_no_student_of_this_run(
+    model: Path, tmp_path: Path
+) -> None:
+    reply = recorded("generate")
+    reply["meta_info"]["weight_versions"] = [{"version": "default", "start": 0, "end": 6}]
+    body = [(200, json.dumps(reply).encode())]
+    sampling = SamplingSettings(max_tokens=6, stop_token_ids=(), seed=0)
+    async with connected(model, tmp_path, **CONTROL, generate=body) as (backend, _):
+        info = ServerInfo(version="0.5.23")
+        backend._weights = SglangWeights(backend._server, WeightSettings(), info, log_directory=tmp_path)
+        backend._names.start("default")
+        before = await backend.generate(PROMPT, sampling, deadline=soon())
+        assert before.version_spans == (VersionSpan(0, 6, V0),)
+        await backend.update_weights(WeightSnapshot(directory=str(model), version=V1), deadline=soon())
+        with pytest.raises(VersionMismatchError, match=r"calls its weights 'default'.*was it restarted"):
+            await backend.generate(PROMPT, sampling, deadline=soon())
 
 
 class Sender:

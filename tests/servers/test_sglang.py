@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -256,6 +257,48 @@ async def test_another_models_directory_is_refused(sglang_student: RunningServer
     with pytest.raises(ConfigError, match=r"student\.model: its tokenizer gives other tokens than the server's"):
         async with SglangBackend(settings, role="student", model=str(foreign), run_directory=tmp_path):
             pass
+
+
+@pytest.mark.parametrize(("vocab_size", "wrong"), [(VOCAB + 1, "refuses token 512"), (VOCAB - 1, "takes token 511")])
+async def test_a_directory_with_another_vocabulary_size_is_refused_by_a_server_that_goes_on(
+    vocab_size: int, wrong: str, sglang_student: RunningServer, tmp_path: Path, models: Any, connect: Connect
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(models.student, foreign)
+    config = msgspec.json.decode((foreign / "config.json").read_bytes())
+    (foreign / "config.json").write_bytes(msgspec.json.encode({**config, "vocab_size": vocab_size}))
+    settings = SglangBackend.Settings(url=sglang_student.url)
+    with pytest.raises(ConfigError, match=f"vocab_size={vocab_size}, but the server {wrong}"):
+        async with SglangBackend(settings, role="student", model=str(foreign), run_directory=tmp_path):
+            pass
+    async with connect(sglang_student):
+        pass
+
+
+async def test_a_paused_server_is_named_at_start_up_and_serves_once_it_is_told_to_go_on(
+    sglang_student: RunningServer, connect: Connect
+) -> None:
+    async with httpx.AsyncClient(base_url=sglang_student.url) as client:
+        await client.post("/pause_generation", json={"mode": "retract"})
+        with pytest.raises(ConfigError, match=r"the server is paused.*POST /continue_generation"):
+            async with connect(sglang_student):
+                pass
+        await client.post("/continue_generation", json={})
+    async with connect(sglang_student):
+        pass
+
+
+async def test_an_id_that_is_still_in_use_is_a_transient_error(
+    sglang_student: RunningServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect(sglang_student) as backend:
+        same = uuid.uuid4()
+        monkeypatch.setattr("spot_async.backends.sglang.uuid.uuid4", lambda: same)
+        first = asyncio.create_task(backend.generate(tokens(5, 1), sampling(1500, stop_token_ids=()), deadline=soon()))
+        await wait_until(sglang_student, 1)
+        with pytest.raises(TransientError, match="still has an earlier sending"):
+            await backend.generate(tokens(5, 1), sampling(4), deadline=soon())
+        assert len((await first).token_ids) == 1500
 
 
 # Weights.
