@@ -52,7 +52,7 @@ class WeightSettings(Section):
     backend: Literal["nccl", "gloo"] = Field("nccl", description="of the distributed transport: between GPUs or CPUs")
     address: str = Field("127.0.0.1", description="of this machine as servers reach it; distributed listens there")
     port: int | None = Field(None, ge=1, le=65535, description="where distributed listens; default: a free one")
-    device: str = Field("cpu", description="of the sending process, such as `cuda:0` for nccl")
+    device: str | None = Field(None, description="of the sending process; default: `cuda:0` for nccl, `cpu` for gloo")
 
 
 class WeightTransport(Protocol):
@@ -149,11 +149,12 @@ class WeightSender:
             self._socket.linger = 0
             self._socket.bind(endpoint(directory))
             settings = self._settings
+            device = settings.device or ("cuda:0" if settings.backend == "nccl" else "cpu")
             self._child = await ChildProcess.start(
                 self._name,
                 [
                     *(sys.executable, "-m", "spot_async.backends.weight_sender", directory),
-                    *(settings.backend, settings.device, settings.address, str(settings.port or 0)),
+                    *(settings.backend, device, settings.address, str(settings.port or 0)),
                 ],
                 log_path=self._log_path,
             )

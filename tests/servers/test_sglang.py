@@ -280,8 +280,14 @@ async def wait_until(server: RunningServer, count: int) -> None:
 
 @pytest.mark.parametrize("transport", ["disk", "distributed"])
 async def test_new_weights_are_served_whole_and_named(
-    transport: str, sglang_student: RunningServer, models: Any, connect: Connect, rows: Rows
+    transport: str,
+    sglang_student: RunningServer,
+    models: Any,
+    connect: Connect,
+    rows: Rows,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("spot_async.backends.weight_transport.buckets.__defaults__", (100_000,))  # several parts
     async with connect(sglang_student, weights=weight_settings(transport)) as backend:
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
         await check_everything(backend, models.student, rows, FIRST)
