@@ -38,10 +38,10 @@ from .remote import RemoteServer, RemoteSettings
 from .replies import check_generation, check_scores
 from .stepwise import Steps
 from .text_alignment import align, as_text
+from .throttling import when_free
 from .token_texts import UNKNOWN, TokenTexts
 
 DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get tighter with every one
-MAX_STOP_TEXTS = 4  # of OpenAI's API
 NOISE_READINGS = 3  # beside each other
 
 _completion = msgspec.json.Decoder(Completion)
@@ -61,6 +61,12 @@ class OpenAIBackend:
         def _before_version(cls, url: str | None) -> str | None:
             """Clients are often given the address with the API's version behind it."""
             return url and url.rstrip("/").removesuffix("/v1")
+
+        @pydantic.field_validator("launch", mode="before")
+        @classmethod
+        def _starts_nothing(cls, launch: object) -> None:
+            if launch is not None:
+                raise ValueError("kind openai starts no server: give the url of one that runs, or another kind")
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
@@ -118,11 +124,10 @@ class OpenAIBackend:
                 f"{self._role}.backend gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
             )
         if self._dialect.chat_length_key is not None:
-            reply = await self._chat(prompt_ids, sampling, self._dialect.chat_length_key, deadline)
+            reply = await self._chat(prompt_ids, sampling, deadline)
         else:
             reply = await self._complete(prompt_ids, sampling, top_k, deadline)
-        check_generation(reply, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
-        return reply
+        return check_generation(reply, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -166,6 +171,7 @@ class OpenAIBackend:
             candidate_logprobs="none",
             weight_update=False,
             token_id_prompts=dialect.token_id_prompts,
+            every_position=dialect.token_id_prompts and not dialect.keyed_by_text,
             abort=False,  # what an unknown server does with a request that nobody waits for is its own affair
             sampled_token_ids=dialect.sampled_token_ids,
             logprob_noise_nats=self._noise_nats,
@@ -179,7 +185,7 @@ class OpenAIBackend:
         half = len(ids) // 2
 
         async def read() -> TokenScores:
-            return await self._score(ids[:half], ids[half:], 1, 1.0, deadline)
+            return await when_free(lambda: self._score(ids[:half], ids[half:], 1, 1.0, deadline), deadline)
 
         first = await read()
         if first.valid is not None and not first.valid.any():
@@ -242,19 +248,8 @@ class OpenAIBackend:
         self, prompt_ids: IntArray, sampling: SamplingSettings, top_k: int, deadline: float
     ) -> Generation:
         dialect = self._dialect
-        body: dict[str, Any] = {
-            "model": dialect.model,
-            "prompt": prompt_ids.tolist() if dialect.token_id_prompts else self._prompt_text(prompt_ids),
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-            **dialect.extra,
-        }
-        if dialect.sampled_token_ids:
-            body |= {"logprobs": max(top_k, 1), "stop_token_ids": list(sampling.stop_token_ids), "ignore_eos": True}
-        else:
-            body["stop"] = self._stop_texts(sampling)
+        prompt = prompt_ids.tolist() if dialect.token_id_prompts else self._prompt_text(prompt_ids)
+        body = dialect.generate_body(prompt, sampling, self._tokenizer, top_k=top_k)
 
         def decode(reply: bytes) -> Generation:
             choice = _completion.decode(reply).only
@@ -264,17 +259,8 @@ class OpenAIBackend:
 
         return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
 
-    async def _chat(
-        self, prompt_ids: IntArray, sampling: SamplingSettings, length_key: str, deadline: float
-    ) -> Generation:
-        body = {
-            "model": self._dialect.model,
-            "messages": [{"role": "user", "content": user_message(self._role, self._tokenizer, prompt_ids)}],
-            length_key: sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-        }
+    async def _chat(self, prompt_ids: IntArray, sampling: SamplingSettings, deadline: float) -> Generation:
+        body = self._dialect.chat_body(user_message(self._role, self._tokenizer, prompt_ids), sampling)
         reply = await self._server.post(CHAT, self._with_fields(body), ChatReply, deadline=deadline)
         choice = reply.only
         return self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
@@ -283,11 +269,6 @@ class OpenAIBackend:
         ends = (*self._files.vocabulary.end_token_ids, *sampling.stop_token_ids)
         end = next(each for each in ends if each in sampling.stop_token_ids)
         return retokenized(self._role, text, finish_reason, sampling, self._tokenizer, end)
-
-    def _stop_texts(self, sampling: SamplingSettings) -> list[str]:
-        """Ends of a response as text; endpoints end at their own end token besides."""
-        texts = [self._tokenizer.decode([each], skip_special_tokens=False) for each in sampling.stop_token_ids]
-        return [text for text in texts if text][:MAX_STOP_TEXTS]
 
     def _prompt_text(self, prompt_ids: IntArray) -> str:
         assert self._texts is not None

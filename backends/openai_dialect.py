@@ -1,24 +1,27 @@
 """What an OpenAI-compatible endpoint understands, found out by asking it at start-up. Nothing is assumed.
 
 Every probe is a real request of a few tokens. A refusal of a request's form (400, 404, 422) means that the endpoint
-does not speak so; every other failure is the endpoint's trouble and stops the start.
+does not speak so. An endpoint that asks to be left alone is asked again later; every other failure is its trouble and
+stops the start. Probes of generation are sent as generations are, so that no field is refused only later.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from spot_async.errors import ConfigError, PermanentError, RequestError
-from spot_async.types import LogprobTemperature
+from spot_async.types import LogprobTemperature, SamplingSettings
 
 from .http import ERROR_EXCERPT_CHARACTERS, error_message
 from .openai_replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
 from .remote import RemoteServer
+from .throttling import when_free
 from .token_texts import TOKEN_ID_PREFIX
 
 COMPLETIONS = "/v1/completions"
@@ -31,6 +34,10 @@ SAME_NATS = 0.1  # more than noise, less than another temperature changes
 # What vLLM and SGLang add to the API; others ignore it or refuse it.
 EXTENSIONS: Mapping[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}
 TEXT_EXTENSIONS: Mapping[str, Any] = {"add_special_tokens": False}
+# What vLLM and SGLang else take from the model's generation_config.json, beside what every request says.
+UNTRUNCATED: Mapping[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+MAX_STOP_TEXTS = 4  # of OpenAI's API
+CHAT_PROBE_TOKENS = 16
 
 Scoring = Literal["prompt_logprobs", "echo", "echo_and_generate"]
 
@@ -49,6 +56,7 @@ class Dialect:
     token_id_prompts: bool = False
     prepends_start: bool = False  # puts its start token before a text
     extensions: bool = False  # `EXTENSIONS` may be sent
+    untruncated: Mapping[str, Any] = field(default_factory=dict)  # those of `UNTRUNCATED` that it takes
     sampled_token_ids: bool = False
     generation_logprobs: bool = False
     scoring: Scoring | None = None  # None: it scores no given tokens
@@ -71,6 +79,30 @@ class Dialect:
     def extra(self) -> dict[str, Any]:
         """Fields of every completions request."""
         return {**EXTENSIONS, **({} if self.token_id_prompts else TEXT_EXTENSIONS)} if self.extensions else {}
+
+    def sampling_fields(self, sampling: SamplingSettings) -> dict[str, Any]:
+        """Of every request that generates, completion or chat."""
+        said = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+        return {**said, **self.untruncated}
+
+    def generate_body(
+        self, prompt: Sequence[int] | str, sampling: SamplingSettings, tokenizer: Any, *, top_k: int = 0
+    ) -> dict[str, Any]:
+        """Of a completion."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": sampling.max_tokens}
+        body |= {**self.sampling_fields(sampling), **self.extra}
+        if not self.sampled_token_ids:
+            return {**body, "stop": _stop_texts(sampling, tokenizer)}
+        # SGLang looks at no stop_token_ids beside ignore_eos; without it a server's own end tokens count as well.
+        ends = {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {"ignore_eos": True}
+        return {**body, "logprobs": max(top_k, 1), **ends}
+
+    def chat_body(self, message: str, sampling: SamplingSettings) -> dict[str, Any]:
+        """Of a reply to one user message."""
+        assert self.chat_length_key is not None
+        messages = [{"role": "user", "content": message}]
+        length = {self.chat_length_key: sampling.max_tokens}
+        return {"model": self.model, "messages": messages, **length, **self.sampling_fields(sampling)}
 
     def score_body(self, prompt: Sequence[int] | str, k: int, *, temperature: float = 1.0) -> dict[str, Any]:
         """Of a request for the log-probabilities of all of `prompt`'s tokens."""
@@ -107,8 +139,11 @@ class _Prober:
     def __init__(self, server: RemoteServer, prompt_ids: list[int], fields: Mapping[str, Any], deadline: float) -> None:
         self._server = server
         self._prompt_ids = prompt_ids
+        self._tokenizer = server.files.vocabulary.tokenizer
         self._fields = fields
         self._deadline = deadline
+        ends = tuple(server.files.vocabulary.end_token_ids)
+        self._sampling = SamplingSettings(max_tokens=1, stop_token_ids=ends, seed=1)
 
     async def find(self) -> Dialect:
         model, context = await self._model()
@@ -116,7 +151,7 @@ class _Prober:
         found = await self._completions(dialect)
         if found is None:
             return await self._chat(dialect)
-        dialect = await self._scoring(found)
+        dialect = await self._scoring(await self._generating(found))
         if dialect.scoring is not None:
             dialect = replace(dialect, score_temperature=await self._score_temperature(dialect))
         if dialect.generation_logprobs:
@@ -127,7 +162,8 @@ class _Prober:
         """The model's name, and the context that the endpoint states (vLLM and SGLang do)."""
         wanted, role = self._server.settings.served_model, self._server.role
         try:
-            listed = await self._server.get(MODELS, _Models, deadline=self._deadline)
+            get = functools.partial(self._server.get, MODELS, _Models, deadline=self._deadline)
+            listed = await when_free(get, self._deadline)
         except UnsupportedError:
             listed = _Models(data=[])
         names = [each.id for each in listed.data]
@@ -161,6 +197,35 @@ class _Prober:
         if reply is not None and asked.token_id_prompts and _prompt_tokens(reply) not in (None, len(self._prompt_ids)):
             return None  # it took the list for something else
         return reply
+
+    async def _generating(self, dialect: Dialect) -> Dialect:
+        """Raises `ConfigError` when it refuses a generation as runs ask for them."""
+
+        async def ask(asked: Dialect) -> None:
+            await self._post(asked.generate_body(self._prompt(asked), self._sampling, self._tokenizer))
+
+        try:
+            return await self._untruncated(dialect, ask)
+        except UnsupportedError as error:
+            role = self._server.role
+            raise ConfigError(f"{role}.backend.url: refuses to sample as a run asks it: {error}") from None
+
+    async def _untruncated(self, dialect: Dialect, ask: Callable[[Dialect], Awaitable[None]]) -> Dialect:
+        """With what it takes against truncation, beside what the user says of that. Raises `UnsupportedError` when it
+        refuses even the plain request."""
+        await ask(dialect)
+        wanted = {name: value for name, value in UNTRUNCATED.items() if name not in self._fields}
+
+        async def takes(fields: Mapping[str, Any]) -> bool:
+            try:
+                await ask(replace(dialect, untruncated=fields))
+            except UnsupportedError:
+                return False
+            return True
+
+        if not await takes(wanted):
+            wanted = {name: value for name, value in wanted.items() if await takes({name: value})}
+        return replace(dialect, untruncated=wanted)
 
     async def _scoring(self, dialect: Dialect) -> Dialect:
         ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")
@@ -214,16 +279,11 @@ class _Prober:
         return "one" if _same_numbers(one, other) else "request"
 
     async def _generation_temperature(self, dialect: Dialect) -> LogprobTemperature:
-        body = {
-            "model": dialect.model,
-            "prompt": self._prompt(dialect),
-            "max_tokens": 1,
-            "logprobs": 2,
-            **dialect.extra,
-        }
         found = []
         for temperature in (1.0, OTHER_TEMPERATURE):
-            logprobs = (await self._post({**body, "temperature": temperature})).only.logprobs
+            sampling = msgspec.structs.replace(self._sampling, temperature=temperature)
+            body = dialect.generate_body(self._prompt(dialect), sampling, self._tokenizer)
+            logprobs = (await self._post({**body, "logprobs": 2})).only.logprobs
             rows = logprobs.top_logprobs if logprobs is not None else None
             found.append(read_echoed_row(rows[0]) if rows else {})
         one, other = found
@@ -231,15 +291,18 @@ class _Prober:
         return "one" if max(moved, default=0.0) < SAME_NATS else "request"
 
     async def _chat(self, dialect: Dialect) -> Dialect:
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=CHAT_PROBE_TOKENS)
+
+        async def ask(asked: Dialect) -> None:
+            body = {**self._fields, **asked.chat_body(PROBE_TEXT, sampling)}
+            post = functools.partial(self._server.post, CHAT, body, Any, deadline=self._deadline)
+            await when_free(post, self._deadline)
+
         for key in ("max_completion_tokens", "max_tokens"):
-            messages = [{"role": "user", "content": PROBE_TEXT}]
-            body = {"model": dialect.model, "messages": messages, key: 16, **self._fields}
             try:
-                await self._server.post(CHAT, body, Any, deadline=self._deadline)
+                return await self._untruncated(replace(dialect, chat_length_key=key), ask)
             except UnsupportedError as error:
                 refused = error
-                continue
-            return replace(dialect, chat_length_key=key)
         raise ConfigError(
             f"{self._server.role}.backend.url: answers neither {COMPLETIONS} nor {CHAT} ({refused}); the url is what "
             "comes before /v1"
@@ -255,7 +318,9 @@ class _Prober:
             return None
 
     async def _post(self, body: Mapping[str, Any]) -> Completion:
-        return await self._server.post(COMPLETIONS, {**self._fields, **body}, Completion, deadline=self._deadline)
+        sent = {**self._fields, **body}
+        post = functools.partial(self._server.post, COMPLETIONS, sent, Completion, deadline=self._deadline)
+        return await when_free(post, self._deadline)
 
 
 async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | None]]) -> tuple[int, bool]:
@@ -280,6 +345,12 @@ async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | No
         else:
             high = middle
     return low, True
+
+
+def _stop_texts(sampling: SamplingSettings, tokenizer: Any) -> list[str]:
+    """Ends of a response as text; endpoints end at their own end token besides."""
+    texts = [tokenizer.decode([each], skip_special_tokens=False) for each in sampling.stop_token_ids]
+    return [text for text in texts if text][:MAX_STOP_TEXTS]
 
 
 class _Model(msgspec.Struct):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,16 +18,23 @@ LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token abo
 ENTROPY_SLACK_NATS = 1e-2
 
 
-def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: int, vocab_size: int) -> None:
-    """A whole response: its tokens, their log-probabilities and versions, as many as each other."""
+def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: int, vocab_size: int) -> Generation:
+    """A whole response: its tokens, their log-probabilities and versions, as many as each other.
+
+    Returns it with the finish reason that its last token decides: some servers call a response whose last allowed
+    token is a stop token cut off.
+    """
     count = len(reply.token_ids)
     if not 0 < count <= sampling.max_tokens:
         raise PoisonedReplyError(f"{count} tokens where 1 to {sampling.max_tokens} were asked for")
     _check_ids("token_ids", reply.token_ids, (count,), vocab_size)
     _check_logprobs("logprobs", reply.logprobs, (count,))
     last = int(reply.token_ids[-1])
-    if (reply.finish_reason == "stop") != (last in sampling.stop_token_ids):
-        raise PoisonedReplyError(f"finish reason {reply.finish_reason!r} does not fit the last token {last}")
+    if reply.finish_reason == "stop" and last not in sampling.stop_token_ids:
+        raise PoisonedReplyError(f"finish reason 'stop' does not fit the last token {last}")
+    passed = np.flatnonzero(np.isin(reply.token_ids[:-1], sampling.stop_token_ids))
+    if passed.size:
+        raise PoisonedReplyError(f"goes on after stop token {reply.token_ids[passed[0]]}, token {passed[0] + 1} of it")
     ends = [span.end for span in reply.version_spans]
     starts = [span.start for span in reply.version_spans]
     if not (ends and starts == [0, *ends[:-1]] and ends == sorted(ends) and ends[-1] == count):
@@ -34,6 +42,7 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
         raise PoisonedReplyError(f"version spans {spans} do not cover the {count} tokens")
     if top_k:
         _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
+    return msgspec.structs.replace(reply, finish_reason="stop" if last in sampling.stop_token_ids else "length")
 
 
 def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, vocab_size: int) -> None:

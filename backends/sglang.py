@@ -157,8 +157,7 @@ class SglangBackend:
         def read(reply: bytes) -> Steps[Generation]:
             generation = yield from read_generation(reply, self._names, top_k=top_k)
             self._check_end(generation, sampling)
-            check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
-            return generation
+            return check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
 
         return await self._ask(body, read, deadline)
 

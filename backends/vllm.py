@@ -194,8 +194,7 @@ class VllmBackend:
             topk_ids=reply.topk_ids if top_k else None,
             topk_logprobs=reply.topk_logprobs if top_k else None,
         )
-        check_generation(generation, sampling, top_k=top_k, vocab_size=self._server.files.vocab_size)
-        return generation
+        return check_generation(generation, sampling, top_k=top_k, vocab_size=self._server.files.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float

@@ -156,7 +156,8 @@ def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Cap
     return [
         (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
          "but not trained on"),
-        (reference is not None and not (reference.token_id_prompts and reference.max_top_k),
+        (reference is not None and not (
+            reference.token_id_prompts and reference.every_position and reference.max_top_k),
          "reference.backend must score token ids at every position: set reference.backend to a server that does"),
         (teacher is not None and needs.teacher_responses and not teacher.generation,
          f"teacher.backend writes no responses, policy {config.policy.kind} needs them: set policy.load or another "

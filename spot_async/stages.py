@@ -19,7 +19,7 @@ import numpy as np
 from spot_async.actor import Priority, Stage
 from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-from spot_async.errors import DeadlineExceededError
+from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
@@ -208,6 +208,11 @@ class BoundStages:
                 deadline=deadline,
             ),
         )
+        if scores.valid is not None and not scores.valid.all():
+            raise PermanentError(
+                f"reference.backend gave no log-probabilities of {int((~scores.valid).sum())} of {len(scores.valid)} "
+                "tokens, and a reference needs all of them: set reference.backend to a server that names tokens by id"
+            )
         return scores.logprobs
 
     async def candidate_logprobs(

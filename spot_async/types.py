@@ -254,6 +254,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_update: bool
     generation: bool = True
     token_id_prompts: bool = True  # else text, and positions tokenised otherwise are masked
+    every_position: bool = True  # else scores may leave positions out (`TokenScores.valid`)
     sampled_token_ids: bool = True  # else generations are text that is tokenised again: for KD and evaluation only
     abort: bool = True  # a request that is given up frees its place at once
     # Largest difference seen between two computations of the same row; intervals are widened by it.

@@ -93,8 +93,10 @@ def generation(**changes: object) -> Generation:
     return Generation(**{**honest, **changes})  # type: ignore[arg-type]
 
 
-def check(reply: Generation) -> None:
-    check_generation(reply, SamplingSettings(max_tokens=8, stop_token_ids=(5,), seed=1), top_k=2, vocab_size=VOCAB)
+def check(reply: Generation) -> Generation:
+    return check_generation(
+        reply, SamplingSettings(max_tokens=8, stop_token_ids=(5,), seed=1), top_k=2, vocab_size=VOCAB
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def check(reply: Generation) -> None:
         ({"token_ids": np.array([3, VOCAB, 5], np.int32)}, "token_ids hold a token out of the 53"),
         ({"token_ids": np.array([3, -1, 5], np.int32)}, "token_ids hold a token out of the 53"),
         ({"token_ids": np.array([3, 4, 6], np.int32)}, "finish reason 'stop' does not fit the last token 6"),
-        ({"finish_reason": "length"}, "finish reason 'length'"),
+        ({"token_ids": np.array([5, 4, 5], np.int32)}, "goes on after stop token 5, token 1 of it"),
         ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "logprobs hold NaN"),
         ({"logprobs": np.array([-1, 0.1, -1], np.float32)}, "logprobs hold values above 0"),
         ({"version_spans": (VersionSpan(0, 2, WeightVersion(0, 0)),)}, "do not cover"),
@@ -119,6 +121,12 @@ def test_a_poisoned_generation_is_rejected(change: dict[str, object], message: s
     check(generation())
     with pytest.raises(PoisonedReplyError, match=message):
         check(generation(**change))
+
+
+def test_a_response_whose_last_allowed_token_is_a_stop_token_has_stopped() -> None:
+    """SGLang, and vLLM once, look at the length first."""
+    assert check(generation(finish_reason="length")).finish_reason == "stop"
+    assert check(generation(finish_reason="length", token_ids=np.array([3, 4, 6], np.int32))).finish_reason == "length"
 
 
 @pytest.mark.parametrize(

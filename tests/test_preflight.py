@@ -58,6 +58,7 @@ NEEDS = PolicyNeeds(teacher_top_k=16, teacher_top_k_key="score_top_k", exact_ent
         ("teacher", {"max_top_k": 0}, "scores no given tokens, .*: give another teacher.backend, or use policy kd"),
         ("student", {"sampled_token_ids": False}, "student.backend does not say which token ids it sampled"),
         ("reference", {"token_id_prompts": False}, "reference.backend must score token ids at every position"),
+        ("reference", {"every_position": False}, "reference.backend must score token ids at every position"),
         ("reference", {"max_top_k": 0}, "reference.backend must score token ids at every position"),
     ],
 )

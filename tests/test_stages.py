@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
 from spot_async.config import SamplingConfig, StagesConfig
-from spot_async.errors import DeadlineExceededError
+from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.seeds import derive_seed
 from spot_async.stages import Services, Stages
 from spot_async.types import Generation, Problem, Prompt, ScoredPositions, TokenScores, Verdict, WeightVersion
@@ -199,6 +200,17 @@ async def test_the_reference_scores_what_was_sampled_end_token_included():
     await stages.reference_logprobs(RESPONSE)
     assert reference.temperatures == [0.7]
     assert reference.scored == [RESPONSE.tolist()]  # not as the teacher ends
+
+
+async def test_a_reference_that_left_positions_out_is_refused():
+    class Masking(Recorder):
+        async def score(self, *args, **settings):
+            scores = await super().score(*args, **settings)
+            return msgspec.structs.replace(scores, valid=np.array([True, False, True, True]))
+
+    stages = bound(Recorder(), reference=Masking())
+    with pytest.raises(PermanentError, match=r"reference\.backend gave no log-probabilities of 1 of 4 tokens"):
+        await stages.reference_logprobs(RESPONSE)
 
 
 async def test_asking_for_what_the_needs_did_not_state_is_an_error():

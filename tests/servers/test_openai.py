@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -138,6 +139,19 @@ async def test_sglang_names_tokens_by_text_and_is_read_all_the_same(
     assert scores.valid is None or scores.valid.mean() > 0.8
     check_scores_are_exact(scores, rows(dense_logprobs, model, prompt, response), response, 16)
     assert 0 < len(written.token_ids) <= 9
+
+
+async def test_sglang_ends_responses_at_the_requests_own_stop_tokens(sglang: RunningServer, model: Path) -> None:
+    _, prompt, _ = prompt_and_response(model)
+    sampling = SamplingSettings(temperature=0.001, max_tokens=9, stop_token_ids=(2,), seed=7)  # it ignores seeds
+    async with backend(sglang.url, model) as student:
+        found = await student.capabilities(deadline=soon())
+        free = (await student.generate(prompt, sampling, deadline=soon())).token_ids.tolist()
+        stopping = msgspec.structs.replace(sampling, stop_token_ids=(2, free[3]))
+        ended = await student.generate(prompt, stopping, deadline=soon())
+    assert (found.token_id_prompts, found.every_position) == (True, False)
+    assert ended.token_ids.tolist() == free[: free.index(free[3]) + 1]
+    assert ended.finish_reason == "stop"
 
 
 async def test_text_prompts_mask_what_the_server_tokenises_differently(
