@@ -215,7 +215,7 @@ class StageConfig(Section):
     )
     attempts: PositiveInt = Field(
         DEFAULT_ATTEMPTS,
-        description="sendings of a request that fails transiently; a throttled one waits until its deadline",
+        description="sendings of a request that fails transiently; throttled ones go on to the deadline",
     )
 
 
