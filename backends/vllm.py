@@ -39,11 +39,11 @@ from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
 from .sleeping import SleepSettings, check_vllm, sleep_vllm, wake_vllm
-from .vllm_client import VllmClient, read_error
+from .vllm_client import VllmClient, check_temperature, read_error
 from .vllm_launch import vllm_command
 from .vllm_probes import Found, probe
 from .vllm_replies import NamedSpan
-from .vllm_weights import DEVELOPER_MODE, WeightUpdater
+from .vllm_weights import WeightUpdater
 
 PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
 CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
@@ -96,7 +96,7 @@ class VllmBackend:
             if self.sleeps_while_training:
                 await check_vllm(self._server, deadline=deadline)
             if self._is_student and not self._found.takes_weights:
-                structlog.get_logger().warning("the server takes no weights", role=self._role, missing=DEVELOPER_MODE)
+                structlog.get_logger().warning("takes no weights", role=self._role, needs=self._found.weights_need)
             elif self._is_student and self._settings.launch is not None:
                 await self._updater.name(str(INITIAL), deadline=deadline)
                 self._initial_weights = str(INITIAL)
@@ -123,7 +123,6 @@ class VllmBackend:
         """What start-up found."""
         found, files = self._found, self._server.files
         takes_weights = self._is_student and found.takes_weights
-        unsure = takes_weights and self._settings.launch is None
         top_k = min(found.max_logprobs, files.vocab_size)
         return Capabilities(
             model=self._client.model,
@@ -141,7 +140,7 @@ class VllmBackend:
             logprob_convention="truncated" if found.processed else "untruncated",
             score_temperature="one",
             generation_temperature="request" if found.processed else "one",
-            version=None if unsure else INITIAL,
+            version=None if takes_weights and self._settings.launch is None else INITIAL,
             server=f"vllm {found.version}",
         )
 
@@ -202,15 +201,15 @@ class VllmBackend:
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
         """At temperature 1: vLLM's scores of given tokens know no other."""
+        check_temperature(self._role, temperature)
         if not len(prompt_ids):
             raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
-            rows = await self._client.score(
+            logprobs, topk_ids, topk_logprobs = await self._client.score(
                 prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
             )
-            logprobs, topk_ids, topk_logprobs = rows
         else:
             logprobs = np.zeros(0, np.float32)
             topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
@@ -237,6 +236,7 @@ class VllmBackend:
         deadline: float,
     ) -> ScoredPositions:
         """One request a position: vLLM serves a wide top-k of what it samples, and of a whole prompt or nothing."""
+        check_temperature(self._role, temperature)
         rows = await self._one_by_one(
             functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
             for prefix in _prefixes(prompt_ids, response_ids, positions)
@@ -260,6 +260,7 @@ class VllmBackend:
         deadline: float,
     ) -> FloatArray:
         """At temperature 1, as the student's own log-probabilities are."""
+        check_temperature(self._role, temperature)
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
         if not (positions.min() >= 0 and positions.max() < len(response_ids)):
@@ -346,7 +347,7 @@ class VllmBackend:
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """All or nothing, and without an answer lost: responses under way go on with the new weights."""
         if not self._found.takes_weights:
-            raise ConfigError(f"{self._role}.backend: the server takes no weights: start it with {DEVELOPER_MODE}")
+            raise ConfigError(f"{self._role}.backend: the server takes no weights: it needs {self._found.weights_need}")
         self._updates += 1
         await self._updater.update(snapshot, deadline=deadline)
         self._initial_weights = None

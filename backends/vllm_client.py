@@ -60,6 +60,14 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     return None
 
 
+def check_temperature(role: str, temperature: float) -> None:
+    """Given tokens are scored at temperature 1 in every mode, and so are others where nothing processes them."""
+    if temperature != 1.0:
+        raise PermanentError(
+            f"{role}: vLLM scores tokens at temperature 1 only, not at {temperature:g}: set sampling.temperature=1"
+        )
+
+
 class VllmClient:
     """Speaks the best dialect that the server has; `model` is the name that requests carry."""
 

@@ -19,6 +19,7 @@ from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
 
 from .probing import NOISE_MARGIN, noise_nats
 from .vllm_client import NoSuchRouteError, VllmClient
+from .vllm_weights import DEVELOPER_MODE
 
 TEXTS = ("The answer is \\boxed{42}.", "x² + y² ≤ r²\n\n\t∴ 3/4", "one  two   three 1234567890", " naïve 数学 🙂")
 PROMPT_TOKENS = 16
@@ -42,6 +43,13 @@ class Found:
     takes_weights: bool
     weights: str | None  # what the server called its weights; None where it does not say
     noise_nats: float
+
+    @property
+    def weights_need(self) -> str:
+        """What a server lacks that takes no weights."""
+        if self.weights is None:
+            return f"vLLM 0.27 or later, whose replies name the weights that they come from, and is {self.version}"
+        return f"{DEVELOPER_MODE} in its environment"
 
 
 class _Model(msgspec.Struct):

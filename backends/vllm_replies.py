@@ -22,6 +22,15 @@ from .stepwise import Steps
 ROWS_PER_STEP = 256  # half a millisecond at 16 log-probabilities a row
 CLAMPED = -9000.0  # vLLM writes -9999 in place of -inf and NaN
 TOKEN_ID_PREFIX = "token_id:"
+# What a request leaves out of these, the server takes from the model's generation_config.json.
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class NamedSpan(msgspec.Struct):
@@ -147,7 +156,7 @@ class CompletionsRoute:
     def body(self, model: str, token_ids: list[int], parameters: Mapping[str, Any]) -> dict[str, Any]:
         # Tokens as ids: different tokens of the same text would share a key.
         as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {"model": model, "prompt": token_ids, **as_ids, **parameters}
+        return {"model": model, "prompt": token_ids, **as_ids, **NEUTRAL, **parameters}
 
     def read(self, reply: bytes) -> Answer:
         choice = _only(self._reply.decode(reply).choices)

@@ -1,7 +1,8 @@
 """New weights for a running vLLM server, from a directory that it can read: pause, load, name, check, go on.
 
 A server that failed to load answers health checks and dies at the next token, so it goes on only with weights that
-it has confirmed: the new ones or, loaded once more, those before. Requests in flight wait and go on with the new ones.
+it has confirmed: the new ones or, loaded once more, those before; before the first ones those were the model's own.
+Requests in flight wait and go on with the new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 import structlog
 
 from spot_async.errors import ConfigError, PoisonedReplyError, ProcessDiedError, RequestError, TransientError
-from spot_async.types import WeightSnapshot
+from spot_async.types import WeightSnapshot, WeightVersion
 
 from .remote import RemoteServer
 from .snapshots import check_snapshot
@@ -24,11 +25,12 @@ DEVELOPER_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 
 class WeightUpdater:
-    """One update at a time; knows which weights the server is sure to hold."""
+    """One update at a time; knows which weights the server was last sure to hold."""
 
     def __init__(self, server: RemoteServer) -> None:
         self._server = server
-        self._confirmed: WeightSnapshot | None = None
+        self._confirmed = WeightSnapshot(directory=str(server.files.directory.absolute()), version=WeightVersion(0, 0))
+        self._may_be_mixed = False  # a load has begun and none has been confirmed since
         self._updating = asyncio.Lock()
 
     async def name(self, version: str, *, deadline: float) -> None:
@@ -41,22 +43,34 @@ class WeightUpdater:
         async with self._updating:
             await check_snapshot(snapshot.directory, self._server.files.directory)
             try:
-                await self._post("/pause?mode=keep", None, deadline)
-            except NoSuchRouteError:
-                raise ConfigError(
-                    f"{self._server.role}.backend: the server takes no weights: start it with {DEVELOPER_MODE} in its "
-                    "environment"
-                ) from None
-            try:
-                await self._load(snapshot, deadline)
-            except (RequestError, asyncio.CancelledError) as error:
-                await self._restore(error)
+                await self._pause(deadline)
+                await self._replace(snapshot, deadline)
+                await self._resume()
+            except (RequestError, asyncio.CancelledError):
+                # Without an answer the server may have paused all the same.
+                if not self._may_be_mixed:
+                    await self._resume_after_failure()
                 raise
-            self._confirmed = snapshot
-            await self._resume()
+
+    async def _pause(self, deadline: float) -> None:
+        try:
+            await self._post("/pause?mode=keep", None, deadline)
+        except NoSuchRouteError:
+            raise ConfigError(
+                f"{self._server.role}.backend: the server takes no weights: start it with {DEVELOPER_MODE} in its "
+                "environment"
+            ) from None
+
+    async def _replace(self, snapshot: WeightSnapshot, deadline: float) -> None:
+        try:
+            await self._load(snapshot, deadline)
+        except (RequestError, asyncio.CancelledError) as error:
+            await self._restore(error)
+            raise
 
     async def _load(self, snapshot: WeightSnapshot, deadline: float) -> None:
         """Load, name and check; the server is paused."""
+        self._may_be_mixed = True
         path = {"weights_path": snapshot.directory}
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path}, deadline)
         await self.name(str(snapshot.version), deadline=deadline)
@@ -66,21 +80,29 @@ class WeightUpdater:
         held = (await self._server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version")
         if held != str(snapshot.version):
             raise PoisonedReplyError(f"{self._server.role}: holds weights {held} after an update to {snapshot.version}")
+        self._confirmed = snapshot
+        self._may_be_mixed = False
 
-    async def _restore(self, error: BaseException) -> None:
-        """Back to the weights before, and on with them; raises `ProcessDiedError` where that cannot be done."""
-        before = self._confirmed
+    async def _restore(self, error: RequestError | asyncio.CancelledError) -> None:
+        """Back to the weights before. Raises `ProcessDiedError` where that cannot be done; a cancellation stays one."""
+        role, cause = self._server.role, str(error) or "the update was cancelled"
         try:
-            if before is None:
-                raise TransientError("no earlier update to go back to")
-            await self._load(before, self._recovery_deadline())
+            await self._load(self._confirmed, self._recovery_deadline())
         except RequestError as second:
+            if isinstance(error, asyncio.CancelledError):
+                structlog.get_logger().error("the server stays paused: restart it", role=role, cause=str(second))
+                return
             raise ProcessDiedError(
-                f"{self._server.role}: the server took no new weights and must be restarted, it stays paused: {error}; "
-                f"then {second}"
+                f"{role}: the server took no new weights and must be restarted, it stays paused: {cause}; then {second}"
             ) from error
-        structlog.get_logger().warning("went back to the weights before", role=self._server.role, cause=str(error))
-        await self._resume()
+        structlog.get_logger().warning("went back to the weights before", role=role, cause=cause)
+
+    async def _resume_after_failure(self) -> None:
+        """What failed first is what the caller is told."""
+        try:
+            await self._resume()
+        except RequestError as second:
+            structlog.get_logger().warning("the server may stay paused", role=self._server.role, cause=str(second))
 
     async def _resume(self) -> None:
         await self._post("/resume", None, self._recovery_deadline())
@@ -94,5 +116,4 @@ class WeightUpdater:
 
 
 def _fields(reply: bytes) -> dict[str, Any]:
-
     return msgspec.json.decode(reply, type=dict[str, Any]) if reply.strip() else {}

@@ -15,18 +15,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.runner import EvaluationResult
 from spot_async.ledger import Ledger, PromptState
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
+from spot_async.retry import RetryPolicy
 from spot_async.stages import Stages
 from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
-from spot_async.types import Prompt, Sample, TrainReport, WeightVersion
+from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, WeightVersion
 
 LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
+WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
 UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
 
@@ -215,7 +219,7 @@ class Orchestrator:
             started = loop.time()
             self.state.waiting_for = "the weight update"
             deadline = started + self._settings.weight_update_timeout_s
-            await gather(sink.update_weights(report.snapshot, deadline=deadline) for sink in self._weight_sinks)
+            await gather(_update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
             times.update_weights = self._phase_ended(iteration, "update weights", started, ordinals)
 
             started = loop.time()
@@ -270,3 +274,19 @@ class Orchestrator:
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)
+
+
+async def _update_weights(sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
+    """A sink that failed still serves what it had, so it can be asked again."""
+    attempt = 1
+    while True:
+        try:
+            return await sink.update_weights(snapshot, deadline=deadline)
+        except RequestError as error:
+            # A run has few sinks, whose attempts need no spreading.
+            delay_s = WEIGHT_UPDATE_RETRY.delay_s(error, attempt, jitter=0.0)
+            if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
+                raise
+            structlog.get_logger().warning("retry", stage="weight update", attempt=attempt, error=str(error))
+        attempt += 1
+        await asyncio.sleep(delay_s)

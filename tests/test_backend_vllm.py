@@ -11,6 +11,7 @@ import base64
 import io
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 
 from spot_async.backends import vllm_launch
 from spot_async.backends.launch import LaunchSettings
@@ -35,6 +37,7 @@ from spot_async.backends.vllm_replies import (
 )
 from spot_async.errors import (
     ConfigError,
+    DeadlineExceededError,
     PermanentError,
     PoisonedReplyError,
     ProcessDiedError,
@@ -94,6 +97,14 @@ def test_the_openai_route_gives_the_same_numbers() -> None:
     np.testing.assert_array_equal(first.top(2)[1], second.top(2)[1])
 
 
+def test_the_openai_route_leaves_nothing_of_sampling_to_the_models_generation_config() -> None:
+    body = CompletionsRoute().body("m", [1, 2], {"max_tokens": 4, "temperature": 0.5, "top_p": 0.9})
+    neutral = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert {name: body[name] for name in neutral} == neutral
+    assert (body["temperature"], body["top_p"]) == (0.5, 0.9)
+    assert CompletionsRoute().body("m", [1, 2], {})["top_p"] == 1.0
+
+
 @pytest.mark.parametrize(("name", "route"), [("score", GenerateRoute()), ("score_completions", CompletionsRoute())])
 def test_rows_of_given_tokens_hold_the_token_and_the_likeliest(name: str, route: Dialect) -> None:
     rows = route.read(msgspec.json.encode(recorded(name))).prompt_rows
@@ -142,7 +153,14 @@ class StandIn:
     """A server whose next token depends on the last one alone: row `i` of the table (V, V) follows token `i`."""
 
     def __init__(
-        self, model: Path, tokenizer: Any, *, version: str = "0.32.0", chosen_tokens: bool = True, paused: bool = False
+        self,
+        model: Path,
+        tokenizer: Any,
+        *,
+        version: str = "0.32.0",
+        chosen_tokens: bool = True,
+        paused: bool = False,
+        developer_mode: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.version, self.chosen_tokens = model, tokenizer, version, chosen_tokens
         logits = np.random.default_rng(0).normal(0.0, 2.0, (VOCAB, VOCAB))
@@ -150,9 +168,12 @@ class StandIn:
         self.weights = "default"
         self.names_weights = version >= "0.27"
         self.paused = paused
+        self.developer_mode = developer_mode
         self.finish_reason = "length"
         self.calls: list[str] = []
-        self.failing: dict[str, tuple[int, Any]] = {}
+        self.bodies: list[tuple[str, Any]] = []
+        self.failing: dict[str, tuple[int, Any]] = {}  # the next answer
+        self.broken: set[str] = set()  # every answer
         self.held = asyncio.Event()
         self.hold: str | None = None
 
@@ -163,16 +184,25 @@ class StandIn:
             "/v1/models": lambda: (200, {"data": [{"id": "m", "max_model_len": 64}]}),
             "/tokenize": lambda: (200, {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False)}),
             "/inference/v1/generate": lambda: self.generate(body["token_ids"], body["sampling_params"]),
-            "/weight_info": lambda: (200, {"weight_version": self.weights}) if self.names_weights else missing,
+            "/weight_info": lambda: (
+                (200, {"weight_version": self.weights}) if self.names_weights and self.developer_mode else missing
+            ),
             "/update_weight_version": lambda: self.rename(body["new_version"]),
             "/reset_prefix_cache": lambda: (200, {"success": True}),
             "/is_paused": lambda: (200, {"is_paused": self.paused}),
-            "/pause?mode=keep": lambda: (200, {"status": "paused"}),
+            "/pause?mode=keep": lambda: self.pause(True),
             "/collective_rpc": lambda: (200, {"results": [None]}),
-            "/resume": lambda: (200, {"status": "resumed"}),
+            "/resume": lambda: self.pause(False),
         }
         self.calls.append(path)
+        self.bodies.append((path, body))
+        if path in self.broken:
+            return 500, {"error": {"message": "broken"}}
         return self.failing.pop(path, None) or routes.get(path, lambda: missing)()
+
+    def pause(self, paused: bool) -> tuple[int, Any]:
+        self.paused = paused
+        return 200, {"status": "paused" if paused else "resumed"}
 
     def rename(self, name: str) -> tuple[int, Any]:
         self.weights = name
@@ -237,10 +267,10 @@ class StandIn:
                 lengths = [line.split(":")[1] for line in head.splitlines() if line.startswith("content-length")]
                 body = await reader.readexactly(int(lengths[0])) if lengths else b""
                 path = head.split()[1]
-                if path == self.hold:
+                status, reply = self.answer(path, json.loads(body) if body and body != b"null" else None)
+                if path == self.hold:  # done, but the answer never comes
                     self.held.set()
                     await asyncio.sleep(3600.0)
-                status, reply = self.answer(path, json.loads(body) if body and body != b"null" else None)
                 content = json.dumps(reply).encode()
                 writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
                 await writer.drain()
@@ -369,18 +399,95 @@ async def test_an_update_that_is_cancelled_leaves_the_server_going_with_the_weig
         assert stand_in.weights == str(V0)
 
 
-async def test_a_first_update_that_fails_has_nothing_to_go_back_to(connect: Connect) -> None:
+async def test_a_first_update_that_fails_leaves_the_server_going_with_the_models_own_weights(connect: Connect) -> None:
     async with connect() as (backend, stand_in):
         stand_in.failing["/collective_rpc"] = (500, {"error": {"message": "no"}})
-        with pytest.raises(ProcessDiedError, match="must be restarted"):
-            await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V0), deadline=soon())
-        assert "/resume" not in stand_in.calls
+        stand_in.bodies.clear()
+        with pytest.raises(TransientError, match="HTTP 500: no"):
+            await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V1), deadline=soon())
+        assert stand_in.calls == [*UPDATE[:2], *UPDATE[1:], "/resume"]
+        loaded = [body["kwargs"]["weights_path"] for path, body in stand_in.bodies if path == "/collective_rpc"]
+        assert loaded[-1] == str(stand_in.model)
+        assert (stand_in.weights, stand_in.paused) == (str(V0), False)
+        sampling = SamplingSettings(max_tokens=2, stop_token_ids=(), seed=1)
+        assert (await backend.generate(PROMPT, sampling, deadline=soon())).version_spans == (VersionSpan(0, 2, V0),)
 
 
-async def test_a_server_without_developer_mode_takes_no_weights_and_the_variable_is_named(connect: Connect) -> None:
-    async with connect(version="0.25.1", chosen_tokens=False) as (backend, stand_in):
-        with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
-            await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V0), deadline=soon())
+async def test_a_server_that_can_load_nothing_stays_paused(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.broken.add("/collective_rpc")
+        with pytest.raises(ProcessDiedError, match="must be restarted, it stays paused"):
+            await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V1), deadline=soon())
+        assert stand_in.paused
+
+
+@pytest.mark.parametrize("path", [*UPDATE, "/resume"])
+async def test_a_first_update_that_is_cancelled_anywhere_stays_cancelled_and_the_server_goes_on(
+    connect: Connect, path: str
+) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.hold = path
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        update = asyncio.create_task(backend.update_weights(snapshot, deadline=soon()))
+        await stand_in.held.wait()
+        stand_in.hold = None
+        stand_in.calls.clear()
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert stand_in.calls[-1] == "/resume"
+        assert not stand_in.paused
+        assert stand_in.weights == {"/pause?mode=keep": "default", "/resume": str(V1)}.get(path, str(V0))
+
+
+async def test_a_cancelled_update_that_cannot_be_undone_stays_cancelled_and_the_server_paused(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.hold = "/collective_rpc"
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        update = asyncio.create_task(backend.update_weights(snapshot, deadline=soon()))
+        await stand_in.held.wait()
+        stand_in.hold = None
+        stand_in.broken.add("/collective_rpc")
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert stand_in.paused
+
+
+async def test_a_pause_that_is_not_answered_in_time_is_taken_back(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.hold = "/pause?mode=keep"
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        with pytest.raises(DeadlineExceededError):
+            await backend.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 1.0)
+        assert stand_in.calls == ["/pause?mode=keep", "/resume"]
+        assert not stand_in.paused
+
+
+async def test_a_server_that_takes_no_weights_is_told_what_it_lacks(connect: Connect) -> None:
+    old = {"version": "0.25.1", "chosen_tokens": False}
+    for changes, need in ((old, "vLLM 0.27 or later.*0.25.1"), ({"developer_mode": False}, "VLLM_SERVER_DEV_MODE=1")):
+        with structlog.testing.capture_logs() as logs:
+            async with connect(**changes) as (backend, stand_in):
+                snapshot = WeightSnapshot(directory=str(stand_in.model), version=V0)
+                with pytest.raises(ConfigError, match=need):
+                    await backend.update_weights(snapshot, deadline=soon())
+        (warned,) = [log for log in logs if log["event"] == "takes no weights"]
+        assert re.search(need, warned["needs"])
+
+
+async def test_only_temperature_1_is_scored(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        positions, candidates = np.array([1], np.int32), np.array([[5]], np.int32)
+        common: dict[str, Any] = {"temperature": 0.7, "deadline": soon()}
+        for scored in (
+            backend.score(PROMPT, RESPONSE, top_k=2, **common),
+            backend.score_at(PROMPT, RESPONSE, positions, top_k=2, **common),
+            backend.candidate_logprobs(PROMPT, RESPONSE, positions, candidates, expected_version=V0, **common),
+        ):
+            with pytest.raises(PermanentError, match=r"temperature 1 only, not at 0\.7"):
+                await scored
+        assert stand_in.calls == []
 
 
 @pytest.mark.parametrize(("version", "flag"), [("0.29.1", False), ("0.30.0+cpu", True), ("1.0.0rc1", True)])

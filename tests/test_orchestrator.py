@@ -14,7 +14,7 @@ import pytest
 from spot_async import wire
 from spot_async.concurrency import leaves
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-from spot_async.errors import PermanentError, SpotError, TransientError
+from spot_async.errors import DeadlineExceededError, PermanentError, SpotError, ThrottledError, TransientError
 from spot_async.ledger import PromptState
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
@@ -319,6 +319,51 @@ def test_a_dead_endpoint_ends_the_run_within_a_minute_whatever_the_batch():
     run_on_virtual_time(scenario(batch_size=1000, concurrency=1000))
     run_on_virtual_time(scenario(batch_size=1000, concurrency=1))
     run_on_virtual_time(scenario(batch_size=1))
+
+
+class RefusingStudent(SimulatedStudent):
+    """Takes no new weights the first `refusals` times, and goes on with the old ones."""
+
+    def __init__(self, error, refusals):
+        super().__init__()
+        self.error, self.refusals, self.asked_at = error, refusals, []
+
+    async def update_weights(self, snapshot, *, deadline):
+        self.asked_at.append(asyncio.get_running_loop().time())
+        if len(self.asked_at) <= self.refusals:
+            raise self.error
+        await super().update_weights(snapshot, deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    ("error", "pause_s"), [(TransientError("reset"), 0.1), (ThrottledError("busy", retry_after_s=20.0), 20.0)]
+)
+def test_new_weights_that_a_server_did_not_take_are_sent_again(error, pause_s):
+    student = RefusingStudent(error, refusals=2)
+    orchestrator, trainer, journal = build(student=student)
+    run_on_virtual_time(orchestrator.run())
+    assert len(journal.results) == len(trainer.batches) == 4
+    assert len(student.asked_at) == 2 + 4
+    assert (np.diff(student.asked_at[:3]) >= pause_s).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [
+        (TransientError("reset"), 3),
+        (ThrottledError("busy", retry_after_s=40.0), 2),  # a third would come after the time for an update
+        (DeadlineExceededError("late"), 1),
+        (PermanentError("other weights"), 1),
+    ],
+)
+def test_a_server_that_takes_no_weights_ends_the_run_with_its_reason(error, times):
+    student = RefusingStudent(error, refusals=10)
+    orchestrator, _, journal = build(student=student)
+    with pytest.raises(ExceptionGroup) as stopped:
+        run_on_virtual_time(orchestrator.run())
+    assert leaves(stopped.value) == [error]
+    assert len(student.asked_at) == times
+    assert not journal.results
 
 
 def test_a_server_that_hangs_ends_the_run_with_the_stage_named():

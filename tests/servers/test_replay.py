@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from replay import Recorded, first_loss, supervise
+from tiny_models import VOCAB_SIZE
 
 from spot_async import registry
 from spot_async.config import ModelConfig
@@ -32,7 +33,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def vllm_teacher(start_vllm: Any, models: Any) -> Iterator[Any]:
-    with start_vllm(models.teacher) as server:
+    """It serves whole distributions: with bounds only, some positions would be selected by their middle."""
+    with start_vllm(models.teacher, max_logprobs=VOCAB_SIZE + 1) as server:
         yield server
 
 
@@ -44,7 +46,9 @@ def sglang_teacher(start_sglang: Any, models: Any) -> Iterator[Any]:
 
 async def start(stack: AsyncExitStack, kind: str, role: str, model: Path, scratch: Path, url: str | None) -> Any:
     """A running backend that holds the model's weights."""
-    backend = {"kind": kind} | ({} if url is None else {"url": url})
+    backend: dict[str, Any] = {"kind": kind} | ({} if url is None else {"url": url})
+    if url is not None and role == "teacher":
+        backend["top_k"] = VOCAB_SIZE
     config = validate_as(ModelConfig, {"model": str(model), "backend": backend})
     made = registry.load("backends", kind)(config.backend, role=role, model=str(model), run_directory=scratch)
     await stack.enter_async_context(made)

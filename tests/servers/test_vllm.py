@@ -323,8 +323,12 @@ async def test_a_directory_with_another_tokenizer_is_refused(
 
 @pytest.fixture(scope="module")
 def bare_server(start_vllm: StartServer, models: TinyModels) -> Iterator[RunningServer]:
-    """Started as people start one: no token route, processed log-probabilities; no limit to how many."""
-    arguments = ("--logprobs-mode", "processed_logprobs")
+    """Started as people start one: no token route, processed log-probabilities; no limit to how many.
+
+    And with defaults of sampling, as a model's generation_config.json has them.
+    """
+    defaults = '{"top_p": 0.5, "top_k": 1, "min_p": 0.5, "repetition_penalty": 5.0, "presence_penalty": 2.0}'
+    arguments = ("--logprobs-mode", "processed_logprobs", "--override-generation-config", defaults)
     with start_vllm(models.student, *arguments, max_logprobs=-1, scale_out=False) as server:
         yield server
 
@@ -379,9 +383,13 @@ async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_kille
         updater, client = WeightUpdater(server), VllmClient(server)
         client.use_completions()
         client.model = str(models.student)
+        monkeypatch.setattr(vllm_weights, "check_snapshot", unchecked)
+        with pytest.raises(TransientError, match="collective_rpc: HTTP 500"):  # and back to the model's own weights
+            await updater.update(WeightSnapshot(directory=str(tmp_path), version=V1), deadline=soon())
+        assert await server.get("/is_paused", dict[str, bool], deadline=soon()) == {"is_paused": False}
+        await client.sample([5], {"max_tokens": 1}, top_k=0, logprobs=0, deadline=soon())
         good = WeightSnapshot(directory=str(models.student), version=V0)
         await updater.update(good, deadline=soon())
-        monkeypatch.setattr(vllm_weights, "check_snapshot", unchecked)
         with pytest.raises(ProcessDiedError, match="must be restarted, it stays paused"):
             await updater.update(snapshot(other_shapes), deadline=soon())
         assert await server.get("/is_paused", dict[str, bool], deadline=soon()) == {"is_paused": True}
