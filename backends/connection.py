@@ -9,6 +9,7 @@ import ipaddress
 import os
 import ssl
 import urllib.request
+from collections.abc import Collection
 
 import httpx
 
@@ -38,7 +39,7 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
     """
     target = httpx.URL(url)
     if proxy is None:
-        if _is_loopback(target.host) or urllib.request.proxy_bypass(target.host):
+        if is_loopback(target.host) or urllib.request.proxy_bypass(target.host):
             return None
         named = urllib.request.getproxies()
         proxy = named.get(target.scheme) or named.get("all")
@@ -53,13 +54,47 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
 
 
 def check_url(url: str | None) -> str | None:
-    """For settings: an address without a password. Raises ValueError."""
-    if url is not None and httpx.URL(url).userinfo:
+    """For settings: a server's address without a password, and without the version of an API behind it.
+
+    Clients are often given the address with `/v1`. Raises ValueError.
+    """
+    if url is None:
+        return None
+    _refuse_password(url)
+    if not _is_address(url):
+        raise ValueError("is no address of a server: give http://host:port or https://host:port")
+    bare = url.rstrip("/")
+    return bare.removesuffix("/v1") if bare.endswith("/v1") else url
+
+
+def check_proxy(proxy: str | None) -> str | None:
+    """For settings: a proxy's address, with or without a scheme, without a password. Raises ValueError."""
+    if proxy is None:
+        return None
+    url = proxy if "://" in proxy else f"http://{proxy}"
+    _refuse_password(url)
+    if not _is_address(url, schemes=None):  # which schemes there are is said when it is used
+        raise ValueError("is no address of a proxy: give http://host:port")
+    return proxy
+
+
+def _refuse_password(url: str) -> None:
+    if "@" in url.partition("://")[2].partition("/")[0]:
         raise ValueError(
             "holds a password, which would be saved with the run: use api_key_env or secret_headers for a server, the "
             "environment variable HTTPS_PROXY for a proxy"
         )
-    return url
+
+
+def _is_address(url: str, schemes: Collection[str] | None = ("http", "https")) -> bool:
+    """Whether this names a host and, if a port, one that there is."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    is_known = schemes is None or parsed.scheme in schemes
+    is_plain = not any(character.isspace() for character in url)
+    return is_known and is_plain and bool(parsed.host) and (parsed.port is None or 0 < parsed.port < 65536)
 
 
 def address_of(url: str) -> str:
@@ -90,7 +125,7 @@ def check_headers(headers: dict[str, str]) -> dict[str, str]:
     return headers
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -15,7 +15,6 @@ from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
-import pydantic
 from pydantic import Field
 
 from spot_async.concurrency import gather
@@ -34,6 +33,7 @@ from .openai_replies import (
     retokenized,
     token_scores,
 )
+from .probing import noise_nats
 from .remote import RemoteServer, RemoteSettings
 from .replies import check_generation, check_scores
 from .stepwise import Steps
@@ -55,12 +55,6 @@ class OpenAIBackend:
         request_fields: dict[str, Any] = Field(
             {}, description="further fields of every request, as the endpoint spells them"
         )
-
-        @pydantic.field_validator("url")
-        @classmethod
-        def _before_version(cls, url: str | None) -> str | None:
-            """Clients are often given the address with the API's version behind it."""
-            return url and url.rstrip("/").removesuffix("/v1")
 
         @pydantic.field_validator("launch", mode="before")
         @classmethod
@@ -181,7 +175,7 @@ class OpenAIBackend:
         )
 
     async def _measure_noise(self, ids: IntArray, deadline: float) -> float:
-        """Largest difference between readings of one text, alone and beside each other, nats."""
+        """Of readings of one text, alone and beside each other, nats."""
         half = len(ids) // 2
 
         async def read() -> TokenScores:
@@ -194,7 +188,7 @@ class OpenAIBackend:
                 f"({self._files.directory}): not one token of a plain sentence is the same; name its own model there"
             )
         others = await gather(read() for _ in range(NOISE_READINGS))
-        return max(float(np.abs(first.logprobs - other.logprobs).max()) for other in others)
+        return noise_nats(first.logprobs - other.logprobs for other in others)
 
     async def _score(
         self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, temperature: float, deadline: float

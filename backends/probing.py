@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
 from spot_async.types import FloatArray, Generation, IntArray, LogprobTemperature
 
 NOISE_MARGIN = 2.0  # a short probe sees less of it than a long run
+LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities: rows that were equal once need not be again
 
 
-def noise_nats(generated: Generation, logprobs: FloatArray, topk_ids: IntArray, topk_logprobs: FloatArray) -> float:
-    """How far rows lie apart when they are generated, and when they are read again with `logprobs` (T,) and a top-K."""
-    differences = [np.abs(generated.logprobs - logprobs)]
+def noise_nats(differences: Iterable[FloatArray]) -> float:
+    """The noise to reckon with, from differences (nats, any shapes) between readings of the same rows."""
+    largest = max((float(np.abs(each).max(initial=0.0)) for each in differences), default=0.0)
+    return max(LEAST_NOISE_NATS, NOISE_MARGIN * largest)
+
+
+def differences(
+    generated: Generation, logprobs: FloatArray, topk_ids: IntArray, topk_logprobs: FloatArray
+) -> Iterator[FloatArray]:
+    """Between rows as they were generated, and as they are read again with `logprobs` (T,) and a top-K (T, K)."""
+    yield generated.logprobs - logprobs
     if generated.topk_ids is not None and generated.topk_logprobs is not None:
         same = generated.topk_ids == topk_ids
-        differences.append(np.abs(generated.topk_logprobs - topk_logprobs)[same])
-    return NOISE_MARGIN * float(np.concatenate(differences).max())
+        yield (generated.topk_logprobs - topk_logprobs)[same]
 
 
 def temperature_convention(at_one: FloatArray, at_half: FloatArray) -> LogprobTemperature:

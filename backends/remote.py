@@ -21,7 +21,7 @@ from spot_async.config import NonNegativeFloat, Place, PluginSettings, PositiveI
 from spot_async.errors import ConfigError, PoisonedReplyError, TransientError
 from spot_async.model_files import ModelFiles, read_model
 
-from .connection import address_of, check_headers, check_url, proxy_for, read_secret, tls_context
+from .connection import address_of, check_headers, check_proxy, check_url, proxy_for, read_secret, tls_context
 from .http import HttpEndpoint, ReadError
 from .launch import LaunchedServer, LaunchSettings, MakeCommand
 from .stepwise import StepRunner, Steps, run_at_once
@@ -70,7 +70,8 @@ class RemoteSettings(PluginSettings):
         if self.launch is not None:
             self.launch.check_machine(f"{section}.launch")
 
-    _check_urls = pydantic.field_validator("url", "proxy")(check_url)
+    _check_url = pydantic.field_validator("url")(check_url)
+    _check_proxy = pydantic.field_validator("proxy")(check_proxy)
     _check_headers = pydantic.field_validator("headers")(check_headers)
 
 

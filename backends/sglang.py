@@ -26,6 +26,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
+import pydantic
 from pydantic import Field
 
 from spot_async.alignment import branch_prefix_length
@@ -44,7 +45,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from .probing import noise_nats, temperature_convention
+from .probing import differences, noise_nats, temperature_convention
 from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
@@ -54,7 +55,7 @@ from .sglang_replies import NextToken, Scores, TopK, WeightNames, read_generatio
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
 from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
 from .stepwise import Steps
-from .weight_transport import WeightSettings
+from .weight_transport import WeightSettings, check_reachable
 
 ABORT = "/abort_request"
 READY = "/model_info"  # /health costs a generated token and a second, and fails while the server is paused
@@ -73,6 +74,11 @@ class SglangBackend:
     class Settings(SleepSettings):
         kind: Literal["sglang"] = "sglang"
         weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
+
+        @pydantic.model_validator(mode="after")
+        def _check_weights(self) -> Self:
+            check_reachable(self.weights, self.url)
+            return self
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
@@ -262,6 +268,8 @@ class SglangBackend:
         [halved] = await self._next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
         assert halved.top is not None
         noise = self._settings.logprob_noise_nats
+        if noise is None:
+            noise = noise_nats(differences(generated, scored.logprobs, *scored.top))
         attached_student = self._role == "student" and self._settings.launch is None
         return Capabilities(
             model=str(files.directory),
@@ -274,7 +282,7 @@ class SglangBackend:
             exact_entropy=False,
             candidate_logprobs="single",
             weight_update=True,
-            logprob_noise_nats=noise_nats(generated, scored.logprobs, *scored.top) if noise is None else noise,
+            logprob_noise_nats=noise,
             score_temperature="one",
             generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),
             seeds=info.enable_deterministic_inference,

@@ -6,7 +6,6 @@ Nothing here can harm a server: every request is one that vLLM answers with a re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from spot_async.alignment import decision_row
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
 
+from .probing import NOISE_MARGIN, noise_nats
 from .vllm_client import NoSuchRouteError, VllmClient
 from .vllm_weights import DEVELOPER_MODE
 
@@ -205,7 +205,7 @@ async def _has_route(client: VllmClient, path: str, deadline: float) -> bool:
 
 
 async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> float:
-    """Largest difference (nats) between log-probabilities of tokens as they were sampled and as they are scored."""
+    """Of log-probabilities of tokens as they were sampled and as they are scored, nats."""
     top_k = max(0, min(COMPARED_TOP_K, max_logprobs - 1))
     prompts = [_prompt(client, number) for number in range(RESPONSES)]
     sampled = await gather(
@@ -218,16 +218,15 @@ async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> floa
         client.score(prompt, answer.token_ids.tolist(), top_k=top_k, deadline=deadline)
         for prompt, answer in zip(prompts, sampled, strict=True)
     )
-    differences: Iterable[float] = (
-        float(np.abs(one - other).max(initial=0.0))
+    noise = noise_nats(
+        one - other
         for first, second in zip(sampled, scored, strict=True)
         for one, other in ((first.logprobs, second.logprobs), (first.topk_logprobs, second.topk_logprobs))
     )
-    noise = max(differences)
-    if noise > LARGEST_NOISE_NATS:
+    if noise > NOISE_MARGIN * LARGEST_NOISE_NATS:
         raise ConfigError(
             f"{client.server.role}.backend: log-probabilities of sampled tokens and of the same tokens scored "
-            f"differ by {noise:.2f} nats: start the server with --logprobs-mode raw_logprobs"
+            f"differ by up to {noise / NOISE_MARGIN:.2f} nats: start the server with --logprobs-mode raw_logprobs"
         )
     return noise
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
+import httpx
 import msgspec
 import zmq
 import zmq.asyncio
@@ -27,6 +28,7 @@ from spot_async.errors import DeadlineExceededError, TransientError
 from spot_async.processes import ChildProcess
 from spot_async.types import WeightSnapshot
 
+from .connection import is_loopback
 from .snapshots import Layout
 
 TORCH_TYPES = {
@@ -53,6 +55,21 @@ class WeightSettings(Section):
     address: str = Field("127.0.0.1", description="of this machine as servers reach it; distributed listens there")
     port: int | None = Field(None, ge=1, le=65535, description="where distributed listens; default: a free one")
     device: str | None = Field(None, description="of the sending process; default: `cuda:0` for nccl, `cpu` for gloo")
+
+
+def check_reachable(settings: WeightSettings, url: str | None) -> None:
+    """Refuse a distributed transport in which a server elsewhere would look for us on its own machine.
+
+    Raises ValueError. `url` is None for a server that we start.
+    """
+    if settings.transport != "distributed" or url is None:
+        return
+    host = httpx.URL(url).host
+    if is_loopback(settings.address) and not is_loopback(host):
+        raise ValueError(
+            f"weights.address={settings.address} means the server's own machine to {host}: give this machine's address "
+            f"as {host} reaches it, or weights.transport=disk"
+        )
 
 
 class WeightTransport(Protocol):

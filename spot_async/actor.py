@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import structlog
 
-from spot_async.errors import DeadlineExceededError, RequestError
+from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError
 from spot_async.retry import RetryPolicy
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
@@ -151,17 +151,18 @@ class Stage:
         return result
 
     async def _attempt(self, request: Callable[[float], Awaitable[T]], deadline: float) -> T:
-        attempt = 1
+        failures: Counter[bool] = Counter()  # by whether the endpoint asked to wait: that uses up no attempts
         while True:
             try:
                 return await request(deadline)
             except RequestError as error:
-                delay_s = self._retry.delay_s(error, attempt, self._jitter())
+                is_throttled = isinstance(error, ThrottledError)
+                failures[is_throttled] += 1
+                delay_s = self._retry.delay_s(error, failures[is_throttled], self._jitter())
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
                     raise
-                structlog.get_logger().warning("retry", stage=self.name, attempt=attempt, error=str(error))
+                structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
-            attempt += 1
             await asyncio.sleep(delay_s)
 
     async def _acquire(self, priority: Priority) -> None:

@@ -14,6 +14,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from spot_async import registry
+from spot_async.retry import DEFAULT_ATTEMPTS
 
 CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
 
@@ -212,7 +213,10 @@ class StageConfig(Section):
     timeout_s: PositiveFloat = Field(
         600.0, description="deadline of a request, all attempts included, from its first sending"
     )
-    attempts: PositiveInt = Field(3, description="sendings of a request that fails transiently")
+    attempts: PositiveInt = Field(
+        DEFAULT_ATTEMPTS,
+        description="sendings of a request that fails transiently; throttled ones go on to the deadline",
+    )
 
 
 class StagesConfig(Section):

@@ -19,7 +19,7 @@ import structlog
 
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
-from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, SpotError
+from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.runner import EvaluationResult
 from spot_async.ledger import Ledger, PromptState
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
@@ -32,6 +32,7 @@ from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, Weight
 LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
+UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Orchestrator:
         )
         self._version = WeightVersion(lineage=0, step=0)
         self._gate_changed = asyncio.Event()
+        self._unanswered_in_a_row = 0
         self._waits = WaitClock(stages.all)
         self._timelines = Timelines()
         self._timelines.add(self._waits)
@@ -162,22 +164,31 @@ class Orchestrator:
         started = loop.time()
         try:
             samples = await self._policy.supervise(prompt, self.stages.for_prompt(prompt))
-        except (PermanentError, PoisonedReplyError) as error:
+        except RequestError as error:
             self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
-            self._bury(prompt, str(error))
+            self._bury(prompt, error)
             return
         self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
         self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
         self.queue.put(prompt.ordinal, samples)
+        self._unanswered_in_a_row = 0
 
-    def _bury(self, prompt: Prompt, reason: str) -> None:
-        """Give up a prompt whose request fails for good; another takes its place in the batch."""
+    def _bury(self, prompt: Prompt, error: RequestError) -> None:
+        """Give up a prompt whose request fails for good; another takes its place in the batch.
+
+        Raises `SpotError` when so many fail that it is not the prompts' fault.
+        """
+        reason = str(error)
         ledger = self.state.ledger
         ledger.move(prompt.ordinal, PromptState.DEAD)
         self._credits.release(prompt.ordinal)
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()
         self._observer.prompt_died(prompt, reason)
+        if isinstance(error, TransientError | ThrottledError):
+            self._unanswered_in_a_row += 1
+            if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW:
+                raise SpotError(f"{self._unanswered_in_a_row} prompts in a row went unanswered, the last one: {reason}")
         dead = ledger.count(PromptState.DEAD)
         finished = dead + ledger.count(PromptState.QUEUED) + ledger.consumed
         if finished >= self._settings.batch_size and dead > MAX_DEAD_SHARE * finished:

@@ -118,6 +118,36 @@ def test_only_what_can_succeed_later_is_sent_again():
     assert policy.delay_s(TransientError("reset"), 3, 0.0) is None
     assert 0 < policy.delay_s(TransientError("reset"), 1, 0.0) < policy.delay_s(TransientError("reset"), 2, 0.0)
     assert policy.delay_s(ThrottledError("429", retry_after_s=30.0), 1, 0.0) == 30.0
+    assert policy.delay_s(ThrottledError("429"), 5000, 0.0) == 4.0  # however often: the deadline ends it
+    assert policy.delay_s(DeadlineExceededError("late"), 1, 0.0) is None
+
+
+def test_throttling_ends_at_the_deadline_and_uses_up_no_attempts():
+    async def scenario():
+        probe = stage(timeout_s=600.0, attempts=2)
+        loop = asyncio.get_running_loop()
+        sent = 0
+
+        async def busy_for_a_minute(deadline):
+            nonlocal sent
+            sent += 1
+            if loop.time() < 60.0:
+                raise ThrottledError("503: full", retry_after_s=5.0)
+            if sent == 13:
+                raise TransientError("connection reset")
+            return sent
+
+        assert await probe.ask((0,), busy_for_a_minute) == 14
+
+        async def busy(deadline):
+            raise ThrottledError("503: full")
+
+        started = loop.time()
+        with pytest.raises(ThrottledError, match="503: full"):
+            await probe.ask((0,), busy)
+        assert 590.0 < loop.time() - started <= 600.0
+
+    run_on_virtual_time(scenario())
 
 
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 6))

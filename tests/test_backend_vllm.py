@@ -326,6 +326,7 @@ async def test_older_versions_are_read_as_well_and_offer_less(connect: Connect, 
         assert found.weight_update == (version >= "0.27")  # else nothing could confirm which weights are served
         assert (found.candidate_logprobs, found.server) == ("single", f"vllm {version}")
         assert (found.max_top_k, found.max_generation_top_k) == (20, 19)
+        assert 1e-6 <= found.logprob_noise_nats < 1e-3  # equal readings are no promise of equal ones
         sampling = SamplingSettings(max_tokens=5, stop_token_ids=(), seed=1)
         reply = await backend.generate(PROMPT, sampling, top_k=3, deadline=soon())
         assert reply.version_spans == (VersionSpan(0, 5, V0),)

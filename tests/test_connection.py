@@ -17,6 +17,8 @@ import pytest
 from spot_async.backends.connection import proxy_for, tls_context
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.openai import OpenAIBackend
+from spot_async.backends.sglang import SglangBackend
+from spot_async.backends.vllm import VllmBackend
 from spot_async.config_loading import dump_yaml, validate
 from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError
 
@@ -256,6 +258,7 @@ async def test_keys_reach_the_server_and_nothing_that_people_read(
         ({"headers": {"Authorization": f"Bearer {KEY}"}}, "Authorization is a secret"),
         ({"headers": {"x-api-key": KEY}}, "x-api-key is a secret"),
         ({"proxy": f"http://user:{KEY}@proxy"}, "holds a password"),
+        ({"proxy": f"user:{KEY}@proxy:3128"}, "holds a password"),
         ({"url": f"https://user:{KEY}@host"}, "holds a password"),
     ],
 )
@@ -269,6 +272,31 @@ def test_a_configuration_with_a_secret_in_it_is_refused_without_repeating_it(
     with pytest.raises(ConfigError, match=said) as caught:
         validate(tree)
     assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["openai", "vllm", "sglang"])
+def test_an_address_that_cannot_be_one_is_refused_before_anything_is_sent(kind: str) -> None:
+    wrong = [
+        "", "localhost:8000", "10.0.0.5:8000", "ftp://h:1", "http://", "http://:8000", "http://h:99999", "http://h:0",
+        "http://h:x", " http://h:1", "http://h :1", "http:///v1",
+    ]  # fmt: skip
+    for url in wrong:
+        tree = {"student": {"model": "m"}, "teacher": {"model": "m", "backend": {"kind": kind, "url": url}}}
+        with pytest.raises(ConfigError, match=r"teacher\.backend\.\S*url.*give http://host:port"):
+            validate(tree)
+    with pytest.raises(ConfigError, match="give http://host:port"):
+        validate({"student": {"model": "m", "backend": {"kind": kind, "url": "http://h", "proxy": "proxy:99999"}}})
+
+
+@pytest.mark.parametrize("settings", [OpenAIBackend.Settings, VllmBackend.Settings, SglangBackend.Settings])
+def test_an_address_may_end_in_the_version_of_the_api_whatever_the_server(settings: Any) -> None:
+    for given, used in (
+        ("http://10.0.0.5:8000", "http://10.0.0.5:8000"),
+        ("https://[::1]:8000/", "https://[::1]:8000/"),
+        ("http://h/v1", "http://h"),
+        ("http://h:1/inference/v1/", "http://h:1/inference"),
+    ):
+        assert settings(url=given, proxy="proxy.example:3128").url == used
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,57 @@ def test_transient_failures_are_retried_and_change_nothing():
     assert flaky.failures == 40
 
 
+def test_an_endpoint_that_is_away_for_seconds_costs_no_prompt():
+    class Away(SimulatedTeacher):
+        refused = 0
+
+        async def score(self, prompt_ids, response_ids, **rest):
+            if 1.0 < asyncio.get_running_loop().time() < 9.0:
+                self.refused += 1
+                raise TransientError("teacher/score: connection refused")
+            return await super().score(prompt_ids, response_ids, **rest)
+
+    teacher = Away()
+    orchestrator, trainer, journal = build(teacher=teacher)
+    run_on_virtual_time(orchestrator.run())
+    assert teacher.refused > 0
+    assert journal.dead == []
+    assert len(trainer.batches) == 4
+
+
+def test_a_prompt_whose_requests_are_never_answered_is_replaced():
+    class Failing(SimulatedTeacher):
+        async def score(self, prompt_ids, response_ids, **rest):
+            if len(prompt_ids) == 5 + 3 and len(journal.dead) < 2:
+                raise TransientError("500: out of memory")
+            return await super().score(prompt_ids, response_ids, **rest)
+
+    orchestrator, trainer, journal = build(teacher=Failing(), iterations=3, batch_size=32)
+    run_on_virtual_time(orchestrator.run())
+    dead = [ordinal for ordinal, _ in journal.dead]
+    assert len(dead) == 2
+    assert {reason for _, reason in journal.dead} == {"500: out of memory"}
+    trained = [s.prompt_ordinal for batch in trainer.batches for s in batch]
+    assert trained == [o for o in range(98) if o not in dead]
+
+
+def test_a_dead_endpoint_ends_the_run_within_a_minute_whatever_the_batch():
+    class Dead(SimulatedTeacher):
+        async def score(self, prompt_ids, response_ids, **rest):
+            raise TransientError("teacher/score: connection refused")
+
+    async def scenario(**sizes):
+        orchestrator, _, _ = build(teacher=Dead(), **sizes)
+        with pytest.raises(ExceptionGroup) as stopped:
+            await orchestrator.run()
+        assert "teacher/score: connection refused" in str(leaves(stopped.value)[0])
+        assert asyncio.get_running_loop().time() < 90.0
+
+    run_on_virtual_time(scenario(batch_size=1000, concurrency=1000))
+    run_on_virtual_time(scenario(batch_size=1000, concurrency=1))
+    run_on_virtual_time(scenario(batch_size=1))
+
+
 class RefusingStudent(SimulatedStudent):
     """Takes no new weights the first `refusals` times, and goes on with the old ones."""
 

@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.snapshots import TensorHeader
 from spot_async.backends.weight_transport import WeightSender, WeightSettings, buckets
 from spot_async.concurrency import both
-from spot_async.errors import DeadlineExceededError, TransientError
+from spot_async.config_loading import validate_as
+from spot_async.errors import ConfigError, DeadlineExceededError, TransientError
 from spot_async.weight_files import weight_files
 
 # Rank 1, with what servers join by; prints the sum of each tensor that it receives.
@@ -45,6 +47,21 @@ def soon(seconds: float = 60.0) -> float:
 @pytest.fixture(scope="module")
 def model(random_model: Callable[..., Path]) -> Path:
     return random_model()
+
+
+def test_a_server_elsewhere_is_not_told_to_find_us_on_its_own_machine() -> None:
+    def settings(url: str, **weights: str) -> SglangBackend.Settings:
+        return validate_as(SglangBackend.Settings, {"url": url, "weights": {"transport": "distributed", **weights}})
+
+    for address in ("127.0.0.1", "localhost"):
+        with pytest.raises(ConfigError, match=rf"weights\.address={address} .* to 10\.0\.0\.5: give"):
+            settings("http://10.0.0.5:30000", address=address)
+    with pytest.raises(ConfigError, match=r"weights\.address=127\.0\.0\.1"):
+        settings("http://gpu-box:30000")
+    assert settings("http://10.0.0.5:30000", address="10.0.0.2").weights.address == "10.0.0.2"
+    assert settings("http://10.0.0.5:30000", transport="disk").weights.address == "127.0.0.1"
+    for here in ("http://127.0.0.1:30000", "http://localhost:30000", "http://[::1]:30000"):
+        assert settings(here).weights.address == "127.0.0.1"
 
 
 @asynccontextmanager

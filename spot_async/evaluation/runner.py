@@ -18,14 +18,13 @@ from spot_async.config import EvaluationConfig
 from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_problem, standard_error
 from spot_async.prompts import PromptSource
 from spot_async.protocols import Generator, Verifier
-from spot_async.retry import RetryPolicy
+from spot_async.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.seeds import derive_seed
 from spot_async.stages import ask_verdict
 from spot_async.types import BoolArray, SamplingSettings, Verdict
 from spot_async.vocabulary import Vocabulary
 
 ALL_TIERS = "all"
-REQUEST_ATTEMPTS = 3
 
 
 class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +109,7 @@ async def evaluate(
             name,
             concurrency=config.concurrency,
             timeout_s=config.timeout_s,
-            retry=RetryPolicy(REQUEST_ATTEMPTS),
+            retry=RetryPolicy(DEFAULT_ATTEMPTS),
             mailbox_capacity=1,
             jitter=lambda: 0.5,
         )
