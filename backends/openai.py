@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
+import pydantic
 from pydantic import Field
 
 from spot_async.concurrency import gather
