@@ -183,16 +183,16 @@ async def test_requests_of_one_session_share_one_http_request_and_nothing_else(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    stream = HttpEndpoint.stream
+    request = HttpEndpoint._request
 
-    async def counted(self: HttpEndpoint, path: str, *args: Any, **more: Any) -> None:
+    async def counted(self: HttpEndpoint, method: str, path: str, *args: Any, **more: Any) -> None:
         sent.append(path)
-        await stream(self, path, *args, **more)
+        await request(self, method, path, *args, **more)
 
     settings = [sampling(max_tokens=tokens, seed=tokens) for tokens in (3, 40, 8)]
     alone = [await backend.generate(PROMPT, each, deadline=soon()) for each in settings]
     with monkeypatch.context() as patch:
-        patch.setattr(HttpEndpoint, "stream", counted)
+        patch.setattr(HttpEndpoint, "_request", counted)
         together = await asyncio.gather(
             *(backend.generate(PROMPT, each, session="s", deadline=soon()) for each in settings),
             backend.generate(PROMPT, sampling(max_tokens=10**6), session="s", deadline=soon()),
