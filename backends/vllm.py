@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 import numpy as np
 import structlog
 
-from spot_async.alignment import branch_prefix_length, decision_row
+from spot_async.alignment import decision_row
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
 from spot_async.types import (
@@ -38,12 +38,12 @@ from spot_async.types import (
 from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
-from .sleeping import SleepSettings, check_vllm, sleep_vllm, wake_vllm
-from .vllm_client import VllmClient, check_temperature, read_error
+from .sleeping import check_vllm, sleep_vllm, wake_vllm
+from .vllm_client import VllmClient, check_temperature, prefixes, read_error
 from .vllm_launch import vllm_command
 from .vllm_probes import Found, probe
 from .vllm_replies import NamedSpan
-from .vllm_weights import WeightUpdater
+from .vllm_transfer import TransferSettings, make_updater, transfer_config
 
 PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
 CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
@@ -57,7 +57,7 @@ T = TypeVar("T")
 class VllmBackend:
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
-    class Settings(SleepSettings):
+    class Settings(TransferSettings):
         kind: Literal["vllm"] = "vllm"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
@@ -70,6 +70,7 @@ class VllmBackend:
             max_logprobs=max(LAUNCHED_MAX_LOGPROBS, settings.top_k or 0) + 1,
             takes_weights=self._is_student,
             sleeps=settings.sleep_while_training,
+            weight_transfer=transfer_config(settings.weights),
         )
         self._server = RemoteServer(
             settings,
@@ -80,7 +81,7 @@ class VllmBackend:
             read_error=functools.partial(read_error, role),
         )
         self._client = VllmClient(self._server)
-        self._updater = WeightUpdater(self._server)
+        self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
         self._singles = asyncio.Semaphore(SINGLE_REQUESTS)
         self._found: Found
         # What the server called its weights before it got any from us; None once it has.
@@ -110,7 +111,10 @@ class VllmBackend:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._server.__aexit__(kind, error, trace)
+        try:
+            await self._updater.close()
+        finally:
+            await self._server.__aexit__(kind, error, trace)
 
     async def watch(self) -> None:
         await self._server.watch()
@@ -135,7 +139,7 @@ class VllmBackend:
             exact_entropy=False,
             candidate_logprobs=self._candidate_support,
             weight_update=takes_weights,
-            weight_transport="disk" if takes_weights else None,
+            weight_transport=self._settings.weights.transport if takes_weights else None,
             logprob_noise_nats=found.noise_nats,
             logprob_convention="truncated" if found.processed else "untruncated",
             score_temperature="one",
@@ -238,7 +242,7 @@ class VllmBackend:
         check_temperature(self._role, temperature)
         rows = await self._one_by_one(
             functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
-            for prefix in _prefixes(prompt_ids, response_ids, positions)
+            for prefix in prefixes(prompt_ids, response_ids, positions)
         )
         none = np.zeros((0, top_k))
         return scored_positions(
@@ -270,7 +274,7 @@ class VllmBackend:
             )
         elif self._candidate_support == "single":
             logprobs = await self._chosen_singly(
-                _prefixes(prompt_ids, response_ids, positions), candidate_ids, expected_version, deadline
+                prefixes(prompt_ids, response_ids, positions), candidate_ids, expected_version, deadline
             )
         else:
             raise ConfigError(
@@ -390,10 +394,3 @@ class VllmBackend:
             raise VersionMismatchError(
                 f"{self._role}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
             ) from None
-
-
-def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
-    """The context of each response position's decision."""
-    prompt, response = prompt_ids.tolist(), response_ids.tolist()
-    lengths = (branch_prefix_length(len(prompt), position) for position in positions.tolist())
-    return [(prompt + response)[:length] for length in lengths]

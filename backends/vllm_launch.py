@@ -12,7 +12,14 @@ SCALE_OUT_SINCE = (0, 30)  # /inference/v1/generate needs the flag from here on;
 
 
 def vllm_command(
-    settings: LaunchSettings, model: Path, port: int, *, max_logprobs: int, takes_weights: bool, sleeps: bool = False
+    settings: LaunchSettings,
+    model: Path,
+    port: int,
+    *,
+    max_logprobs: int,
+    takes_weights: bool,
+    sleeps: bool = False,
+    weight_transfer: str | None = None,
 ) -> Command:
     """A server on loopback; `settings.arguments` come last and so win."""
     argv = [
@@ -28,6 +35,8 @@ def vllm_command(
         argv.append("--enable-scale-out")
     if sleeps:
         argv.append("--enable-sleep-mode")
+    if takes_weights and weight_transfer is not None:
+        argv += ["--weight-transfer-config", weight_transfer]
     environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if takes_weights:
         environment["VLLM_SERVER_DEV_MODE"] = "1"

@@ -1,4 +1,4 @@
-"""New weights for a running vLLM server, from a directory that it can read: pause, load, name, check, go on.
+"""New weights for a running vLLM server: pause, load, name, check, go on. How they get there is a `Transport`'s.
 
 A server that failed to load answers health checks and dies at the next token, so it goes on only with weights that
 it has confirmed: the new ones or, loaded once more, those before; before the first ones those were the model's own.
@@ -8,30 +8,68 @@ Requests in flight wait and go on with the new ones.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
-from spot_async.errors import ConfigError, PoisonedReplyError, ProcessDiedError, RequestError, TransientError
+from spot_async.errors import ConfigError, DataError, PoisonedReplyError, ProcessDiedError, RequestError, TransientError
 from spot_async.types import WeightSnapshot, WeightVersion
 
 from .remote import RemoteServer
-from .snapshots import check_snapshot
+from .snapshots import Layout, check_snapshot
 from .vllm_client import NoSuchRouteError
 
 RECOVERY_TIMEOUT_S = 120.0  # for what must still happen when the update's own deadline has passed
 DEVELOPER_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 
-class WeightUpdater:
-    """One update at a time; knows which weights the server was last sure to hold."""
+class Transport(Protocol):
+    """Brings weights to a paused server."""
+
+    async def prepare(self, deadline: float) -> None:
+        """What can fail before any weights are touched."""
+        ...
+
+    async def send(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
+        """Returns once the server holds the snapshot, whose tensors are those of `layout`, under its version."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what is kept between updates."""
+        ...
+
+
+class DiskTransport:
+    """A `Transport`: the server reads the published directory itself."""
 
     def __init__(self, server: RemoteServer) -> None:
         self._server = server
+
+    async def prepare(self, deadline: float) -> None:
+        """Nothing is needed."""
+
+    async def send(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
+        path = {"weights_path": snapshot.directory}
+        await post(self._server, "/collective_rpc", {"method": "reload_weights", "kwargs": path}, deadline)
+        await post(self._server, "/update_weight_version", {"new_version": str(snapshot.version)}, deadline)
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+class WeightUpdater:
+    """One update at a time; knows which weights the server was last sure to hold. Close it in the end."""
+
+    def __init__(self, server: RemoteServer, transport: Transport) -> None:
+        self._server = server
+        self._transport = transport
         self._confirmed = WeightSnapshot(directory=str(server.files.directory.absolute()), version=WeightVersion(0, 0))
         self._may_be_mixed = False  # a load has begun and none has been confirmed since
         self._updating = asyncio.Lock()
+
+    async def close(self) -> None:
+        await self._transport.close()
 
     async def name(self, version: str, *, deadline: float) -> None:
         """Give the weights that are being served a name."""
@@ -41,10 +79,11 @@ class WeightUpdater:
         """Raises `DataError` for a snapshot that is not this model's, before the server hears of it; a `RequestError`
         when the server goes on with the weights that it had; `ProcessDiedError` when it must be restarted."""
         async with self._updating:
-            await check_snapshot(snapshot.directory, self._server.files.directory)
+            layout = await check_snapshot(snapshot.directory, self._server.files.directory)
+            await self._transport.prepare(deadline)
             try:
                 await self._pause(deadline)
-                await self._replace(snapshot, deadline)
+                await self._replace(snapshot, layout, deadline)
                 await self._resume()
             except (RequestError, asyncio.CancelledError):
                 # Without an answer the server may have paused all the same.
@@ -61,19 +100,17 @@ class WeightUpdater:
                 "environment"
             ) from None
 
-    async def _replace(self, snapshot: WeightSnapshot, deadline: float) -> None:
+    async def _replace(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
         try:
-            await self._load(snapshot, deadline)
+            await self._load(snapshot, layout, deadline)
         except (RequestError, asyncio.CancelledError) as error:
             await self._restore(error)
             raise
 
-    async def _load(self, snapshot: WeightSnapshot, deadline: float) -> None:
+    async def _load(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
         """Load, name and check; the server is paused."""
         self._may_be_mixed = True
-        path = {"weights_path": snapshot.directory}
-        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path}, deadline)
-        await self.name(str(snapshot.version), deadline=deadline)
+        await self._transport.send(snapshot, layout, deadline)
         flushed = await self._post("/reset_prefix_cache", None, deadline)
         if flushed.get("success") is False:
             raise TransientError(f"{self._server.role}/reset_prefix_cache: the server could not drop its prefix cache")
@@ -86,9 +123,12 @@ class WeightUpdater:
     async def _restore(self, error: RequestError | asyncio.CancelledError) -> None:
         """Back to the weights before. Raises `ProcessDiedError` where that cannot be done; a cancellation stays one."""
         role, cause = self._server.role, str(error) or "the update was cancelled"
+        before, deadline = self._confirmed, self._recovery_deadline()
         try:
-            await self._load(self._confirmed, self._recovery_deadline())
-        except RequestError as second:
+            layout = await check_snapshot(before.directory, self._server.files.directory)
+            await self._transport.prepare(deadline)
+            await self._load(before, layout, deadline)
+        except (RequestError, ConfigError, DataError) as second:
             if isinstance(error, asyncio.CancelledError):
                 structlog.get_logger().error("the server stays paused: restart it", role=role, cause=str(second))
                 return
@@ -108,11 +148,17 @@ class WeightUpdater:
         await self._post("/resume", None, self._recovery_deadline())
 
     async def _post(self, path: str, body: object, deadline: float) -> dict[str, Any]:
-        """The reply's fields; older servers answer some of these with nothing at all."""
-        return await self._server.ask(path, body, _fields, deadline=deadline)
+        return await post(self._server, path, body, deadline)
 
     def _recovery_deadline(self) -> float:
         return asyncio.get_running_loop().time() + RECOVERY_TIMEOUT_S
+
+
+async def post(
+    server: RemoteServer, path: str, body: object, deadline: float, *, resend: bool = True
+) -> dict[str, Any]:
+    """The reply's fields; older servers answer some control requests with nothing at all."""
+    return await server.ask(path, body, _fields, deadline=deadline, resend=resend)
 
 
 def _fields(reply: bytes) -> dict[str, Any]:

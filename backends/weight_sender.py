@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import zmq
 from safetensors import safe_open
+from torch.cuda import nccl
 
 from spot_async import wire
 from spot_async.backends.weight_transport import (
@@ -31,6 +34,9 @@ from spot_async.backends.weight_transport import (
     Done,
     Failure,
     Join,
+    JoinNccl,
+    Mint,
+    Minted,
     Ready,
     endpoint,
     environment_of,
@@ -46,14 +52,19 @@ class Sender:
         self._store = store
         self._backend = backend
         self._device = device
-        self._group: dist.ProcessGroup
+        self._send: Callable[[torch.Tensor], object]  # to all other ranks
 
     def handle(self, command: Command) -> Answer:
         try:
-            if isinstance(command, Join):
-                self._join(command)
-            else:
-                self._broadcast(command)
+            match command:
+                case Mint():
+                    return self._mint()
+                case Join():
+                    self._join(command)
+                case JoinNccl():
+                    self._join_nccl(command)
+                case Broadcast():
+                    self._broadcast(command)
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # torch's own are RuntimeErrors
             return Failure(first_line(error))
         return Done()
@@ -62,7 +73,7 @@ class Sender:
         # What init_process_group does, for a group that is not this process's default one: the servers make theirs
         # with this function, and the ranks only meet under the same keys.
         make_group = cast(Any, c10d)._new_process_group_helper
-        self._group, _ = make_group(
+        group, _ = make_group(
             command.world_size,
             0,
             [],
@@ -71,9 +82,24 @@ class Sender:
             group_name=command.group,
             timeout=c10d.default_pg_timeout,  # the parent waits less, and then ends this process
         )
-        cast(Any, c10d)._world.pg_group_ranks[self._group] = {rank: rank for rank in range(command.world_size)}
+        cast(Any, c10d)._world.pg_group_ranks[group] = {rank: rank for rank in range(command.world_size)}
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self._send = partial(dist.broadcast, src=0, group=group)
+
+    def _mint(self) -> Answer:
+        if not dist.is_nccl_available():
+            raise RuntimeError("this torch is built without NCCL")
+        return Minted(cast(Any, nccl).unique_id())
+
+    def _join_nccl(self, command: JoinNccl) -> None:
+        """What a vLLM worker does with an id, as rank 0. Written from vLLM's and torch's sources, not run."""
+        torch.cuda.set_device(self._device)
+        communicator = cast(Any, nccl).init_rank(command.world_size, command.unique_id, 0)
+        # The workers begin with this, and wait for it.
+        cast(Any, nccl).all_reduce([torch.zeros(1, device=self._device)], comms=[communicator])
+        torch.cuda.synchronize(self._device)
+        self._send = lambda tensor: nccl.broadcast([tensor], 0, comms=[communicator])
 
     def _broadcast(self, command: Broadcast) -> None:
         file_of = {}
@@ -81,7 +107,8 @@ class Sender:
             file: Any = safe_open(path, framework="pt", device=str(self._device))
             file_of.update(dict.fromkeys(file.keys(), file))
         for name in command.names:
-            dist.broadcast(file_of[name].get_tensor(name).contiguous(), 0, group=self._group)
+            tensor = file_of[name].get_tensor(name).contiguous()
+            self._send(tensor)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

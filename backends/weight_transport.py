@@ -120,6 +120,15 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     world_size: int
 
 
+class Mint(msgspec.Struct, frozen=True, tag="mint"):
+    pass
+
+
+class JoinNccl(msgspec.Struct, frozen=True, tag="join_nccl"):
+    unique_id: bytes
+    world_size: int
+
+
 class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
     directory: str
     names: list[str]
@@ -127,6 +136,10 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     port: int
+
+
+class Minted(msgspec.Struct, frozen=True, tag="minted"):
+    unique_id: bytes
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -137,8 +150,8 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Command: TypeAlias = Join | Broadcast
-Answer: TypeAlias = Ready | Done | Failure
+Command: TypeAlias = Join | Mint | JoinNccl | Broadcast
+Answer: TypeAlias = Ready | Minted | Done | Failure
 
 
 def endpoint(channel_directory: str) -> str:
@@ -187,6 +200,15 @@ class WeightSender:
     async def join(self, group: str, *, world_size: int, deadline: float) -> None:
         """Become rank 0; returns when all others have joined too."""
         await self._while_it_lives(self._ask(Join(group, world_size)), "join the group", deadline)
+
+    async def mint(self, *, deadline: float) -> bytes:
+        """A new NCCL id, by which ranks find rank 0: this process."""
+        minted = await self._while_it_lives(self._ask(Mint()), "make an NCCL id", deadline)
+        return cast(Minted, minted).unique_id
+
+    async def join_nccl(self, unique_id: bytes, *, world_size: int, deadline: float) -> None:
+        """`join` for ranks that meet by NCCL's id alone, as vLLM's do; both sides must join at once."""
+        await self._while_it_lives(self._ask(JoinNccl(unique_id, world_size)), "join the group", deadline)
 
     async def broadcast(self, directory: str, tensors: Sequence[Tensor], *, deadline: float) -> None:
         """Send tensors of a snapshot, in this order; returns when they are received."""

@@ -31,7 +31,7 @@ from spot_async.backends.remote import RemoteServer
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm_client import VllmClient, read_error
 from spot_async.backends.vllm_replies import CompletionsRoute
-from spot_async.backends.vllm_weights import WeightUpdater
+from spot_async.backends.vllm_weights import DiskTransport, WeightUpdater
 from spot_async.errors import (
     ConfigError,
     DataError,
@@ -380,7 +380,7 @@ async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_kille
         read_error=partial(read_error, "student"),
     )
     async with server:
-        updater, client = WeightUpdater(server), VllmClient(server)
+        updater, client = WeightUpdater(server, DiskTransport(server)), VllmClient(server)
         client.use_completions()
         client.model = str(models.student)
         monkeypatch.setattr(vllm_weights, "check_snapshot", unchecked)
