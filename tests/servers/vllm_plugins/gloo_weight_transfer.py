@@ -34,7 +34,13 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         store, _, _ = next(c10d.rendezvous(f"tcp://{init_info.master_address}:{init_info.master_port}", rank, size))
         store = dist.PrefixStore(init_info.group_name, store)
         self.group, _ = c10d._new_process_group_helper(
-            size, rank, [], dist.Backend("gloo"), store, group_name=init_info.group_name
+            size,
+            rank,
+            [],
+            dist.Backend("gloo"),
+            store,
+            group_name=init_info.group_name,
+            timeout=c10d.default_pg_timeout,
         )
         c10d._world.pg_group_ranks[self.group] = {each: each for each in range(size)}
 
