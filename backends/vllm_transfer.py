@@ -16,6 +16,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import pydantic
 from pydantic import Field
 
@@ -42,6 +43,12 @@ class TransferSettings(SleepSettings):
     def _check_weights(self) -> Self:
         check_reachable(self.weights, self.url)
         return self
+
+
+class Workers(msgspec.Struct):
+    """Those of all the server's data-parallel replicas."""
+
+    world_size: int
 
 
 def transfer_config(settings: WeightSettings) -> str | None:
@@ -75,9 +82,8 @@ class TransferTransport:
             return
         self._joined = True
         try:
-            world_size = (
-                1 + (await self._server.get("/get_world_size", dict[str, int], deadline=deadline))["world_size"]
-            )
+            workers = await self._server.get("/get_world_size", Workers, deadline=deadline)
+            world_size = 1 + workers.world_size
             port = await self._sender.start(deadline=deadline)
             nccl = self._settings.backend == "nccl"
             meeting = self._meet_by_id(world_size, deadline) if nccl else self._meet_at(port, world_size, deadline)
@@ -138,11 +144,12 @@ class TransferTransport:
     async def _forget_half(self, deadline: float) -> None:
         """vLLM counts what a broken session loaded towards the next, and forgets it only where a session finishes.
 
-        A session that failed to receive is over without having finished: then an empty one does.
+        A session that failed to receive is over without having finished: then an empty one does. Sent again when a
+        connection breaks, as vLLM closes those that it has answered with 500.
         """
         with contextlib.suppress(RequestError):  # it is still under way
-            await self._post("/start_weight_update", None, deadline)
-        await self._post("/finish_weight_update", {}, deadline)
+            await post(self._server, "/start_weight_update", None, deadline)
+        await post(self._server, "/finish_weight_update", {}, deadline)
 
     async def _leave(self) -> None:
         """End our process, which frees a server that waits for it, then what the server keeps of the group."""
@@ -150,7 +157,7 @@ class TransferTransport:
         await self._sender.stop()
         with contextlib.suppress(RequestError):
             deadline = asyncio.get_running_loop().time() + CLEAN_UP_TIMEOUT_S
-            await self._post("/shutdown_weight_transfer_engine", None, deadline)
+            await post(self._server, "/shutdown_weight_transfer_engine", None, deadline)
 
     async def _post(self, path: str, body: object, deadline: float) -> None:
         await post(self._server, path, body, deadline, resend=False)
