@@ -175,7 +175,7 @@ class SglangBackend:
                 f"{self._role}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
                 "sampling.temperature=1"
             )
-        served_k = min(max(top_k, self._settings.top_k or 1), self._vocab_size)
+        served_k = max(top_k, min(self._settings.top_k or 1, self._vocab_size))
         found = await self._score(prompt_ids, response_ids, served_k, deadline)
         scores = bounded_scores(
             found.logprobs,

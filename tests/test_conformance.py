@@ -23,7 +23,7 @@ from spot_async.conformance import command
 from spot_async.conformance.checks import Outcome, run_checks
 from spot_async.conformance.contract import CHECKS
 from spot_async.conformance.running import make_subject
-from spot_async.errors import SpotError
+from spot_async.errors import PermanentError, SpotError
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
 
 SLOW = {"abort", "refused_snapshot", "weight_update", "update_under_way"}
@@ -158,6 +158,13 @@ class AnswersAnyVersion(Faulty):
         return await super().candidate_logprobs(*arguments, expected_version=held, deadline=deadline, **more)
 
 
+class CandidatesAtOneOnly(Faulty):
+    async def candidate_logprobs(self, *arguments: Any, temperature: float, **more: Any) -> Any:
+        if temperature != 1.0:
+            raise PermanentError("candidates are at temperature 1 only")
+        return await super().candidate_logprobs(*arguments, temperature=temperature, **more)
+
+
 class Breaks(Faulty):
     async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
         raise KeyError("input_top_logprobs")
@@ -272,6 +279,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Faulty], set[str]]] = {
     "a top-k cut down without a word": (CutsTopK, {"refused_shapes"}),
     "deadlines ignored": (IgnoresDeadlines, {"deadline"}),
     "candidates of whatever weights": (AnswersAnyVersion, {"candidate_version"}),
+    "candidates at temperature 1 beside rollouts at any": (CandidatesAtOneOnly, {"candidate_temperature"}),
     "a tokenizer of another model": (lambda backend: Faulty(backend, vocab_fingerprint="f"), {"capabilities"}),
     "a bug": (Breaks, {"score_parity", "empty_response", "refused_ids", "refused_shapes"}),
 }

@@ -187,7 +187,11 @@ async def candidate_temperature(subject: Subject) -> Finding:
     """Candidates are at the temperature that rollouts are at, or they could not be compared with them."""
     convention = subject.capabilities.generation_temperature
     prompt, response, positions, ids = _candidates(subject)
-    served = await subject.candidates(prompt, response, positions, ids, temperature=COOL)
+    try:
+        served = await subject.candidates(prompt, response, positions, ids, temperature=COOL)
+    except PermanentError as refusal:
+        require(convention == "one", f"temperature {COOL} is refused, though generations are served at it: {refusal}")
+        return Finding(f"1, as generations; {COOL} is refused")
     exact = await subject.exact(prompt, response, temperature=COOL, convention=convention)
     nats = largest(served, of_tokens(exact[positions], ids))
     require_close(nats, subject.tolerance_nats / COOL, f"candidates at temperature {COOL}")

@@ -41,7 +41,8 @@ VLLM_ARGUMENTS = [
 ]
 
 
-# PyTorch's own kernels for attention and sampling; the others are for GPUs.
+# PyTorch's own kernels for attention and sampling; the others are for GPUs. Without --sleep-on-idle a server that has
+# nothing to do keeps a core busy.
 SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
 SGLANG_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
