@@ -134,6 +134,23 @@ class Sleeper(Protocol):
     async def wake(self, *, deadline: float) -> None: ...
 
 
+@runtime_checkable
+class HealthCheck(Protocol):
+    """Optional for a backend: a cheap question that tells a live server from a frozen or dead one.
+
+    It does not lie: what would be answered although nothing is served any more is no proof. It does not wait behind
+    the server's work either, so a busy server answers it. Allowed at any time while the backend is entered, also
+    while weights are updated or the server sleeps.
+    """
+
+    async def ping(self, *, deadline: float) -> None:
+        """Return once the server has shown that it lives. Raises a `RequestError` where it has not.
+
+        `ServerRestartedError` where it is another one than was entered.
+        """
+        ...
+
+
 class Backend(Protocol):
     """A running inference service in one role. Entering starts it and waits until it answers."""
 
