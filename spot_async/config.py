@@ -30,6 +30,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
+
 T = TypeVar("T")
 
 # A value, or a list of such values: for what may be said of each of several servers. The tags keep errors readable:

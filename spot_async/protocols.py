@@ -134,23 +134,6 @@ class Sleeper(Protocol):
     async def wake(self, *, deadline: float) -> None: ...
 
 
-@runtime_checkable
-class HealthCheck(Protocol):
-    """Optional for a backend: a cheap question that tells a live server from a frozen or dead one.
-
-    It does not lie: what would be answered although nothing is served any more is no proof. It does not wait behind
-    the server's work either, so a busy server answers it. Allowed at any time while the backend is entered, also
-    while weights are updated or the server sleeps.
-    """
-
-    async def ping(self, *, deadline: float) -> None:
-        """Return once the server has shown that it lives. Raises a `RequestError` where it has not.
-
-        `ServerRestartedError` where it is another one than was entered.
-        """
-        ...
-
-
 class Backend(Protocol):
     """A running inference service in one role. Entering starts it and waits until it answers."""
 
@@ -172,6 +155,18 @@ class TrafficSource(Protocol):
     @property
     def traffic(self) -> Traffic:
         """Grows while the backend runs; there once it has been entered."""
+        ...
+
+
+@runtime_checkable
+class HealthCheck(Protocol):
+    """Optional for a backend: whether its server lives, asked when it has not answered for a while."""
+
+    async def ping(self, *, deadline: float) -> None:
+        """Cheap, and no lie: fails for a server that is frozen, dead, or that answers but computes nothing.
+
+        Raises a `RequestError`. One that is merely busy, or loads weights, passes.
+        """
         ...
 
 
