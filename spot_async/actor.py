@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import structlog
 
-from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError
+from spot_async.errors import DeadlineExceededError, FailureClass, RequestError
 from spot_async.retry import RetryPolicy
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
@@ -70,6 +70,13 @@ class StageCounters:
     retried: int = 0
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox
+    permanent: int = 0  # sendings that failed, by class
+    throttled: int = 0
+    transient: int = 0
+    poisoned: int = 0
+
+    def count_failure(self, error: RequestError) -> None:
+        setattr(self, error.failure_class, getattr(self, error.failure_class) + 1)
 
 
 class Stage:
@@ -151,14 +158,15 @@ class Stage:
         return result
 
     async def _attempt(self, request: Callable[[float], Awaitable[T]], deadline: float) -> T:
-        failures: Counter[bool] = Counter()  # by whether the endpoint asked to wait: that uses up no attempts
+        failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
                 return await request(deadline)
             except RequestError as error:
-                is_throttled = isinstance(error, ThrottledError)
-                failures[is_throttled] += 1
-                delay_s = self._retry.delay_s(error, failures[is_throttled], self._jitter())
+                failures[error.failure_class] += 1
+                self.counters.count_failure(error)
+                error.stage, error.attempts = self.name, failures.total()
+                delay_s = self._retry.delay_s(error, failures[error.failure_class], self._jitter())
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
                     raise
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))

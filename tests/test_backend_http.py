@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.backends.http import HttpEndpoint, error_message
+from spot_async.backends.failures import error_message
+from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.replies import check_generation, check_scored_positions, check_scores
 from spot_async.errors import (
     DeadlineExceededError,
@@ -63,7 +64,7 @@ async def test_a_status_decides_what_may_be_done_about_it(status: int, headers: 
         with pytest.raises(kind, match=rf"^teacher/x: HTTP {status}: some reason$") as caught:
             await endpoint.get("/x", deadline=soon())
     if isinstance(caught.value, ThrottledError):
-        assert caught.value.retry_after_s == (7.0 if status == 429 else None)
+        assert caught.value.retry_after_s == (7.0 if status == 429 else 0.0)
 
 
 async def test_an_endpoint_that_is_not_there_is_transient_and_a_silent_one_ends_at_the_deadline() -> None:
