@@ -6,8 +6,8 @@ everybody does, that is said here.
 
 Statuses are those of the servers that adapters are for, measured with vLLM 0.32.0 and SGLang 0.5.23; what hosted
 endpoints add is from their documentation as of November 2026: OpenAI and Azure (`retry-after-ms`,
-`insufficient_quota`), Anthropic (529, `enforced_spend_limit_reached`), DeepSeek (402). Their `x-ratelimit-reset-*` headers are not read: they
-tell when a limit is whole again, which is long after the next request would fit in.
+`insufficient_quota`), Anthropic (529, `enforced_spend_limit_reached`), DeepSeek (402). Their `x-ratelimit-reset-*`
+headers are not read: they tell when a limit is whole again, which is long after the next request would fit in.
 """
 
 from __future__ import annotations
