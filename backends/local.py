@@ -233,21 +233,22 @@ class LocalBackend:
             expected_version=expected_version,
             timeout_s=_time_left(deadline),
         )
-        reply = await self._post(
-            api.CANDIDATE_LOGPROBS,
-            request,
-            api.CandidateReply,
-            lambda reply: check_candidates(reply.logprobs, candidate_ids),
-            deadline,
-        )
-        return reply.logprobs
+
+        def check(reply: api.CandidateReply) -> api.CandidateReply:
+            if reply.version != expected_version:
+                raise PoisonedReplyError(f"of weights {reply.version} where {expected_version} were asked for")
+            check_candidates(reply.logprobs, candidate_ids)
+            return reply
+
+        return (await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline)).logprobs
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         request = api.UpdateRequest(snapshot=snapshot, timeout_s=_time_left(deadline))
 
-        def check(reply: api.VersionReply) -> None:
+        def check(reply: api.VersionReply) -> api.VersionReply:
             if reply.version != snapshot.version:
                 raise PoisonedReplyError(f"holds weights {reply.version} after an update to {snapshot.version}")
+            return reply
 
         await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
@@ -277,17 +278,16 @@ class LocalBackend:
             ) from None
 
     async def _post(
-        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], None], deadline: float
+        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], T], deadline: float
     ) -> T:
-        """The reply, read and checked; a large one beside the event loop."""
+        """What `check` returns of the reply; a large one is read beside the event loop."""
         sent = wire.encode(request)
         body = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
 
         def read() -> T:
             reply = self._decode(body, kind)
             with self._naming(path):
-                check(reply)
-            return reply
+                return check(reply)
 
         try:
             return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()

@@ -103,7 +103,7 @@ def _check_topk(
     vocab_size: int,
     valid: BoolArray | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """Rows of different tokens, likeliest first, that are parts of a distribution; `valid` (T,) are those that count."""
+    """Different tokens in a row, likeliest first, parts of a distribution; `valid` (T,) says which rows count."""
     if ids is None or logprobs is None:
         raise PoisonedReplyError("no top-k although it was asked for")
     _check_ids("topk_ids", ids, shape, vocab_size)
