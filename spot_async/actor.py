@@ -19,7 +19,7 @@ import structlog
 
 from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError
 from spot_async.retry import RetryPolicy
-from spot_async.timeline import RequestSpan, Timeline, Timelines
+from spot_async.timeline import OpenRequest, RequestSpan, Timeline, Timelines
 
 T = TypeVar("T")
 Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordinal
@@ -93,6 +93,7 @@ class Stage:
         self.counters = StageCounters()
         self.in_flight = 0
         self.timeline: Timeline = Timelines()
+        self.open: set[OpenRequest] = set()  # waiting or in flight
         self._askers: Counter[int] = Counter()  # requests here, by prompt
         self._timeout_s = timeout_s
         self._retry = retry
@@ -115,24 +116,27 @@ class Stage:
         Raises what the request raised once retries are used up, `DeadlineExceededError` at the deadline.
         """
         self._askers[priority[0]] += 1
+        opened = OpenRequest(priority, asyncio.get_running_loop().time())
+        self.open.add(opened)
         try:
-            return await self._serve(priority, request)
+            return await self._serve(opened, request)
         finally:
+            self.open.remove(opened)
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(self, priority: Priority, request: Callable[[float], Awaitable[T]]) -> T:
+    async def _serve(self, opened: OpenRequest, request: Callable[[float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        asked = loop.time()
+        priority, asked = opened.priority, opened.asked_s
         await self._acquire(priority)
-        started = loop.time()
+        opened.started_s = started = loop.time()
         self.counters.waited_s += started - asked
         deadline = started + self._timeout_s
         outcome = "cancelled"
         try:
             async with asyncio.timeout_at(deadline):
-                result = await self._attempt(request, deadline)
+                result = await self._attempt(opened, request, deadline)
             outcome = "done"
         except TimeoutError:
             self.counters.failed += 1
@@ -150,9 +154,10 @@ class Stage:
         self.counters.completed += 1
         return result
 
-    async def _attempt(self, request: Callable[[float], Awaitable[T]], deadline: float) -> T:
+    async def _attempt(self, opened: OpenRequest, request: Callable[[float], Awaitable[T]], deadline: float) -> T:
         failures: Counter[bool] = Counter()  # by whether the endpoint asked to wait: that uses up no attempts
         while True:
+            opened.attempts += 1
             try:
                 return await request(deadline)
             except RequestError as error:

@@ -1,7 +1,7 @@
 """The `spot-async` command: reads arguments, prints outcomes, and turns failures into one line and a code.
 
-Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 130 and 143 stopped by
-Ctrl-C or SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 3 it stalled, 4 its budget is
+spent, 130 and 143 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from rich.text import Text
 from spot_async.concurrency import root_cause
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError
 from spot_async.inspection.terminal import counted
 from spot_async.memory import tune_gc
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
+
+EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
 
 app = typer.Typer(
     name="spot-async",
@@ -216,7 +218,7 @@ def conformance(
         failed = command.run(screen, config, directory, role=role, tolerance_nats=tolerance, device=device)
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
-        fail(cause, code=2 if isinstance(cause, ConfigError | DataError) else 1)
+        fail(cause, code=exit_code(cause))
     if failed:
         raise typer.Exit(1)
 
@@ -332,7 +334,12 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
-        fail(cause, code=2 if isinstance(cause, ConfigError) else 1, note=saved(directory))
+        fail(cause, code=exit_code(cause), note=saved(directory))
+
+
+def exit_code(error: SpotError) -> int:
+    """What the process ends with after a failure; README.md lists them all."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
 def saved(directory: RunDirectory) -> str:

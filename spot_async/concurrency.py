@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
-from spot_async.errors import ProcessDiedError, SpotError, TrainerError
+from spot_async.errors import BudgetSpentError, ProcessDiedError, SpotError, StalledError, TrainerError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -47,9 +47,12 @@ def root_cause(error: BaseException) -> SpotError:
     """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
     failures = leaves(error)
     for failure in failures:
+        if isinstance(failure, StalledError):  # what hung may end in any way once it is cancelled
+            return failure
+    for failure in failures:
         if not isinstance(failure, SpotError):
             raise error
-    for kind in (ProcessDiedError, TrainerError, SpotError):
+    for kind in (ProcessDiedError, TrainerError, BudgetSpentError, SpotError):
         for failure in failures:
             if isinstance(failure, kind):
                 return failure
