@@ -10,7 +10,8 @@ import asyncio
 import importlib.metadata
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -92,7 +93,8 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
 
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
-    outcome = run_until_stopped(run_training(settings, plan, directory, screen), directory)
+    training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
+    outcome = run_until_stopped(training, directory)
     if outcome.after is not None:
         screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
         if note := unverified_note(outcome.after):
@@ -133,7 +135,8 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
     from spot_async.runtime import evaluate_student
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
-    result = run_until_stopped(evaluate_student(settings, student, sources, directory, screen), directory)
+    evaluation = evaluate_student(settings, student, sources, directory, screen, exit_process=hung(directory))
+    result = run_until_stopped(evaluation, directory)
     screen.print(evaluation_table(None, result))
     if note := unverified_note(result):
         screen.print(note)
@@ -335,6 +338,18 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
         fail(cause, code=exit_code(cause), note=saved(directory))
+
+
+def hung(directory: RunDirectory) -> Callable[[str], None]:
+    """How a stalled run ends whose event loop does not: past all locks and buffers, another thread may hold them."""
+
+    def exit_process(message: str) -> None:
+        show_cursor = "\x1b[?25h" if screen.is_terminal else ""
+        with suppress(OSError):
+            os.write(2, f"{show_cursor}error: {message}\n{saved(directory)}\n".encode())
+        os._exit(EXIT_CODES[StalledError])  # the kernel ends the children with us
+
+    return exit_process
 
 
 def exit_code(error: SpotError) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from spot_async.errors import BudgetSpentError, ProcessDiedError, SpotError, StalledError, TrainerError
@@ -26,6 +27,18 @@ async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) ->
     """`gather` for two results of different types."""
     results: list[Any] = await gather([first, second])
     return results[0], results[1]
+
+
+@asynccontextmanager
+async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Each of them runs while inside, and is cancelled on leaving. What one raises ends the inside, as a group."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each(), name=each.__qualname__) for each in loops]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -102,9 +102,10 @@ async def evaluate(
     verifier: Verifier,
     vocabulary: Vocabulary,
     on_progress: Callable[[int, int], None],
+    on_stages: Callable[[Sequence[Stage]], None] = lambda stages: None,
 ) -> EvaluationResult:
-    """Run one evaluation. `on_progress(finished, total)` is called after each response."""
-    generation_stage, verification = (
+    """Run one evaluation. `on_progress(finished, total)` is called after each response, `on_stages` once before."""
+    stages = generation_stage, verification = tuple(
         Stage(
             name,
             concurrency=config.concurrency,
@@ -115,6 +116,7 @@ async def evaluate(
         )
         for name in ("evaluation", "evaluation verify")
     )
+    on_stages(stages)
     total = len(sources) * config.samples
     judged: dict[tuple[int, int], JudgedResponse] = {}
     jobs = ((j, i) for j in range(len(sources)) for i in range(config.samples))
