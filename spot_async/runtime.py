@@ -127,7 +127,7 @@ class Phases:
         self._screen.progress(finished, total)
         self._watchdog.response_judged(finished, total)
 
-    def evaluates_with(self, stages: Sequence[Stage]) -> None:
+    def evaluates_with(self, stages: Sequence[Stage[Any]]) -> None:
         self._watchdog.evaluation_stages = stages
 
 

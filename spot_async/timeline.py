@@ -24,17 +24,6 @@ class RequestSpan(NamedTuple):
     outcome: str  # "done", "cancelled", or the class of the failure
 
 
-@dataclass(slots=True, eq=False)
-class OpenRequest:
-    """One request that a stage holds right now, for whoever asks what a run waits for."""
-
-    priority: tuple[int, ...]  # starts with the prompt's ordinal
-    asked_s: float
-    started_s: float | None = None  # None while it waits for its turn
-    attempts: int = 0  # sendings so far
-    replica: str | None = None  # who has it, where the stage's backend says so
-
-
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
     """One prompt's coroutine, from admission until its samples are queued."""

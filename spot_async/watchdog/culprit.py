@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from spot_async.actor import OpenRequest
 from spot_async.stages import STAGE_SERVERS
-from spot_async.timeline import OpenRequest
 from spot_async.watchdog.stacks import TaskView
 
 SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}

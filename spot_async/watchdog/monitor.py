@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
@@ -54,7 +54,7 @@ class Watchdog:
         """`limits`: None watches nothing, and writes reports only when asked to."""
         self.report_path = directory / REPORT
         self.orchestrator: Orchestrator | None = None
-        self.evaluation_stages: Sequence[Stage] = ()  # of the evaluation that is going on
+        self.evaluation_stages: Sequence[Stage[Any]] = ()  # of the evaluation that is going on
         self._limits = limits
         self._logs = directory / "logs"
         self._exit_process = exit_process
