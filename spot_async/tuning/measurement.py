@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from spot_async.tuning.knee import running_medians
+
 # Why a ramp went no further.
 Ending = Literal[
     "flat",  # more in flight no longer gave more
@@ -63,5 +65,5 @@ class Ramp(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> float:
-        """The highest throughput measured, requests per second."""
-        return max((level.throughput for level in self.levels), default=0.0)
+        """The highest throughput, requests per second, as the knee was judged by; 0 when nothing was measured."""
+        return max(running_medians([level.throughput for level in self.levels]), default=0.0)

@@ -1,15 +1,14 @@
 """A run's own mix of requests: what its policy asks of the stages for a few prompts, noted, and asked again.
 
 Nothing here knows a method. A policy supervises some prompts as it always does, through stages that note each request;
-a template is that same request to the stages of any prompt. Sent again it gets another ordinal, and with it other seeds
-and another session, as if another prompt had asked. Requests that need nothing but a prompt (rollouts, the teacher's
+a template is that same request to the stages of any prompt. Sent again it is asked for by another one, with other seeds
+and in another session. Requests that need nothing but a prompt (rollouts, the teacher's
 responses) go on through the run's schedule, so that none is sent twice; those about a response (scores, candidates,
 probes) repeat the noted one, and find what a server's prefix cache keeps of it.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -144,7 +143,8 @@ async def note_requests(policy: Policy, stages: Stages, prompts: Sequence[Prompt
 def endless(templates: Sequence[Template], stages: Stages, prompts: Iterator[Prompt], seed: int) -> Iterator[Request]:
     """Requests in the templates' proportions for ever, in a new order each time round: by prompt, shuffled.
 
-    `prompts` are prompts of the run that were not asked about yet; each request takes one, for its ordinal at least.
+    `prompts` are prompts of the run that were not asked about yet. One stands in for a noted prompt each time: its
+    ordinal gives all of that one's requests other seeds and another session.
     """
     draw = random.Random(seed)
     by_prompt: dict[int, list[Template]] = {}
@@ -154,8 +154,9 @@ def endless(templates: Sequence[Template], stages: Stages, prompts: Iterator[Pro
     while True:
         draw.shuffle(groups)
         for group in groups:
+            drawn = next(prompts)
             for template in draw.sample(group, len(group)):
-                yield _request(template, stages, next(prompts))
+                yield _request(template, stages, drawn)
 
 
 def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
@@ -172,8 +173,3 @@ def by_server(templates: Sequence[Template]) -> dict[str, list[Template]]:
     """Templates of each server that the policy asks, in the order of the stages."""
     found = {server: [t for t in templates if t.server == server] for server in dict.fromkeys(STAGE_SERVERS.values())}
     return {server: own for server, own in found.items() if own}
-
-
-def split_schedule(schedule: Iterator[Prompt], count: int) -> tuple[list[Prompt], Iterator[Prompt]]:
-    """The first `count` prompts, and all that follow."""
-    return list(itertools.islice(schedule, count)), schedule

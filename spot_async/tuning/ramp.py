@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spot_async.actor import Stage
 from spot_async.config import StagesConfig
 from spot_async.errors import RequestError, ThrottledError
+from spot_async.replicas.service_pool import pool_of
 from spot_async.retry import RetryPolicy
 from spot_async.stages import STAGE_SERVERS, Stages
 from spot_async.tuning.knee import knee, next_concurrency
@@ -40,26 +41,36 @@ class RampLimits:
     requests: int | None = None  # sent, warm-up included
 
 
-class NoRetries(RetryPolicy):
+class NoRetries(RetryPolicy, frozen=True):
     """A ramp wants to see what fails."""
 
     def delay_s(self, error: RequestError, failures: int, jitter: float) -> float | None:
         return None
 
 
-def without_limits(stages: Stages, config: StagesConfig) -> Stages:
-    """The same stages, now sending at once and once: the ramp decides how much is in flight."""
-    for name in STAGE_SERVERS:
-        open_stage = Stage(
+def without_limits(stages: Stages, config: StagesConfig) -> None:
+    """Let every stage send at once, and once: from now on a ramp decides how much is in flight."""
+    services = stages.services
+    service_of = {
+        "rollout": services.generator,
+        "score": services.scorer,
+        "candidates": services.candidate_scorer,
+        "probe": services.generator,
+        "verify": services.verifier,
+        "teacher_response": services.teacher_generator,
+        "reference": services.reference,
+    }
+    for name, service in service_of.items():
+        unlimited: Stage[Any] = Stage(
             name,
+            pool_of(service),
             concurrency=1 << 30,
             timeout_s=getattr(config, name).timeout_s,
             retry=NoRetries(attempts=1),
             mailbox_capacity=1,
             jitter=float,
         )
-        setattr(stages, name, open_stage)
-    return stages
+        setattr(stages, name, unlimited)
 
 
 class Answer(NamedTuple):
@@ -154,7 +165,7 @@ class ClosedLoop:
 async def ramp(
     server: str, requests: Iterator[Request], limits: RampLimits, on_level: Callable[[str, Level], None]
 ) -> Ramp:
-    """Measure `server` with `requests`, which never end. A server that refuses or fails ends its ramp, not the command."""
+    """Measure `server` with `requests`, which never end. One that refuses or fails ends its ramp, not the command."""
     levels: dict[int, Level] = {}
     ended: Ending = "time"
     failure: str | None = None
@@ -227,5 +238,9 @@ def _level(closed: ClosedLoop, seconds: float) -> Level | None:
         tokens=sum(answer.tokens for answer in answers),
         p50_s=p50_s,
         p95_s=p95_s,
-        stages={stage: StageLoad(requests=len(each), busy_s=sum(each)) for stage, each in by_stage.items()},
+        stages={
+            stage: StageLoad(requests=len(by_stage[stage]), busy_s=sum(by_stage[stage]))
+            for stage in STAGE_SERVERS
+            if stage in by_stage
+        },
     )
