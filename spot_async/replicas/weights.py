@@ -31,7 +31,7 @@ class Weights(Generic[B]):
         self._moved = moved
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Give them to all that serve. Those that miss it are reported; where all refuse it, the first refusal is raised
+        """Give them to all that serve; those that miss them are reported. Where all refuse, the first refusal is raised,
         and those before stay the newest. Where none serves, or all are lost, wait for one to come back with them."""
         before = self._newest
         self._set_newest(snapshot)
