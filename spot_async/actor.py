@@ -44,14 +44,20 @@ class StageCounters:
         setattr(self, error.failure_class, getattr(self, error.failure_class) + 1)
 
 
-@dataclass
-class _Request:
-    """Times of one request, on the loop's clock."""
+@dataclass(eq=False)
+class OpenRequest:
+    """One request that a stage holds, with times on the loop's clock; also for whoever asks what a run waits for."""
 
     errand: Errand
     asked_s: float
     started_s: float | None = None  # its first lease was granted
     deadline: float = 0.0
+    attempts: int = 0  # sendings so far
+    replica: str | None = None  # that has it; None while it waits for one, empty where there is only one
+
+    @property
+    def priority(self) -> Priority:
+        return self.errand.priority
 
 
 class Stage(Generic[S]):
@@ -75,6 +81,7 @@ class Stage(Generic[S]):
         self.concurrency = concurrency
         self.counters = StageCounters()
         self.timeline: Timeline = Timelines()
+        self.open: set[OpenRequest] = set()  # waiting or in flight
         self._pool = pool
         self._askers: Counter[int] = Counter()  # requests here, by prompt
         self._timeout_s = timeout_s
@@ -113,16 +120,19 @@ class Stage(Generic[S]):
         `DeadlineExceededError` at the deadline.
         """
         self._askers[priority[0]] += 1
+        this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time())
+        self.open.add(this)
         try:
-            return await self._serve(Errand(self.name, priority, session, tokens), request)
+            return await self._serve(this, request)
         finally:
+            self.open.remove(this)
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(self, errand: Errand, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _serve(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        this = _Request(errand, loop.time())
+        errand = this.errand
         await self._acquire(errand.priority)
         outcome = "cancelled"
         try:
@@ -141,7 +151,7 @@ class Stage(Generic[S]):
         self.counters.completed += 1
         return result
 
-    async def _attempt(self, this: _Request, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _attempt(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
         failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
@@ -158,15 +168,18 @@ class Stage(Generic[S]):
             self.counters.retried += 1
             await asyncio.sleep(delay_s)
 
-    async def _lease(self, this: _Request) -> Lease[S]:
+    async def _lease(self, this: OpenRequest) -> Lease[S]:
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._leasing += 1
         try:
+            this.replica = None
             lease = await self._pool.lease(this.errand)
         finally:
             self._leasing -= 1
+        this.attempts += 1
+        this.replica = lease.replica
         granted = loop.time()
         if this.started_s is None:
             this.started_s = granted

@@ -118,3 +118,11 @@ class ProcessDiedError(SpotError):
 
 class TrainerError(SpotError):
     """The trainer stopped: non-finite loss or gradient, full disk, or a bug in a rank."""
+
+
+class StalledError(SpotError):
+    """Nothing was committed for so long that nothing will be; the watchdog says what the run waited for."""
+
+
+class BudgetSpentError(SpotError):
+    """What the run may spend on requests is spent. Everything finished until then is saved."""
