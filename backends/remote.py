@@ -18,7 +18,7 @@ import pydantic
 from pydantic import Field
 
 from spot_async.config import NonNegativeFloat, OneOrMore, Place, PluginSettings, PositiveInt, as_list
-from spot_async.errors import ConfigError, PoisonedReplyError, ServerRestartedError, TransientError
+from spot_async.errors import ConfigError, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.model_files import ModelFiles, read_model
 
 from .connection import (
@@ -31,6 +31,7 @@ from .connection import (
     read_secret,
     tls_context,
 )
+from .failures import UNREADABLE, classify
 from .http import HttpEndpoint, ReadError
 from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_together
 from .stepwise import StepRunner, Steps, run_at_once
@@ -205,7 +206,9 @@ class RemoteServer:
         return await (work if self._launched is None else self._launched.alongside(work))
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
-        return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))
+        reply = await self.endpoint.get(path, deadline=deadline)
+        with self._naming("GET", path, None, reply):
+            return _decoder(kind)(reply)
 
     async def post(self, path: str, body: object, kind: type[T], *, deadline: float, resend: bool = True) -> T:
         """A JSON reply, decoded as `kind`."""
@@ -214,39 +217,38 @@ class RemoteServer:
     async def ask(
         self, path: str, body: object, decode: Callable[[bytes], T], *, deadline: float, resend: bool = True
     ) -> T:
-        """What `decode` makes of the reply. It runs in a thread for a large one, and raises `PoisonedReplyError`,
-        or one of msgspec's errors, for a reply that cannot be read."""
-        reply = await self.endpoint.post(
-            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline, resend=resend
-        )
-        if len(reply) > LARGE_REPLY_BYTES:
-            return await asyncio.to_thread(self.read, path, reply, decode)
-        return self.read(path, reply, decode)
+        """What `decode` makes of the reply. It runs in a thread for a large one, and raises a `RequestError`, or one
+        of `failures.UNREADABLE` for a reply that cannot be read."""
+        sent = msgspec.json.encode(body)
+        reply = await self.endpoint.post(path, sent, content_type="application/json", deadline=deadline, resend=resend)
+        with self._naming("POST", path, sent, reply):
+            return await asyncio.to_thread(decode, reply) if len(reply) > LARGE_REPLY_BYTES else decode(reply)
 
     async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
         """As `ask`, but a large reply is read on the loop, one step of all those under way a turn (see `stepwise`)."""
-        reply = await self.endpoint.post(
-            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
-        )
-        with self._naming(path):
+        sent = msgspec.json.encode(body)
+        reply = await self.endpoint.post(path, sent, content_type="application/json", deadline=deadline)
+        with self._naming("POST", path, sent, reply):
             if len(reply) > LARGE_REPLY_BYTES:
                 return await self._steps.run(decode(reply))
             return run_at_once(decode(reply))
 
-    def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
-        with self._naming(path):
-            return decode(reply)
-
     @contextlib.contextmanager
-    def _naming(self, path: str) -> Iterator[None]:
+    def _naming(self, method: str, path: str, sent: bytes | None, reply: bytes) -> Iterator[None]:
+        """Errors of reading a reply are request errors, and say of what."""
         try:
             yield
-        except ServerRestartedError:
-            raise
-        except (PoisonedReplyError, TransientError) as error:
-            raise type(error)(f"{self.name}{path}: {error}") from None
-        except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise PoisonedReplyError(f"{self.name}{path}: cannot read the reply: {error}") from error
+        except RequestError as failure:  # some name the server by themselves
+            nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
+                failure, ServerRestartedError
+            )
+            error = failure.reworded(f"{self.name}{path}: {failure}") if nameless else failure
+            error.exchange = self.endpoint.exchange(method, path, sent, received=reply)
+            raise error from None
+        except UNREADABLE as failure:
+            error = classify(f"{self.name}{path}", failure)
+            error.exchange = self.endpoint.exchange(method, path, sent, received=reply)
+            raise error from failure
 
     def _launch(self, launch: LaunchSettings) -> LaunchedServer:
         if self._make_command is None:

@@ -51,15 +51,7 @@ from .probing import differences, noise_nats, temperature_convention
 from .remote import RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
-from .sglang_checks import (
-    GENERATE,
-    check_end,
-    check_ready,
-    check_vocabulary,
-    prefix_lengths,
-    probe_prompt,
-    read_error,
-)
+from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, prefix_lengths, probe_prompt
 from .sglang_launch import sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
@@ -101,7 +93,6 @@ class SglangBackend:
             run_directory=run_directory,
             make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
             ready_path=READY,
-            read_error=functools.partial(read_error, role),
         )
         self._run_directory = run_directory
         self._vocab_size = self._server.files.vocab_size

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from spot_async.alignment import branch_prefix_length
-from spot_async.errors import ConfigError, PermanentError, RequestError, ThrottledError, TransientError
+from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.types import Generation, IntArray, SamplingSettings
 
 from .remote import RemoteServer
@@ -20,19 +20,11 @@ from .sglang_weights import ServerInfo
 
 GENERATE = "/generate"
 CHOSEN_IDS_CHECKED = (0, 5, 14)  # by the server; before, one out of the vocabulary ended it
-DUPLICATE_ID = b"Duplicate request ID"
 PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
 
 
 class Tokenized(msgspec.Struct):
     tokens: list[int]
-
-
-def read_error(role: str, status: int, content: bytes) -> RequestError | None:
-    """The same request is still there after its connection broke and it was sent again; under another id it is new."""
-    if status == 400 and DUPLICATE_ID in content:
-        return TransientError(f"{role}: the server still has an earlier sending of the request")
-    return None
 
 
 async def check_ready(server: RemoteServer, *, deadline: float) -> None:

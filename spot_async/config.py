@@ -141,6 +141,14 @@ class RunConfig(Section):
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
     )
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
+    stall_timeout_s: NonNegativeFloat | None = Field(
+        None,
+        description="silence without anything committed after which the run ends with a report and exit code 3; "
+        "default: what the deadlines of a prompt's stages allow, and a minute; 0 for never",
+    )
+    verdict_every_s: NonNegativeFloat = Field(
+        60.0, description="time between two lines that say what holds the run up; 0 for none"
+    )
 
 
 class ModelConfig(Section):
