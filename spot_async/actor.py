@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError
+from spot_async.errors import DeadlineExceededError, FailureClass, RequestError
 from spot_async.mailbox import Mailbox, Priority
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
 from spot_async.retry import RetryPolicy
@@ -35,6 +35,13 @@ class StageCounters:
     retried: int = 0
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
+    permanent: int = 0  # sendings that failed, by class
+    throttled: int = 0
+    transient: int = 0
+    poisoned: int = 0
+
+    def count_failure(self, error: RequestError) -> None:
+        setattr(self, error.failure_class, getattr(self, error.failure_class) + 1)
 
 
 @dataclass(eq=False)
@@ -145,15 +152,16 @@ class Stage(Generic[S]):
         return result
 
     async def _attempt(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
-        failures: Counter[bool] = Counter()  # by whether the endpoint asked to wait: that uses up no attempts
+        failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
                 async with await self._lease(this) as service:
                     return await self._send(request, service, this.deadline)
             except RequestError as error:
-                is_throttled = isinstance(error, ThrottledError)
-                failures[is_throttled] += 1
-                delay_s = self._retry.delay_s(error, failures[is_throttled], self._jitter())
+                failures[error.failure_class] += 1
+                self.counters.count_failure(error)
+                error.stage, error.attempts = self.name, failures.total()
+                delay_s = self._retry.delay_s(error, failures[error.failure_class], self._jitter())
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= this.deadline:
                     raise
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))

@@ -188,6 +188,50 @@ def doctor(
 
 
 @app.command()
+def tune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.tuned.yaml beside CONFIG")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="longest time the ramp of one server may take")] = 20.0,
+    limit_requests: Annotated[int | None, typer.Option(min=1, help="sent to one server at most")] = None,
+    paid: Annotated[
+        bool, typer.Option("--paid", help="also ramp endpoints whose settings name prices or rate limits")
+    ] = False,
+    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
+) -> None:
+    """Find how many requests in flight each of a run's servers pays for, and write the limits that follow.
+
+    Asks for a few prompts as the run would, then sends those requests again, more and more of them at a time, to one
+    server after the other. The file that is written is a configuration to train with: it has CONFIG as its base.
+    """
+    from spot_async.preflight import plan_training
+    from spot_async.tuning.results import check_output
+    from spot_async.tuning.running import TuneOptions, check_options, without_files
+
+    output = output or config.with_name(f"{config.stem}.tuned.yaml")
+    options = TuneOptions(seconds, limit_requests, paid)
+    try:
+        settings = without_files(load_config(config, overrides or ()))
+        check_output(config, output)
+        check_options(settings, options)
+        plan = plan_training(settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.scratch import working_directory
+    from spot_async.tuning import command
+
+    try:
+        with working_directory(directory) as path:
+            command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
+    except (SpotError, BaseExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=2 if isinstance(cause, ConfigError) else 1)
+
+
+@app.command()
 def conformance(
     backend: Annotated[str, typer.Option(metavar="KIND", help="an installed backend, or `module:Class`")],
     model: Annotated[str, typer.Option(metavar="DIR", help="the model it serves, which is also loaded here")],
@@ -256,7 +300,11 @@ def inspect_run(
 
 
 @app.command()
-def report(run: RunPath, html: PagePath = None) -> None:
+def report(
+    run: RunPath,
+    html: PagePath = None,
+    tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="also show this .json file of `tune`")] = None,
+) -> None:
     """Write one page about a run: curves, what was probed, where the time went and what to change about it.
 
     It goes to RUN/report.html unless --html says otherwise.
@@ -264,7 +312,7 @@ def report(run: RunPath, html: PagePath = None) -> None:
     from spot_async.inspection import commands
 
     try:
-        commands.write_report(screen, run, html)
+        commands.write_report(screen, run, html, tuning)
     except DataError as error:
         fail(error, code=2)
 

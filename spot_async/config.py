@@ -68,16 +68,16 @@ class PluginSettings(Section):
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
     _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
 
-    def replicas(self) -> Sequence[Self]:
-        """One settings object for each server of a backend."""
+    def servers(self) -> Sequence[Self]:
+        """One settings object for each server of a backend; several are made by `numbered`."""
         return (self,)
 
     def server_name(self, role: str) -> str:
         """What a server of a backend is called in messages, logs and metrics: its role, numbered if one of several."""
         return role if self._number is None else f"{role}-{self._number}"
 
-    def _numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
-        """For `replicas`: these settings with other values for each of several servers. One server has no number."""
+    def numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
+        """For `servers`: these settings with other values for each of several. A single one has no number."""
         copies = [self.model_copy(update=dict(each)) for each in servers]
         if len(copies) > 1:
             for number, each in enumerate(copies, 1):
