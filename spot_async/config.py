@@ -140,6 +140,12 @@ class RunConfig(Section):
     samples_every: int = Field(
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
     )
+    max_dead_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the prompts that may be given up before the run stops, after a batch of them",
+    )
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
     stall_timeout_s: NonNegativeFloat | None = Field(
         None,

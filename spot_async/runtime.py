@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,14 +19,15 @@ import structlog
 from rich.console import Console
 
 from spot_async import registry
-from spot_async.actor import Stage
 from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
 from spot_async.diagnosis import Diagnosis, capabilities, diagnose
+from spot_async.errors import RequestError
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.model_files import ModelFiles
+from spot_async.monitoring import Phases, make_live_verdict
 from spot_async.orchestrator import (
     WEIGHT_UPDATE_TIMEOUT_S,
     IterationResult,
@@ -44,6 +46,7 @@ from spot_async.servers import backend_factories
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
+from spot_async.telemetry.live_verdict import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import open_sinks
@@ -117,29 +120,9 @@ class Observers:
         for observer in self._observers:
             observer.iteration_finished(result)
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         for observer in self._observers:
-            observer.prompt_died(prompt, reason)
-
-
-class Phases:
-    """What the run is at, for the screen and for the watchdog."""
-
-    def __init__(self, screen: RunConsole, watchdog: Watchdog) -> None:
-        self._screen = screen
-        self._watchdog = watchdog
-
-    def begin(self, name: str, orchestrator: Orchestrator | None = None) -> None:
-        self._screen.phase(name, orchestrator)
-        self._watchdog.phase_began(name, orchestrator)
-
-    def judged(self, finished: int, total: int) -> None:
-        """One more response of an evaluation."""
-        self._screen.progress(finished, total)
-        self._watchdog.response_judged(finished, total)
-
-    def evaluates_with(self, stages: Sequence[Stage[Any]]) -> None:
-        self._watchdog.evaluation_stages = stages
+            observer.prompt_died(prompt, error)
 
 
 async def train(
@@ -155,9 +138,10 @@ async def train(
     `exit_process`: see `Watchdog`.
     """
     screen = RunConsole(console, plan.schedule.iterations)
-    watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
-    lag = LoopLag()
     backends = make_backends(config, plan, directory)
+    replicas = partial(replica_lines, backends.by_role())
+    watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
+    lag = LoopLag()
     student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
@@ -206,8 +190,11 @@ async def train(
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             orchestrator.report_to(watchdog)
             phases.begin(f"training with {config.policy.kind}", orchestrator)
-            with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
-                await orchestrator.run()
+            verdicts = make_live_verdict(config, orchestrator, backends.by_role(), screen)
+            trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
+            with trace:
+                async with alongside(verdicts.speak):
+                    await orchestrator.run()
             iterations, ledger = orchestrator.state.iteration, orchestrator.state.ledger
             after = history.result_after(iterations)
             if after is not None:  # the same weights, problems and seeds: asking again would give it again
@@ -381,7 +368,9 @@ def make_orchestrator(
             capacity_prompts=config.queue_capacity_prompts,
             capacity_bytes=config.queue.capacity_bytes,
             max_response_tokens=config.sampling.max_response_tokens,
+            vocab_size=plan.student.vocab_size,
             weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
+            max_dead_share=config.run.max_dead_share,
         ),
         prompts=plan.schedule,
         policy=plan.policy,

@@ -32,6 +32,7 @@ from spot_async.simulation.services import (
     SimulatedVerifier,
 )
 from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog
 from spot_async.trainer.metrics import METRICS
 from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
@@ -157,7 +158,9 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
             capacity_prompts=16,
             capacity_bytes=1 << 30,
             max_response_tokens=4096,
+            vocab_size=VOCAB_SIZE,
             weight_update_timeout_s=60.0,
+            max_dead_share=0.1,
         ),
         prompts=(
             Prompt(
@@ -169,7 +172,13 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
         stages=stages,
         trainer=Trainer(),
         weight_sinks=[student],
-        observer=RunLog(directory, stages, [sink], backends={"student": server, "teacher": SimpleNamespace()}),
+        observer=RunLog(
+            directory,
+            stages,
+            [sink],
+            backends={"student": server, "teacher": SimpleNamespace()},
+            loop_lag=LoopLag(),
+        ),
         evaluate=evaluate,
     )
     run_on_virtual_time(orchestrator.run())

@@ -31,8 +31,8 @@ class Weights(Generic[B]):
         self._moved = moved
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Give them to all that serve; those that miss them are reported. Where all refuse, the first refusal is raised,
-        and those before stay the newest. Where none serves, or all are lost, wait for one to come back with them."""
+        """Give them to all that serve; those that miss them are reported. Where all refuse, the first refusal is
+        raised, and those before stay the newest. Where none serves, or all are lost, wait for one to come back with them."""
         before = self._newest
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
