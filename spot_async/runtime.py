@@ -21,7 +21,7 @@ from spot_async import registry
 from spot_async.actor import Stage
 from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
-from spot_async.diagnosis import capabilities, diagnose
+from spot_async.diagnosis import capabilities, compare_students, diagnose
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
@@ -170,6 +170,8 @@ async def train(
                 screen.warn(warning)
             stages.capabilities = diagnosis.capabilities
             await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
+            student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
+            stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
