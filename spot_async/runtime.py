@@ -21,7 +21,7 @@ from rich.console import Console
 from spot_async import registry
 from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
-from spot_async.diagnosis import Diagnosis, capabilities, diagnose
+from spot_async.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.errors import RequestError
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
@@ -86,11 +86,6 @@ class Backends:
 
     def pools(self) -> dict[str, ReplicaPool[Any]]:
         return {role: each for role, each in self.by_role().items() if isinstance(each, ReplicaPool)}
-
-    def first_servers(self) -> dict[str, Backend]:
-        """One server of each role, once they were entered."""
-        first = {role: next(iter(pool.backends.values())) for role, pool in self.pools().items()}
-        return self.by_role() | first
 
 
 @dataclass(frozen=True)
@@ -163,8 +158,10 @@ async def train(
             diagnosis.raise_if_unsafe()
             for warning in diagnosis.warnings:
                 screen.warn(warning)
-            stages.capabilities = {role: await capabilities(each) for role, each in backends.by_role().items()}
+            stages.capabilities = diagnosis.capabilities
             await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
+            student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
+            stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
@@ -302,7 +299,7 @@ async def diagnose_servers(config: Config, plan: TrainPlan, backends: Backends) 
     """Ask servers that were entered. One that ends of a question is not started again: it says what is wrong."""
     pools = backends.pools().values()
     watches = [server.watch for pool in pools for server in pool.backends.values()]
-    return await watched(diagnose(config, plan, backends.first_servers()), watches)
+    return await watched(diagnose(config, plan, backends.by_role()), watches)
 
 
 def make_pool(model: ModelConfig, role: str, directory: RunDirectory) -> ReplicaPool[Any]:

@@ -32,7 +32,8 @@ class Weights(Generic[B]):
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Give them to all that serve; those that miss them are reported. Where all refuse, the first refusal is
-        raised, and those before stay the newest. Where none serves, or all are lost, wait for one to come back with them."""
+        raised, and those before stay the newest. Where none serves, or all are lost, wait for one that comes back.
+        """
         before = self._newest
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
