@@ -54,6 +54,7 @@ PROBE = {"probe": 9.0, "verify": 1.0}
         (RunTimes(9.0, 1.0, 0.0, {"score": 4.0, "rollout": 5.0}), "Student and teacher bound", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}), "mostly for rollout (100 %).", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"mystery": 9.0}), "for what was not recorded", ""),
+        (RunTimes(9.0, 1.0, 0.0, {"nothing": 8.0, "score": 1.0}), "Policy bound: the trainer waited 90 %", "own code"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 3.0, 100)}, 64), "Student", "raise stages.probe"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "Student", "64 slots were full"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(3.0, 0.0, 100)}, 64), "Student", "a few long ones"),

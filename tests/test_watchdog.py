@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +45,7 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900.0
 LIMITS = SilenceLimits(*[TIMEOUT_S] * 5)
 FOR_EVER = 1e9
+STALL_S = 4  # of a real run
 
 
 class Tokenizer:
@@ -262,3 +265,55 @@ def test_a_blocked_event_loop_ends_the_process_and_its_children(tmp_path):
     while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not Path(f"/proc/{done.stdout.strip()}").exists()
+
+
+WAITING = """
+    import asyncio
+    from spot_async.config import PluginSettings
+    from spot_async.types import PolicyNeeds
+
+    class WaitingPolicy:
+        Settings = PluginSettings
+        needs = PolicyNeeds()  # no teacher
+
+        def __init__(self, settings, context):
+            pass
+
+        async def supervise(self, prompt, stages):
+            await asyncio.Event().wait()
+"""
+
+
+def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_process_left(tmp_path):
+    (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
+    run, name, value = tmp_path / "run", "SPOT_ASYNC_TEST", uuid.uuid4().hex
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={run}"]
+        + ["policy=waiting:WaitingPolicy", "evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"]
+        + [f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, name: value},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 3, done.stderr
+    line, saved = done.stderr.splitlines()
+    assert re.match(r"error: the run stalled: nothing was committed for \d+ s, and prompt 0 \(problem ", line)
+    assert f"waiting.py:14 in WaitingPolicy.supervise; see {run / 'stall-report.txt'}" in line
+    assert saved.startswith("nothing was trained yet")
+    assert "policy bound: no stage has anything to do, trainer idle 100 %" in done.stdout
+    text = (run / "stall-report.txt").read_text()
+    assert "prompts: 64 running, 0 queued" in text
+    assert "-m spot_async.serving " in text.split("Processes below this one")[1]
+    assert f"End of {run / 'logs' / 'student.log'}" in text
+    marked = [entry for entry in Path("/proc").glob("[0-9]*") if f"{name}={value}".encode() in environment(entry)]
+    assert marked == []
+
+
+def environment(entry):
+    try:
+        return (entry / "environ").read_bytes()
+    except OSError:
+        return b""
