@@ -22,6 +22,7 @@ from spot_async import registry
 from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
 from spot_async.diagnosis import capabilities, diagnose
+from spot_async.errors import RequestError
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
@@ -108,9 +109,9 @@ class Observers:
         for observer in self._observers:
             observer.iteration_finished(result)
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         for observer in self._observers:
-            observer.prompt_died(prompt, reason)
+            observer.prompt_died(prompt, error)
 
 
 async def train(
@@ -345,7 +346,9 @@ def make_orchestrator(
             capacity_prompts=config.queue_capacity_prompts,
             capacity_bytes=config.queue.capacity_bytes,
             max_response_tokens=config.sampling.max_response_tokens,
+            vocab_size=plan.student.vocab_size,
             weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
+            max_dead_share=config.run.max_dead_share,
         ),
         prompts=plan.schedule,
         policy=plan.policy,

@@ -158,7 +158,9 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
             capacity_prompts=16,
             capacity_bytes=1 << 30,
             max_response_tokens=4096,
+            vocab_size=VOCAB_SIZE,
             weight_update_timeout_s=60.0,
+            max_dead_share=0.1,
         ),
         prompts=(
             Prompt(

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.errors import RequestError
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
@@ -80,8 +81,8 @@ class RunConsole:
         ]
         self.say(" · ".join(part for part in parts if part))
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
-        self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {reason}", style="yellow"))
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
+        self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {error}", style="yellow"))
 
     def warn(self, line: str) -> None:
         self.console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
