@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from rich.console import Console
@@ -21,7 +21,7 @@ from rich.console import Console
 from spot_async import registry
 from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
-from spot_async.diagnosis import capabilities, diagnose
+from spot_async.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.errors import RequestError
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
@@ -39,7 +39,10 @@ from spot_async.orchestrator import (
 from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.prompts import PromptSource
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory import RunDirectory
+from spot_async.servers import backend_factories
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
@@ -74,12 +77,15 @@ class ReferenceBackend(Backend, Scorer, Protocol):
 class Backends:
     """The inference services of a training run, by role; None where the policy asks for none."""
 
-    student: StudentBackend
-    teacher: TeacherBackend | None
-    reference: ReferenceBackend | None
+    student: StudentBackend | ReplicaPool[StudentBackend]
+    teacher: TeacherBackend | ReplicaPool[TeacherBackend] | None
+    reference: ReferenceBackend | ReplicaPool[ReferenceBackend] | None
 
     def by_role(self) -> dict[str, Backend]:
         return {role: backend for role, backend in vars(self).items() if backend is not None}
+
+    def pools(self) -> dict[str, ReplicaPool[Any]]:
+        return {role: each for role, each in self.by_role().items() if isinstance(each, ReplicaPool)}
 
 
 @dataclass(frozen=True)
@@ -148,12 +154,14 @@ async def train(
 
         async def run() -> TrainOutcome:
             phases.begin("checking the servers")
-            diagnosis = await diagnose(config, plan, backends.by_role())
+            diagnosis = await diagnose_servers(config, plan, backends)
             diagnosis.raise_if_unsafe()
             for warning in diagnosis.warnings:
                 screen.warn(warning)
             stages.capabilities = diagnosis.capabilities
             await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
+            student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
+            stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
@@ -216,7 +224,7 @@ async def evaluate_student(
     """Only the student's server and one evaluation. `exit_process`: see `Watchdog`."""
     screen = RunConsole(console, 0)
     watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
-    student = cast(StudentBackend, make_backend(config.student, "student", directory))
+    student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory)
     with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live(), watchdog:
         phases = Phases(screen, watchdog)
         phases.begin("starting the student")
@@ -251,7 +259,7 @@ async def measure(
     config: Config,
     sources: Sequence[PromptSource],
     vocabulary: Vocabulary,
-    generator: Generator,
+    generator: Generator | ServicePool[Generator],
     directory: RunDirectory,
     phases: Phases,
     when: str,
@@ -287,18 +295,29 @@ def evaluation_is_due(config: Config, iteration: int) -> bool:
     return every > 0 and iteration % every == 0
 
 
-def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Backend:
-    backend: Backend = registry.load("backends", config.backend.kind)(
-        config.backend, role=role, model=config.model, run_directory=directory.path
+async def diagnose_servers(config: Config, plan: TrainPlan, backends: Backends) -> Diagnosis:
+    """Ask servers that were entered. One that ends of a question is not started again: it says what is wrong."""
+    pools = backends.pools().values()
+    watches = [server.watch for pool in pools for server in pool.backends.values()]
+    return await watched(diagnose(config, plan, backends.by_role()), watches)
+
+
+def make_pool(model: ModelConfig, role: str, directory: RunDirectory) -> ReplicaPool[Any]:
+    """All servers of a role, not yet started."""
+    places = [each.place for each in model.backend.servers()]
+    return ReplicaPool(
+        role,
+        backend_factories(model, role, directory.path),
+        model.serving,
+        are_ours=not any(place is not None and place.is_attached for place in places),
     )
-    return backend
 
 
 def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> Backends:
     """What the plan says must be served, not yet started."""
 
     def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
-        return make_backend(model, role, directory) if needed and model is not None else None
+        return make_pool(model, role, directory) if needed and model is not None else None
 
     return Backends(
         student=make("student", config.student, True),
