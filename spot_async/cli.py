@@ -401,7 +401,7 @@ def hung(directory: RunDirectory) -> Callable[[str], None]:
 
 
 def exit_code(error: SpotError) -> int:
-    """What the process ends with after a failure; README.md lists them all."""
+    """What the process ends with after a failure; docs/watchdog.md lists them all."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
