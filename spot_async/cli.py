@@ -228,7 +228,7 @@ def tune(
             command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
-        fail(cause, code=2 if isinstance(cause, ConfigError) else 1)
+        fail(cause, code=exit_code(cause))
 
 
 @app.command()
