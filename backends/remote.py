@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import aiohttp
 import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.config import NonNegativeFloat, Place, PluginSettings, PositiveInt
-from spot_async.errors import ConfigError, PoisonedReplyError, TransientError
+from spot_async.config import NonNegativeFloat, Place, PluginSettings, PositiveFloat, PositiveInt
+from spot_async.errors import ConfigError, DeadlineExceededError, PoisonedReplyError, RequestError, TransientError
 from spot_async.model_files import ModelFiles, read_model
+from spot_async.spending.account import Account, Charge
+from spot_async.spending.prices import Prices, Size
+from spot_async.spending.rate_limit import RateLimiter
+from spot_async.types import Traffic
 
 from .connection import address_of, check_headers, check_proxy, check_url, proxy_for, read_secret, tls_context
 from .http import HttpEndpoint, ReadError
@@ -51,10 +56,29 @@ class RemoteSettings(PluginSettings):
         None, description="difference between two computations of the same row; default: measured at start-up"
     )
 
+    requests_per_minute: PositiveFloat | None = Field(
+        None, description="sent at most, by all stages and servers of the role together"
+    )
+    tokens_per_minute: PositiveFloat | None = Field(
+        None,
+        description="of prompts and responses together, likewise; a response counts as its limit until it is there",
+    )
+    prices: Prices | None = Field(None, description="what requests cost, for the ledger, the estimate and the budget")
+    budget: PositiveFloat | None = Field(
+        None, description="money that the run may spend here; it ends cleanly before a request that might cost more"
+    )
+    token_budget: PositiveInt | None = Field(None, description="the same in tokens, of prompts and responses together")
+
     @pydantic.model_validator(mode="after")
     def _check_place(self) -> Self:
         if (self.url is None) == (self.launch is None):
             raise ValueError("give exactly one of url (a running server) and launch (one to start)")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.budget is not None and self.prices is None:
+            raise ValueError(f"budget={self.budget:g} needs prices: without them nothing is known to cost anything")
         return self
 
     @property
@@ -93,6 +117,15 @@ class RemoteServer:
         self.role = role
         self.files: ModelFiles = read_model(role, model)
         self.endpoint: HttpEndpoint
+        self.account = Account(
+            role,
+            prices=settings.prices,
+            budget=settings.budget,
+            token_budget=settings.token_budget,
+            requests_per_minute=settings.requests_per_minute,
+            tokens_per_minute=settings.tokens_per_minute,
+        )
+        self._own_rate_limit = RateLimiter()
         self._run_directory = run_directory
         self._make_command = make_command
         self._ready_path = ready_path
@@ -100,6 +133,7 @@ class RemoteServer:
         self._launched: LaunchedServer | None = None
         self._steps = StepRunner()
         self._exit_stack: contextlib.AsyncExitStack
+        self._address: str  # the endpoint's, for the ledger
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -107,6 +141,7 @@ class RemoteServer:
             if url is None:
                 self._launched = await stack.enter_async_context(self._launch())
                 url = self._launched.url
+            self._address = address_of(url)
             self.endpoint = await stack.enter_async_context(self._connection(url))
             if self._launched is not None:
                 await self._launched.until_ready(
@@ -134,31 +169,95 @@ class RemoteServer:
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
         return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))
 
-    async def post(self, path: str, body: object, kind: type[T], *, deadline: float, resend: bool = True) -> T:
+    @property
+    def rate_limit(self) -> RateLimiter:
+        """That of the account; where it has none, this server's own, which only knows when it asked to wait."""
+        return self.account.rate_limit if self.account.is_limited else self._own_rate_limit
+
+    async def post(
+        self,
+        path: str,
+        body: object,
+        kind: type[T],
+        *,
+        deadline: float,
+        resend: bool = True,
+        size: Size | None = None,
+    ) -> T:
         """A JSON reply, decoded as `kind`."""
-        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend)
+        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend, size=size)
 
     async def ask(
-        self, path: str, body: object, decode: Callable[[bytes], T], *, deadline: float, resend: bool = True
+        self,
+        path: str,
+        body: object,
+        decode: Callable[[bytes], T],
+        *,
+        deadline: float,
+        resend: bool = True,
+        size: Size | None = None,
     ) -> T:
         """What `decode` makes of the reply. It runs in a thread for a large one, and raises `PoisonedReplyError`,
         or one of msgspec's errors, for a reply that cannot be read."""
-        reply = await self.endpoint.post(
-            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline, resend=resend
-        )
+        reply = await self._send(path, msgspec.json.encode(body), size, deadline=deadline, resend=resend)
         if len(reply) > LARGE_REPLY_BYTES:
             return await asyncio.to_thread(self.read, path, reply, decode)
         return self.read(path, reply, decode)
 
-    async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
+    async def ask_in_steps(
+        self,
+        path: str,
+        body: object,
+        decode: Callable[[bytes], Steps[T]],
+        *,
+        deadline: float,
+        size: Size | None = None,
+    ) -> T:
         """As `ask`, but a large reply is read on the loop, one step of all those under way a turn (see `stepwise`)."""
-        reply = await self.endpoint.post(
-            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
-        )
+        reply = await self._send(path, msgspec.json.encode(body), size, deadline=deadline)
         with self._naming(path):
             if len(reply) > LARGE_REPLY_BYTES:
                 return await self._steps.run(decode(reply))
             return run_at_once(decode(reply))
+
+    async def _send(self, path: str, body: bytes, size: Size | None, *, deadline: float, resend: bool = True) -> bytes:
+        """The reply's body. A request of a stated `size` is one that the model works for: it waits for its turn and is
+        charged to the account. One that costs money is sent again by nobody but who asked, who is charged again."""
+        if size is None:
+            return await self.endpoint.post(
+                path, body, content_type="application/json", deadline=deadline, resend=resend
+            )
+        resend = resend and not self.account.is_metered
+        async with self._charged(size, deadline) as charge:
+            charge.sent(body)
+            reply = await self.endpoint.post(
+                path, body, content_type="application/json", deadline=deadline, resend=resend
+            )
+            used = charge.answered(reply)
+        traffic = self.endpoint.traffic
+        traffic.prompt_tokens += used.prompt_tokens
+        traffic.cached_tokens += used.cached_tokens
+        traffic.completion_tokens += used.completion_tokens
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def _charged(self, size: Size, deadline: float) -> AsyncIterator[Charge]:
+        try:
+            async with (
+                asyncio.timeout_at(deadline) as turn,
+                self.account.request(self._address, size, self.rate_limit) as charge,
+            ):
+                turn.reschedule(None)  # it is the endpoint's own from here on
+                try:
+                    yield charge
+                except RequestError as error:
+                    charge.was_sent = not _never_left(error)
+                    raise
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self.role}: no turn before the deadline: raise {self.role}.backend.requests_per_minute or "
+                "tokens_per_minute as far as the endpoint allows, or lower the concurrency of its stages"
+            ) from None
 
     def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
         with self._naming(path):
@@ -199,6 +298,35 @@ class RemoteServer:
         )
 
 
+class RemoteBackend:
+    """What adapters tell of their server as it is."""
+
+    _server: RemoteServer
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
+
+    @property
+    def account(self) -> Account:
+        return self._server.account
+
+    @account.setter
+    def account(self, shared: Account) -> None:
+        self._server.account = shared
+
+    @property
+    def rate_limit(self) -> RateLimiter:
+        return self._server.rate_limit
+
+
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
     return decoder.decode
+
+
+def _never_left(error: BaseException | None) -> bool:
+    """Whether there was no connection to send the request over: nobody can have worked for it."""
+    while error is not None and not isinstance(error, aiohttp.ClientConnectorError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -29,13 +29,12 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
 )
 
-from .remote import RemoteServer
+from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation, check_scores
 from .served_topk import bounded_scores, scored_positions
 from .sleeping import check_vllm, sleep_vllm, wake_vllm
@@ -54,7 +53,7 @@ INITIAL = WeightVersion(0, 0)
 T = TypeVar("T")
 
 
-class VllmBackend:
+class VllmBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
     class Settings(TransferSettings):
@@ -118,10 +117,6 @@ class VllmBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""

@@ -60,3 +60,7 @@ class ProcessDiedError(SpotError):
 
 class TrainerError(SpotError):
     """The trainer stopped: non-finite loss or gradient, full disk, or a bug in a rank."""
+
+
+class BudgetSpentError(SpotError):
+    """What the run may spend on requests is spent. Everything finished until then is saved."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, Self, runtime_checkable
 
+from spot_async.spending.account import Account
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -155,6 +156,30 @@ class TrafficSource(Protocol):
     @property
     def traffic(self) -> Traffic:
         """Grows while the backend runs; there once it has been entered."""
+        ...
+
+
+class RateLimit(Protocol):
+    """How fast requests may leave; asked before one is given its turn."""
+
+    def delay_s(self, now_s: float, tokens: int) -> float:
+        """Seconds until a request of `tokens` (prompt and response together) may leave; 0: now."""
+        ...
+
+    def take(self, now_s: float, tokens: int) -> None:
+        """Count a request of `tokens` as gone: to be called once for each that is given its turn."""
+        ...
+
+
+@runtime_checkable
+class Billed(Protocol):
+    """Optional for a backend whose requests are counted, limited or cost money."""
+
+    account: Account  # shared by all replicas of a role: set before the backend is entered
+
+    @property
+    def rate_limit(self) -> RateLimit:
+        """That of the account, or where it has none, of this server alone."""
         ...
 
 
