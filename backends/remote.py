@@ -81,6 +81,16 @@ class RemoteSettings(PluginSettings):
             raise ValueError(f"budget={self.budget:g} needs prices: without them nothing is known to cost anything")
         return self
 
+    def open_account(self, role: str) -> Account:
+        return Account(
+            role,
+            prices=self.prices,
+            budget=self.budget,
+            token_budget=self.token_budget,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+        )
+
     @property
     def place(self) -> Place | None:
         if self.url is not None:
@@ -117,14 +127,7 @@ class RemoteServer:
         self.role = role
         self.files: ModelFiles = read_model(role, model)
         self.endpoint: HttpEndpoint
-        self.account = Account(
-            role,
-            prices=settings.prices,
-            budget=settings.budget,
-            token_budget=settings.token_budget,
-            requests_per_minute=settings.requests_per_minute,
-            tokens_per_minute=settings.tokens_per_minute,
-        )
+        self.account = settings.open_account(role)
         self._own_rate_limit = RateLimiter()
         self._run_directory = run_directory
         self._make_command = make_command

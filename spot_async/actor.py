@@ -1,64 +1,29 @@
 """A stage: one kind of request, with a bounded mailbox, its own concurrency and its own counters.
 
-The request runs in the asker's task once a slot is free, oldest prompt first. So cancelling the asker
-cancels the request, nothing is fire-and-forget, and there is no worker that could die unnoticed.
-What a request does is none of a stage's business; failing requests are retried by class within one
-absolute deadline.
+The request runs in the asker's task once a slot is free, oldest prompt first, and once its role's pool
+has leased it a server. So cancelling the asker cancels the request, nothing is fire-and-forget, and there
+is no worker that could die unnoticed. What a request does is none of a stage's business; failing requests
+are retried by class until their deadline, on another server where there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 
 from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError
+from spot_async.mailbox import Mailbox, Priority
+from spot_async.replicas.service_pool import Errand, Lease, ServicePool
 from spot_async.retry import RetryPolicy
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
+S = TypeVar("S")
 T = TypeVar("T")
-Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordinal
-
-
-class Mailbox:
-    """The waiting room as a pure state machine: a bounded priority queue whose entries may leave early."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._heap: list[tuple[Priority, int]] = []
-        self._waiting: set[int] = set()
-        self._arrivals = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, priority: Priority) -> int:
-        """Enter; returns a ticket. Admission bounds the entries, so a full mailbox is a bug."""
-        if len(self._waiting) >= self._capacity:
-            raise OverflowError(f"mailbox holds {self._capacity} requests already: admission let in too many")
-        ticket = self._arrivals
-        self._arrivals += 1
-        heapq.heappush(self._heap, (priority, ticket))
-        self._waiting.add(ticket)
-        return ticket
-
-    def discard(self, ticket: int) -> None:
-        """Leave without being served."""
-        self._waiting.discard(ticket)
-
-    def pop(self) -> int | None:
-        """The ticket to serve next: smallest priority, then earliest arrival; None when empty."""
-        while self._heap:
-            _, ticket = heapq.heappop(self._heap)
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
-                return ticket
-        return None
 
 
 @dataclass
@@ -69,18 +34,29 @@ class StageCounters:
     failed: int = 0
     retried: int = 0
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
-    waited_s: float = 0.0  # summed time in the mailbox
+    waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
 
 
-class Stage:
+@dataclass
+class _Request:
+    """Times of one request, on the loop's clock."""
+
+    errand: Errand
+    asked_s: float
+    started_s: float | None = None  # its first lease was granted
+    deadline: float = 0.0
+
+
+class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
-    Waiting for a turn does not count: it is back-pressure, and as long as it is meant to be.
+    Waiting for a turn does not count, here or for a server: it is back-pressure, and as long as it is meant to be.
     """
 
     def __init__(
         self,
         name: str,
+        pool: ServicePool[S],
         *,
         concurrency: int,
         timeout_s: float,
@@ -91,83 +67,117 @@ class Stage:
         self.name = name
         self.concurrency = concurrency
         self.counters = StageCounters()
-        self.in_flight = 0
         self.timeline: Timeline = Timelines()
+        self._pool = pool
         self._askers: Counter[int] = Counter()  # requests here, by prompt
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
+        self._slots_taken = 0
+        self._leasing = 0  # of them, wait for a server
 
     @property
     def waiting(self) -> int:
-        return len(self._mailbox)
+        return len(self._mailbox) + self._leasing
+
+    @property
+    def in_flight(self) -> int:
+        return self._slots_taken - self._leasing
 
     @property
     def prompts(self) -> int:
         """How many different prompts have a request here, waiting or in flight."""
         return len(self._askers)
 
-    async def ask(self, priority: Priority, request: Callable[[float], Awaitable[T]]) -> T:
-        """Run `request(deadline)` when its turn comes.
+    async def ask(
+        self,
+        priority: Priority,
+        request: Callable[[S, float], Awaitable[T]],
+        *,
+        session: str | None = None,
+        tokens: int = 0,
+    ) -> T:
+        """Run `request(service, deadline)` when its turn comes and a server can take it.
 
-        Raises what the request raised once retries are used up, `DeadlineExceededError` at the deadline.
+        Requests of one `session` share a prefix, and go to the server that holds it where possible. `tokens` is what
+        the request may take of a token limit: an upper bound. Raises what the request raised once retries are used up,
+        `DeadlineExceededError` at the deadline.
         """
         self._askers[priority[0]] += 1
         try:
-            return await self._serve(priority, request)
+            return await self._serve(Errand(self.name, priority, session, tokens), request)
         finally:
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(self, priority: Priority, request: Callable[[float], Awaitable[T]]) -> T:
+    async def _serve(self, errand: Errand, request: Callable[[S, float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        asked = loop.time()
-        await self._acquire(priority)
-        started = loop.time()
-        self.counters.waited_s += started - asked
-        deadline = started + self._timeout_s
+        this = _Request(errand, loop.time())
+        await self._acquire(errand.priority)
         outcome = "cancelled"
         try:
-            async with asyncio.timeout_at(deadline):
-                result = await self._attempt(request, deadline)
+            result = await self._attempt(this, request)
             outcome = "done"
-        except TimeoutError:
-            self.counters.failed += 1
-            outcome = DeadlineExceededError.__name__
-            raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
         except RequestError as error:
             self.counters.failed += 1
             outcome = type(error).__name__
             raise
         finally:
             ended = loop.time()
-            self.timeline.request_ended(RequestSpan(self.name, priority, asked, started, ended, outcome))
+            started = ended if this.started_s is None else this.started_s
+            self.timeline.request_ended(RequestSpan(self.name, errand.priority, this.asked_s, started, ended, outcome))
             self._release()
             self.counters.busy_s += ended - started
         self.counters.completed += 1
         return result
 
-    async def _attempt(self, request: Callable[[float], Awaitable[T]], deadline: float) -> T:
+    async def _attempt(self, this: _Request, request: Callable[[S, float], Awaitable[T]]) -> T:
         failures: Counter[bool] = Counter()  # by whether the endpoint asked to wait: that uses up no attempts
         while True:
             try:
-                return await request(deadline)
+                async with await self._lease(this) as service:
+                    return await self._send(request, service, this.deadline)
             except RequestError as error:
                 is_throttled = isinstance(error, ThrottledError)
                 failures[is_throttled] += 1
                 delay_s = self._retry.delay_s(error, failures[is_throttled], self._jitter())
-                if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
+                if delay_s is None or asyncio.get_running_loop().time() + delay_s >= this.deadline:
                     raise
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
             await asyncio.sleep(delay_s)
 
+    async def _lease(self, this: _Request) -> Lease[S]:
+        """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        self._leasing += 1
+        try:
+            lease = await self._pool.lease(this.errand)
+        finally:
+            self._leasing -= 1
+        granted = loop.time()
+        if this.started_s is None:
+            this.started_s = granted
+            this.deadline = granted + self._timeout_s
+            self.counters.waited_s += granted - this.asked_s
+        else:
+            this.deadline += granted - asked
+        return lease
+
+    async def _send(self, request: Callable[[S, float], Awaitable[T]], service: S, deadline: float) -> T:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await request(service, deadline)
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
+
     async def _acquire(self, priority: Priority) -> None:
-        if self.in_flight < self.concurrency and not self._mailbox:
-            self.in_flight += 1
+        if self._slots_taken < self.concurrency and not self._mailbox:
+            self._slots_taken += 1
             return
         ticket = self._mailbox.add(priority)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -183,10 +193,10 @@ class Stage:
             self._turns.pop(ticket, None)
 
     def _release(self) -> None:
-        self.in_flight -= 1
+        self._slots_taken -= 1
         while (ticket := self._mailbox.pop()) is not None:
             turn = self._turns[ticket]
             if not turn.done():  # a cancelled asker may not have had the time to leave the mailbox
-                self.in_flight += 1
+                self._slots_taken += 1
                 turn.set_result(None)
                 return

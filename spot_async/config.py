@@ -7,14 +7,18 @@ checked against model directories and data is `preflight.py`. Keys whose value n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import msgspec
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, SerializeAsAny, Tag, ValidationError
 
 from spot_async import registry
 from spot_async.retry import DEFAULT_ATTEMPTS
+
+if TYPE_CHECKING:
+    from spot_async.spending.account import Account
 
 CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
 
@@ -30,6 +34,29 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
 
+T = TypeVar("T")
+
+# A value, or a list of such values: for what may be said of each of several servers. The tags keep errors readable:
+# those of the form that was given and of no other, under the key itself (`config_loading` leaves the tags out).
+ONE, SEVERAL = "<one>", "<several>"
+
+
+def _form(value: Any) -> str:
+    return SEVERAL if isinstance(value, list) else ONE
+
+
+OneOrMore: TypeAlias = Annotated[
+    Annotated[T, Tag(ONE)] | Annotated[list[T], Field(min_length=1), Tag(SEVERAL)], Discriminator(_form)
+]
+
+
+def as_list(value: T | list[T] | None) -> list[T]:
+    """The values of a `OneOrMore`, or none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
 class Place(NamedTuple):
     """Where a backend's server listens, when its settings say so."""
 
@@ -42,6 +69,27 @@ class PluginSettings(Section):
     """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
 
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
+    _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
+
+    def replicas(self) -> Sequence[Self]:
+        """One settings object for each server of a backend."""
+        return (self,)
+
+    def open_account(self, role: str) -> Account | None:
+        """What all servers of a backend share: limits, prices, a ledger and a budget. None where nothing is counted."""
+        return None
+
+    def server_name(self, role: str) -> str:
+        """What a server of a backend is called in messages, logs and metrics: its role, numbered if one of several."""
+        return role if self._number is None else f"{role}-{self._number}"
+
+    def _numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
+        """For `replicas`: these settings with other values for each of several servers. One server has no number."""
+        copies = [self.model_copy(update=dict(each)) for each in servers]
+        if len(copies) > 1:
+            for number, each in enumerate(copies, 1):
+                each._number = number
+        return copies
 
     @property
     def place(self) -> Place | None:

@@ -50,6 +50,14 @@ class DeadlineExceededError(TransientError):
     """The request's absolute deadline passed before it was answered."""
 
 
+class ServerRestartedError(TransientError):
+    """The server is not the one that was entered, or holds weights that this run did not give it.
+
+    It was restarted, or updated by somebody else. Another server may answer the request; this one must be left,
+    entered again and given weights first.
+    """
+
+
 class PoisonedReplyError(RequestError):
     """A reply whose numbers cannot be true (NaN, rows missing, tokens out of the vocabulary)."""
 

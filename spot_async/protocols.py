@@ -159,15 +159,27 @@ class TrafficSource(Protocol):
         ...
 
 
+@runtime_checkable
+class HealthCheck(Protocol):
+    """Optional for a backend: whether its server lives, asked when it has not answered for a while."""
+
+    async def ping(self, *, deadline: float) -> None:
+        """Cheap, and no lie: fails for a server that is frozen, dead, or that answers but computes nothing.
+
+        Raises a `RequestError`. One that is merely busy, or loads weights, passes.
+        """
+        ...
+
+
 class RateLimit(Protocol):
-    """How fast requests may leave; asked before one is given its turn."""
+    """What an endpoint allows a minute, over all stages of a role. Pure: times are passed in."""
 
     def delay_s(self, now_s: float, tokens: int) -> float:
-        """Seconds until a request of `tokens` (prompt and response together) may leave; 0: now."""
+        """Seconds until a request that may take `tokens` fits; 0 when it fits now."""
         ...
 
     def take(self, now_s: float, tokens: int) -> None:
-        """Count a request of `tokens` as gone: to be called once for each that is given its turn."""
+        """Such a request is sent now."""
         ...
 
 

@@ -11,16 +11,18 @@ import functools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from spot_async.actor import Priority, Stage
+from spot_async.actor import Stage
 from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
+from spot_async.mailbox import Priority
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
+from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
 from spot_async.timeline import Timeline
@@ -39,6 +41,7 @@ from spot_async.types import (
 )
 from spot_async.vocabulary import Vocabulary, stop_token_ids
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 STAGE_SERVERS = {
@@ -55,14 +58,15 @@ VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
 
 @dataclass(frozen=True)
 class Services:
-    """The backends and the verifier that stages send their requests to."""
+    """What stages send their requests to: pools of replicas, or single services."""
 
-    generator: Generator
-    scorer: Scorer | None  # the teacher; None when the policy needs no scores of it
-    candidate_scorer: CandidateScorer
-    verifier: Verifier
-    teacher_generator: Generator | None = None  # None when the policy needs no responses of the teacher
-    reference: Scorer | None = None  # None when the policy needs no reference
+    generator: Generator | ServicePool[Generator]
+    scorer: Scorer | ServicePool[Scorer] | None  # the teacher; None when the policy needs no scores of it
+    candidate_scorer: CandidateScorer | ServicePool[CandidateScorer]
+    verifier: Verifier | ServicePool[Verifier]
+    # None when the policy needs no responses of the teacher
+    teacher_generator: Generator | ServicePool[Generator] | None = None
+    reference: Scorer | ServicePool[Scorer] | None = None  # None when the policy needs no reference
 
 
 class Stages:
@@ -95,9 +99,12 @@ class Stages:
         self.foreign_end_ids = ({*student.end_token_ids} - {*teacher.end_token_ids}) | {self.student_end_id}
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
-        def stage(name: str, stage_config: StageConfig, requests_per_prompt: int) -> Stage:
+        def stage(
+            name: str, service: S | ServicePool[S], stage_config: StageConfig, requests_per_prompt: int
+        ) -> Stage[S]:
             return Stage(
                 name,
+                pool_of(service),
                 concurrency=stage_config.concurrency,
                 timeout_s=stage_config.timeout_s,
                 retry=RetryPolicy(stage_config.attempts),
@@ -106,14 +113,14 @@ class Stages:
             )
 
         samples, probes = max_samples_per_prompt, max(1, max_probes_per_prompt)
-        self.rollout = stage("rollout", config.rollout, samples)
-        self.score = stage("score", config.score, samples)
-        self.candidates = stage("candidates", config.candidates, samples)
-        self.probe = stage("probe", config.probe, probes)
-        self.verify = stage("verify", config.verify, probes + samples)
-        self.teacher_response = stage("teacher_response", config.teacher_response, 1)
-        self.reference = stage("reference", config.reference, samples)
-        used = [self.rollout, self.score, self.candidates, self.probe, self.verify]
+        self.rollout = stage("rollout", services.generator, config.rollout, samples)
+        self.score = stage("score", services.scorer, config.score, samples)
+        self.candidates = stage("candidates", services.candidate_scorer, config.candidates, samples)
+        self.probe = stage("probe", services.generator, config.probe, probes)
+        self.verify = stage("verify", services.verifier, config.verify, probes + samples)
+        self.teacher_response = stage("teacher_response", services.teacher_generator, config.teacher_response, 1)
+        self.reference = stage("reference", services.reference, config.reference, samples)
+        used: list[Stage[Any]] = [self.rollout, self.score, self.candidates, self.probe, self.verify]
         used += [self.teacher_response] if services.teacher_generator is not None else []
         used += [self.reference] if services.reference is not None else []
         self.all = tuple(used)
@@ -133,6 +140,8 @@ class BoundStages:
     def __init__(self, stages: Stages, prompt: Prompt) -> None:
         self._stages = stages
         self._prompt = prompt
+        # Everything asked for a prompt begins with it, and its probes and candidates with its response too.
+        self._session = f"prompt-{prompt.ordinal}"
 
     @property
     def student(self) -> Capabilities | None:
@@ -146,7 +155,6 @@ class BoundStages:
         nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
         return await self._generate(
             self._stages.rollout,
-            self._stages.services.generator,
             (self._prompt.ordinal,),
             self._prompt.token_ids,
             self._settings(self._stages.sampling.max_response_tokens, "rollout", *nth),
@@ -155,8 +163,7 @@ class BoundStages:
 
     async def teacher_response(self) -> Generation:
         response = await self._generate(
-            self._stages.teacher_response,
-            _given(self._stages.services.teacher_generator, "teacher_responses"),
+            _given(self._stages.teacher_response, self._stages.services.teacher_generator, "teacher_responses"),
             (self._prompt.ordinal,),
             self._prompt.token_ids,
             self._settings(self._stages.sampling.max_response_tokens, "teacher response"),
@@ -164,28 +171,26 @@ class BoundStages:
         return msgspec.structs.replace(response, token_ids=self._with_swapped_ends(response.token_ids))
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        scorer = _given(self._stages.services.scorer, "teacher_top_k")
         scored_ids = self._as_teacher_ends(response_ids)
-        scores = await self._stages.score.ask(
+        scores = await _given(self._stages.score, self._stages.services.scorer, "teacher_top_k").ask(
             (self._prompt.ordinal,),
-            lambda deadline: scorer.score(
+            lambda scorer, deadline: scorer.score(
                 self._prompt.token_ids,
                 scored_ids,
                 top_k=top_k,
                 temperature=self._stages.sampling.temperature,
                 deadline=deadline,
             ),
+            session=self._session,
+            tokens=len(self._prompt.token_ids) + len(scored_ids),
         )
         return msgspec.structs.replace(scores, topk_ids=self._with_swapped_ends(scores.topk_ids))
 
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
-        scorer = _given(self._stages.services.scorer, "teacher_top_k")
-        if not isinstance(scorer, PositionScorer):
-            raise LookupError("the policy asks the teacher for single positions, which its backend does not offer")
         scored_ids = self._as_teacher_ends(response_ids)
-        rows = await self._stages.score.ask(
+        rows = await _given(self._stages.score, self._stages.services.scorer, "teacher_top_k").ask(
             (self._prompt.ordinal,),
-            lambda deadline: scorer.score_at(
+            lambda scorer, deadline: _scoring_positions(scorer).score_at(
                 self._prompt.token_ids,
                 scored_ids,
                 positions,
@@ -193,20 +198,23 @@ class BoundStages:
                 temperature=self._stages.sampling.temperature,
                 deadline=deadline,
             ),
+            session=self._session,
+            tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
         )
         return msgspec.structs.replace(rows, topk_ids=self._with_swapped_ends(rows.topk_ids))
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
-        reference = _given(self._stages.services.reference, "reference")
-        scores = await self._stages.reference.ask(
+        scores = await _given(self._stages.reference, self._stages.services.reference, "reference").ask(
             (self._prompt.ordinal,),
-            lambda deadline: reference.score(
+            lambda reference, deadline: reference.score(
                 self._prompt.token_ids,
                 response_ids,
                 top_k=1,
                 temperature=self._stages.sampling.temperature,
                 deadline=deadline,
             ),
+            session=self._session,
+            tokens=len(self._prompt.token_ids) + len(response_ids),
         )
         if scores.valid is not None and not scores.valid.all():
             raise PermanentError(
@@ -220,7 +228,7 @@ class BoundStages:
     ) -> FloatArray:
         return await self._stages.candidates.ask(
             (self._prompt.ordinal,),
-            lambda deadline: self._stages.services.candidate_scorer.candidate_logprobs(
+            lambda student, deadline: student.candidate_logprobs(
                 self._prompt.token_ids,
                 response_ids,
                 positions,
@@ -229,6 +237,8 @@ class BoundStages:
                 expected_version=version,
                 deadline=deadline,
             ),
+            session=self._session,
+            tokens=len(self._prompt.token_ids) + len(response_ids),
         )
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
@@ -240,7 +250,6 @@ class BoundStages:
         prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
             self._stages.probe,
-            self._stages.services.generator,
             (self._prompt.ordinal, position),
             prefix_ids,
             self._settings(budget, "probe", position, candidate_id, n),
@@ -250,7 +259,6 @@ class BoundStages:
         return await ask_verdict(
             self._stages.verify,
             (self._prompt.ordinal,),
-            self._stages.services.verifier,
             self._prompt.problem,
             self.decode(response_ids),
         )
@@ -260,9 +268,8 @@ class BoundStages:
 
     async def _generate(
         self,
-        stage: Stage,
-        generator: Generator,
-        priority: tuple[int, ...],
+        stage: Stage[Generator],
+        priority: Priority,
         prefix_ids: IntArray,
         settings: SamplingSettings,
         *,
@@ -270,9 +277,11 @@ class BoundStages:
     ) -> Generation:
         generation = await stage.ask(
             priority,
-            lambda deadline: generator.generate(
-                prefix_ids, settings, top_k=top_k, session=f"prompt-{self._prompt.ordinal}", deadline=deadline
+            lambda generator, deadline: generator.generate(
+                prefix_ids, settings, top_k=top_k, session=self._session, deadline=deadline
             ),
+            session=self._session,
+            tokens=len(prefix_ids) + settings.max_tokens,
         )
         self._stages.tokens_generated += len(generation.token_ids)
         return generation
@@ -305,15 +314,13 @@ class BoundStages:
         return swapped.astype(np.int32)
 
 
-async def ask_verdict(
-    stage: Stage, priority: Priority, verifier: Verifier, problem: Problem, response_text: str
-) -> Verdict:
+async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
     """A verdict; missing evidence is asked for once more. A deadline that passes is missing evidence too."""
     verdict = Verdict.TIMEOUT
     for _ in range(VERIFY_ATTEMPTS):
         try:
             verdict = await stage.ask(
-                priority, lambda deadline: verifier.verify(problem, response_text, deadline=deadline)
+                priority, lambda verifier, deadline: verifier.verify(problem, response_text, deadline=deadline)
             )
         except DeadlineExceededError:
             verdict = Verdict.TIMEOUT
@@ -322,11 +329,17 @@ async def ask_verdict(
     return verdict
 
 
-def _given(service: T | None, need: str) -> T:
-    """A service that only some policies have; asking for one that was not stated as a need is a bug."""
+def _given(stage: Stage[T | None], service: object, need: str) -> Stage[T]:
+    """A stage whose service only some policies have; asking for one that was not stated as a need is a bug."""
     if service is None:
         raise LookupError(f"the policy asks for what its needs do not state: {need}")
-    return service
+    return cast("Stage[T]", stage)
+
+
+def _scoring_positions(scorer: Scorer) -> PositionScorer:
+    if not isinstance(scorer, PositionScorer):
+        raise LookupError("the policy asks the teacher for single positions, which its backend does not offer")
+    return scorer
 
 
 @functools.cache

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.actor import Mailbox, Stage
+from spot_async.actor import Stage
 from spot_async.admission import Credits, may_admit
 from spot_async.errors import DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.ledger import Ledger, PromptState
+from spot_async.mailbox import Mailbox
+from spot_async.replicas.service_pool import OneService
 from spot_async.retry import RetryPolicy
 from spot_async.simulation.virtual_time import DeadlockError, run_on_virtual_time
 from spot_async.supervision_queue import AdmissionOrder, SupervisionQueue
@@ -21,6 +23,7 @@ from spot_async.supervision_queue import AdmissionOrder, SupervisionQueue
 def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000):
     return Stage(
         "probe",
+        OneService(None),
         concurrency=concurrency,
         timeout_s=timeout_s,
         retry=RetryPolicy(attempts),
@@ -56,7 +59,7 @@ def test_slots_survive_any_mix_of_cancellation_failure_and_success(seed):
     probe = stage(concurrency=rng.randint(1, 4), timeout_s=5.0)
     peak = running = 0
 
-    async def request(deadline):
+    async def request(_, deadline):
         nonlocal peak, running
         running += 1
         peak = max(peak, running)
@@ -86,7 +89,7 @@ def test_the_deadline_covers_all_attempts_and_backoff_but_not_the_turn():
         probe = stage(concurrency=1, timeout_s=3.0, attempts=100)
         loop = asyncio.get_running_loop()
 
-        async def fail(deadline):
+        async def fail(_, deadline):
             assert deadline == 3.0
             raise TransientError("connection refused")
 
@@ -94,7 +97,7 @@ def test_the_deadline_covers_all_attempts_and_backoff_but_not_the_turn():
             await probe.ask((0,), fail)
         assert loop.time() <= 3.0
 
-        async def hang(deadline):
+        async def hang(_, deadline):
             await asyncio.Event().wait()
 
         started = loop.time()
@@ -102,7 +105,7 @@ def test_the_deadline_covers_all_attempts_and_backoff_but_not_the_turn():
             await probe.ask((0,), hang)
         assert loop.time() - started == pytest.approx(3.0)
 
-        async def take_two_seconds(deadline):
+        async def take_two_seconds(_, deadline):
             await asyncio.sleep(2.0)
 
         async with asyncio.TaskGroup() as group:
@@ -128,7 +131,7 @@ def test_throttling_ends_at_the_deadline_and_uses_up_no_attempts():
         loop = asyncio.get_running_loop()
         sent = 0
 
-        async def busy_for_a_minute(deadline):
+        async def busy_for_a_minute(_, deadline):
             nonlocal sent
             sent += 1
             if loop.time() < 60.0:
@@ -139,7 +142,7 @@ def test_throttling_ends_at_the_deadline_and_uses_up_no_attempts():
 
         assert await probe.ask((0,), busy_for_a_minute) == 14
 
-        async def busy(deadline):
+        async def busy(_, deadline):
             raise ThrottledError("503: full")
 
         started = loop.time()

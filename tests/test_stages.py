@@ -70,10 +70,10 @@ class Recorder:
         return self.verdicts.pop(0)
 
 
-def bound(recorder, *, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, **services):
+def bound(recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, **services):
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
-        Services(recorder, recorder, recorder, recorder, **services),
+        Services(recorder, scorer or recorder, recorder, recorder, **services),
         StagesConfig(),
         SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
         student=vocabulary(student_ends),
@@ -231,8 +231,7 @@ async def test_a_teacher_without_single_positions_is_not_asked_for_any():
     class Plain:
         score = Recorder.score
 
-    stages = bound(Recorder())
-    stages._stages.services = Services(Recorder(), Plain(), Recorder(), Recorder())
+    stages = bound(Recorder(), scorer=Plain())
     with pytest.raises(LookupError, match="single positions"):
         await stages.score_at(RESPONSE, np.array([0]), top_k=3)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -18,12 +19,14 @@ from spot_async.config import EvaluationConfig
 from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_problem, standard_error
 from spot_async.prompts import PromptSource
 from spot_async.protocols import Generator, Verifier
+from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.seeds import derive_seed
 from spot_async.stages import ask_verdict
 from spot_async.types import BoolArray, SamplingSettings, Verdict
 from spot_async.vocabulary import Vocabulary
 
+S = TypeVar("S")
 ALL_TIERS = "all"
 
 
@@ -98,23 +101,26 @@ async def evaluate(
     sources: Sequence[PromptSource],
     config: EvaluationConfig,
     *,
-    generator: Generator,
+    generator: Generator | ServicePool[Generator],
     verifier: Verifier,
     vocabulary: Vocabulary,
     on_progress: Callable[[int, int], None],
 ) -> EvaluationResult:
     """Run one evaluation. `on_progress(finished, total)` is called after each response."""
-    generation_stage, verification = (
-        Stage(
+
+    def stage(name: str, service: S | ServicePool[S]) -> Stage[S]:
+        return Stage(
             name,
+            pool_of(service),
             concurrency=config.concurrency,
             timeout_s=config.timeout_s,
             retry=RetryPolicy(DEFAULT_ATTEMPTS),
             mailbox_capacity=1,
             jitter=lambda: 0.5,
         )
-        for name in ("evaluation", "evaluation verify")
-    )
+
+    generation_stage = stage("evaluation", generator)
+    verification = stage("evaluation verify", verifier)
     total = len(sources) * config.samples
     judged: dict[tuple[int, int], JudgedResponse] = {}
     jobs = ((j, i) for j in range(len(sources)) for i in range(config.samples))
@@ -133,11 +139,15 @@ async def evaluate(
             seed=derive_seed(config.seed, j, i),
         )
         problem, prompt_ids = sources[j].problem, sources[j].token_ids
+        session = f"eval-{j}"
         generation = await generation_stage.ask(
-            (j, i), lambda deadline: generator.generate(prompt_ids, sampling, session=f"eval-{j}", deadline=deadline)
+            (j, i),
+            lambda generator, deadline: generator.generate(prompt_ids, sampling, session=session, deadline=deadline),
+            session=session,
+            tokens=len(prompt_ids) + sampling.max_tokens,
         )
         text = vocabulary.decode(generation.token_ids)
-        verdict = await ask_verdict(verification, (j, i), verifier, problem, text)
+        verdict = await ask_verdict(verification, (j, i), problem, text)
         return JudgedResponse(
             problem_id=problem.id,
             sample=i,

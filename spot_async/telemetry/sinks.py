@@ -36,7 +36,7 @@ def check_packages(config: TelemetryConfig) -> None:
 
 
 @contextmanager
-def open_sinks(config: Config, directory: Path, stages: Sequence[Stage]) -> Iterator[list[MetricSink]]:
+def open_sinks(config: Config, directory: Path, stages: Sequence[Stage[Any]]) -> Iterator[list[MetricSink]]:
     """The sinks that a run asks for, closed on leaving. Raises ConfigError for one that cannot be opened."""
     telemetry = config.telemetry
     sinks: list[AbstractContextManager[MetricSink]] = []
@@ -92,7 +92,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
 
 
 @contextmanager
-def prometheus_endpoint(port: int, stages: Sequence[Stage]) -> Iterator[MetricSink]:
+def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[MetricSink]:
     """`http://127.0.0.1:port/metrics`: the newest iteration's metrics, and what the stages hold right now.
 
     Raises ConfigError when the port is taken.

@@ -1,0 +1,85 @@
+"""What a stage asks of the servers it sends requests to: a lease on one of them, for one attempt.
+
+`pool.ReplicaPool` is the real one. A service that is no pool (a verifier, a service of a test or of a program's own)
+is taken for the only one there is, without any limit: `pool_of`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
+
+from spot_async.mailbox import Priority
+
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+
+
+@dataclass(slots=True)
+class Errand:
+    """One request on its way through a pool, all its attempts included."""
+
+    stage: str  # requests of one stage are alike
+    priority: Priority
+    session: str | None = None  # of requests that share a prefix
+    tokens: int = 0  # that it may take of a token limit
+    failed_on: set[str] = field(default_factory=set)  # replicas, by name
+    losses: int = 0  # replicas that ended or froze while they had it
+
+
+class Lease(Protocol[S_co]):
+    """The right to send one request to one replica, from entering to leaving. To be entered at once.
+
+    What the request ends with, as it leaves, is what the pool learns of the replica. A replica that is lost
+    meanwhile takes the lease back: the request is cancelled, and leaving raises a `TransientError` in its place.
+    """
+
+    replica: str  # its name; empty where there is only one
+    work: int  # what the request amounted to, in the units of its stage; set before leaving
+
+    async def __aenter__(self) -> S_co:
+        """The replica's service."""
+        ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@runtime_checkable
+class ServicePool(Protocol[S_co]):
+    """The replicas of one role."""
+
+    async def lease(self, errand: Errand) -> Lease[S_co]:
+        """Wait for a replica that may take the request now. Waits for as long as it takes: it is back-pressure.
+
+        Raises `PermanentError` for a request that is known to end servers.
+        """
+        ...
+
+
+class OneService(Generic[S]):
+    """A `ServicePool` of one service that takes everything; at once its own lease, since there is nothing to keep."""
+
+    replica = ""
+    work = 0
+
+    def __init__(self, service: S) -> None:
+        self._service = service
+
+    async def lease(self, errand: Errand) -> Lease[S]:
+        return self
+
+    async def __aenter__(self) -> S:
+        return self._service
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def pool_of(service: S | ServicePool[S]) -> ServicePool[S]:
+    """The pool that it is, or one that holds nothing else."""
+    return cast("ServicePool[S]", service) if isinstance(service, ServicePool) else OneService(service)
