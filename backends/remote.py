@@ -318,10 +318,6 @@ class RemoteBackend:
     def account(self, shared: Account) -> None:
         self._server.account = shared
 
-    @property
-    def rate_limit(self) -> RateLimiter:
-        return self._server.rate_limit
-
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import structlog
@@ -20,6 +20,7 @@ from spot_async.errors import DeadlineExceededError, RequestError, ThrottledErro
 from spot_async.mailbox import Mailbox, Priority
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
 from spot_async.retry import RetryPolicy
+from spot_async.spending.hedging import WasSent, hedged
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
 S = TypeVar("S")
@@ -33,6 +34,7 @@ class StageCounters:
     completed: int = 0
     failed: int = 0
     retried: int = 0
+    hedged: int = 0  # sent once more since they were slow
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
 
@@ -63,6 +65,7 @@ class Stage(Generic[S]):
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
+        hedge_after_s: float | None = None,
     ) -> None:
         self.name = name
         self.concurrency = concurrency
@@ -73,6 +76,7 @@ class Stage(Generic[S]):
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
+        self._hedge_after_s = hedge_after_s
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
@@ -138,8 +142,9 @@ class Stage(Generic[S]):
         failures: Counter[bool] = Counter()  # by whether the endpoint asked to wait: that uses up no attempts
         while True:
             try:
-                async with await self._lease(this) as service:
-                    return await self._send(request, service, this.deadline)
+                if self._hedge_after_s is None:
+                    return await self._send_leased(this, request)
+                return await self._hedged(this, request, self._hedge_after_s)
             except RequestError as error:
                 is_throttled = isinstance(error, ThrottledError)
                 failures[is_throttled] += 1
@@ -149,6 +154,35 @@ class Stage(Generic[S]):
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
             await asyncio.sleep(delay_s)
+
+    async def _hedged(self, this: _Request, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:
+        """Sent once more when it is slow, elsewhere where there is another server."""
+        asked_of: list[str] = []
+
+        async def first(was_sent: WasSent) -> T:
+            def leased(lease: Lease[S]) -> None:
+                asked_of.append(lease.replica)
+                was_sent(this.deadline - asyncio.get_running_loop().time())
+
+            return await self._send_leased(this, request, leased)
+
+        async def second() -> T:
+            self.counters.hedged += 1
+            errand = replace(this.errand, failed_on={*this.errand.failed_on, *asked_of})
+            return await self._send_leased(replace(this, errand=errand), request)
+
+        return await hedged(first, second, after_s)
+
+    async def _send_leased(
+        self,
+        this: _Request,
+        request: Callable[[S, float], Awaitable[T]],
+        leased: Callable[[Lease[S]], None] = lambda _: None,
+    ) -> T:
+        lease = await self._lease(this)
+        async with lease as service:
+            leased(lease)
+            return await self._send(request, service, this.deadline)
 
     async def _lease(self, this: _Request) -> Lease[S]:
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""

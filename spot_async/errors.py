@@ -70,5 +70,9 @@ class TrainerError(SpotError):
     """The trainer stopped: non-finite loss or gradient, full disk, or a bug in a rank."""
 
 
+class ReplayMissError(SpotError):
+    """A run without its teacher needs what the cache does not hold."""
+
+
 class BudgetSpentError(SpotError):
     """What the run may spend on requests is spent. Everything finished until then is saved."""

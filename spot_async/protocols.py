@@ -189,11 +189,6 @@ class Billed(Protocol):
 
     account: Account  # shared by all replicas of a role: set before the backend is entered
 
-    @property
-    def rate_limit(self) -> RateLimit:
-        """That of the account, or where it has none, of this server alone."""
-        ...
-
 
 class Verifier(Protocol):
     """Judges a whole response. Never raises for what a model wrote: that is a verdict."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 import msgspec
 
@@ -217,14 +216,3 @@ class Charge:
 def _hold(rate_limit: RateLimiter, error: BaseException) -> None:
     if isinstance(error, ThrottledError) and error.retry_after_s is not None:
         rate_limit.hold(asyncio.get_running_loop().time(), error.retry_after_s)
-
-
-def ledger_row(account: Account, endpoint: str, ledger: Ledger) -> dict[str, Any]:
-    """As files hold it."""
-    return {
-        "role": account.role,
-        "endpoint": endpoint,
-        **msgspec.structs.asdict(ledger),
-        "currency": account.currency,
-        "budget": account.budget,
-    }
