@@ -49,6 +49,7 @@ from spot_async.types import (
 )
 
 from .coalescing import Coalescer, Outcome
+from .failures import UNREADABLE, classify
 from .http import HttpEndpoint
 from .replies import check_candidates, check_generation, check_scores
 
@@ -156,33 +157,41 @@ class LocalBackend:
             return
         received = bytearray()
         answered: set[int] = set()
+        body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
+
+        def failed(error: RequestError, received: bytes) -> RequestError:
+            error.exchange = self._endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
+            return error
 
         def read(part: bytes) -> None:
             received.extend(part)
             for frame in _take_frames(received):
-                reply = self._decode(frame, api.GenerateReply)
-                if not 0 <= reply.index < len(requests):
-                    raise PoisonedReplyError(f"{self._role}: replied to request {reply.index} of {len(requests)}")
+                try:
+                    reply = self._decode(frame, api.GenerateReply)
+                    if not 0 <= reply.index < len(requests):
+                        raise PoisonedReplyError(f"{self._role}: replied to request {reply.index} of {len(requests)}")
+                except PoisonedReplyError as error:
+                    raise failed(error, frame) from None
                 answered.add(reply.index)
-                on_reply(reply.index, self._outcome(requests[reply.index], reply))
+                outcome = self._outcome(requests[reply.index], reply)
+                on_reply(reply.index, failed(outcome, frame) if isinstance(outcome, RequestError) else outcome)
 
-        body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
         await self._endpoint.stream(api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline)
         if len(answered) < len(requests):
-            raise TransientError(f"{self._role}: the server ended after {len(answered)} of {len(requests)} replies")
+            ended = f"{self._role}: the server ended after {len(answered)} of {len(requests)} replies"
+            raise failed(TransientError(ended), bytes(received))
 
     def _outcome(self, request: api.GenerateRequest, reply: api.GenerateReply) -> Outcome:
         try:
             if reply.generation is None:
                 return self._error(reply.error) or TransientError(f"{self._role}: {reply.error}")
             with self._naming(api.GENERATE):
-                self._check_generation(request, reply.generation)
+                return self._check_generation(request, reply.generation)
         except RequestError as error:
             return error
-        return reply.generation
 
-    def _check_generation(self, request: api.GenerateRequest, reply: Generation) -> None:
-        check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
+    def _check_generation(self, request: api.GenerateRequest, reply: Generation) -> Generation:
+        return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -224,21 +233,22 @@ class LocalBackend:
             expected_version=expected_version,
             timeout_s=_time_left(deadline),
         )
-        reply = await self._post(
-            api.CANDIDATE_LOGPROBS,
-            request,
-            api.CandidateReply,
-            lambda reply: check_candidates(reply.logprobs, candidate_ids),
-            deadline,
-        )
-        return reply.logprobs
+
+        def check(reply: api.CandidateReply) -> api.CandidateReply:
+            if reply.version != expected_version:
+                raise PoisonedReplyError(f"of weights {reply.version} where {expected_version} were asked for")
+            check_candidates(reply.logprobs, candidate_ids)
+            return reply
+
+        return (await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline)).logprobs
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         request = api.UpdateRequest(snapshot=snapshot, timeout_s=_time_left(deadline))
 
-        def check(reply: api.VersionReply) -> None:
+        def check(reply: api.VersionReply) -> api.VersionReply:
             if reply.version != snapshot.version:
                 raise PoisonedReplyError(f"holds weights {reply.version} after an update to {snapshot.version}")
+            return reply
 
         await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
@@ -268,30 +278,34 @@ class LocalBackend:
             ) from None
 
     async def _post(
-        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], None], deadline: float
+        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], T], deadline: float
     ) -> T:
-        """The reply, read and checked; a large one beside the event loop."""
-        body = await self._endpoint.post(path, wire.encode(request), content_type=api.CONTENT_TYPE, deadline=deadline)
+        """What `check` returns of the reply; a large one is read beside the event loop."""
+        sent = wire.encode(request)
+        body = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
 
         def read() -> T:
             reply = self._decode(body, kind)
             with self._naming(path):
-                check(reply)
-            return reply
+                return check(reply)
 
-        return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()
+        try:
+            return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()
+        except RequestError as error:
+            error.exchange = self._endpoint.exchange("POST", path, sent, received=body)
+            raise
 
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return wire.decode(body, kind)
-        except (msgspec.DecodeError, ValueError, TypeError) as error:
-            raise PoisonedReplyError(f"{self._role}: cannot read the reply: {error}") from error
+        except UNREADABLE as error:
+            raise classify(self._role, error) from error
 
     def _read_error(self, status: int, body: bytes) -> RequestError | None:
         """The error class that the server named; None when the body is not the server's own."""
         try:
             reply = wire.decode(body, api.ErrorReply)
-        except (msgspec.DecodeError, ValueError):
+        except UNREADABLE:
             return None
         return self._error(reply) or (PermanentError(f"{self._role}: {reply.message}") if status < 500 else None)
 

@@ -18,7 +18,7 @@ import msgspec
 from spot_async.errors import ConfigError, PermanentError, RequestError
 from spot_async.types import LogprobTemperature, SamplingSettings
 
-from .http import ERROR_EXCERPT_CHARACTERS, error_message
+from .failures import FailedReply
 from .openai_billing import request_size
 from .openai_replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
 from .remote import RemoteServer
@@ -124,11 +124,9 @@ async def probe(server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping
 
 
 def read_error(role: str, status: int, body: bytes) -> RequestError | None:
-    """Which of a 4xx status's meanings it has here; None where `http.py` knows."""
-    said = " ".join(error_message(body).split())[:ERROR_EXCERPT_CHARACTERS]
+    """A refusal in the endpoint's terms; None where `failures.py` says enough. What is done about it stays the same."""
+    said = FailedReply(status, body).said
     message = f"{role}: HTTP {status}: {said}"
-    if status == 402 or (status == 429 and b"insufficient_quota" in body):
-        return PermanentError(f"{message}; the account has no credit left")
     if status in (401, 403):
         return PermanentError(f"{message}; check the key that {role}.backend.api_key_env names")
     if status == 404 and "model" in said.lower():

@@ -125,7 +125,7 @@ class VllmClient:
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "allowed_token_ids": [token_id]}
         sampled = await self.sample(prefix, parameters, top_k=0, logprobs=0, deadline=deadline)
         if sampled.token_ids.tolist() != [token_id]:
-            raise PoisonedReplyError(f"{self.server.role}: sampled {sampled.token_ids} where {token_id} alone may be")
+            raise PoisonedReplyError(f"{self.server.name}: sampled {sampled.token_ids} where {token_id} alone may be")
         return sampled
 
     async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:
@@ -174,7 +174,7 @@ class VllmClient:
     def _check_finished(self, answer: Answer) -> None:
         if answer.finish_reason in UNFINISHED:
             raise TransientError(
-                f"{self.server.role}{self.route.path}: the server gave up after {len(answer.token_ids)} tokens "
+                f"{self.server.name}{self.route.path}: the server gave up after {len(answer.token_ids)} tokens "
                 f"(finish reason {answer.finish_reason!r})"
             )
         if answer.finish_reason not in ("stop", "length"):

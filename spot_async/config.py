@@ -71,8 +71,8 @@ class PluginSettings(Section):
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
     _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
 
-    def replicas(self) -> Sequence[Self]:
-        """One settings object for each server of a backend."""
+    def servers(self) -> Sequence[Self]:
+        """One settings object for each server of a backend; several are made by `numbered`."""
         return (self,)
 
     def open_account(self, role: str) -> Account | None:
@@ -83,8 +83,8 @@ class PluginSettings(Section):
         """What a server of a backend is called in messages, logs and metrics: its role, numbered if one of several."""
         return role if self._number is None else f"{role}-{self._number}"
 
-    def _numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
-        """For `replicas`: these settings with other values for each of several servers. One server has no number."""
+    def numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
+        """For `servers`: these settings with other values for each of several. A single one has no number."""
         copies = [self.model_copy(update=dict(each)) for each in servers]
         if len(copies) > 1:
             for number, each in enumerate(copies, 1):
@@ -148,6 +148,14 @@ class RunConfig(Section):
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
     )
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
+    stall_timeout_s: NonNegativeFloat | None = Field(
+        None,
+        description="silence without anything committed after which the run ends with a report and exit code 3; "
+        "default: what the deadlines of a prompt's stages allow, and a minute; 0 for never",
+    )
+    verdict_every_s: NonNegativeFloat = Field(
+        60.0, description="time between two lines that say what holds the run up; 0 for none"
+    )
 
 
 class ModelConfig(Section):

@@ -29,6 +29,7 @@ from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, WeightVersion
 
+WEIGHT_UPDATE_TIMEOUT_S = 600.0
 LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
@@ -90,6 +91,7 @@ class OrchestratorState:
     waiting_for: str = "the first prompts"
     ledger: Ledger = field(default_factory=Ledger)
     spent: BudgetSpentError | None = None  # why nothing is admitted any more
+    running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
 
 class Orchestrator:
@@ -119,10 +121,10 @@ class Orchestrator:
         self._observer = observer
         self._evaluate = evaluate
         self._sleepers = sleepers
-        self._credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
+        self.credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
         self._gate = AdmissionGate(
             self.state.ledger,
-            self._credits,
+            self.credits,
             batch_size=settings.batch_size,
             max_staleness=settings.max_staleness,
         )
@@ -160,13 +162,14 @@ class Orchestrator:
                 if self.state.spent is not None:
                     break
                 self.state.ledger.admit(prompt.ordinal)
-                self._credits.reserve(prompt.ordinal, size_bytes)
+                self.credits.reserve(prompt.ordinal, size_bytes)
                 group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
         self.queue.close()
 
     async def _supervise(self, prompt: Prompt) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
+        self.state.running[prompt.ordinal] = prompt
         try:
             samples = await self._policy.supervise(prompt, self.stages.for_prompt(prompt))
         except RequestError as error:
@@ -177,6 +180,8 @@ class Orchestrator:
             self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "unpaid"))
             self._stop_admitting(prompt, error)
             return
+        finally:
+            del self.state.running[prompt.ordinal]
         self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
         self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
         self.queue.put(prompt.ordinal, samples)
@@ -188,7 +193,7 @@ class Orchestrator:
             structlog.get_logger().warning("budget spent", error=str(error))
         self.state.spent = error
         self.state.ledger.move(prompt.ordinal, PromptState.UNPAID)
-        self._credits.release(prompt.ordinal)
+        self.credits.release(prompt.ordinal)
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()
 
@@ -200,7 +205,7 @@ class Orchestrator:
         reason = str(error)
         ledger = self.state.ledger
         ledger.move(prompt.ordinal, PromptState.DEAD)
-        self._credits.release(prompt.ordinal)
+        self.credits.release(prompt.ordinal)
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()
         self._observer.prompt_died(prompt, reason)
@@ -254,7 +259,7 @@ class Orchestrator:
             for ordinal, group in batch:
                 has_trained = any(sample.supervision is not None for sample in group)
                 self.state.ledger.move(ordinal, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
-                self._credits.release(ordinal)
+                self.credits.release(ordinal)
             self.state.iteration = iteration + 1
             self._gate_changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))

@@ -23,6 +23,7 @@ from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyNeeds
 from spot_async.vocabulary import stop_token_ids
+from spot_async.watchdog.limits import SilenceLimits, silence_limits
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class TrainPlan:
     filtered: int  # problems whose prompts are too long
     policy: Policy
     evaluation: Sequence[PromptSource]  # empty without an evaluation section
+    silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -78,6 +80,7 @@ def plan_training(config: Config) -> TrainPlan:
     if isinstance(policy, ScheduleChecker):
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
+    silence = silence_limits(config, policy.needs)
     return TrainPlan(
         student=student,
         teacher=teacher,
@@ -88,6 +91,7 @@ def plan_training(config: Config) -> TrainPlan:
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=plan_evaluation(config, student) if config.evaluation is not None else (),
+        silence=silence,
     )
 
 
@@ -96,6 +100,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
+    silence_limits(config, PolicyNeeds())
     problems = load_problems(Path(config.evaluation.problems), "evaluation.problems")
     renderer = PromptRenderer(student.vocabulary, config.prompt)
     room = student.max_context_tokens - config.evaluation.max_response_tokens

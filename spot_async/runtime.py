@@ -18,7 +18,8 @@ import structlog
 from rich.console import Console
 
 from spot_async import registry
-from spot_async.concurrency import gather
+from spot_async.actor import Stage
+from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
 from spot_async.diagnosis import capabilities, diagnose
 from spot_async.evaluation.runner import EvaluationResult, evaluate
@@ -26,6 +27,7 @@ from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.model_files import ModelFiles
 from spot_async.orchestrator import (
+    WEIGHT_UPDATE_TIMEOUT_S,
     IterationResult,
     LiveEvaluation,
     Orchestrator,
@@ -39,17 +41,18 @@ from spot_async.run_directory import RunDirectory
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Prompt
+from spot_async.types import PolicyNeeds, Prompt
 from spot_async.vocabulary import Vocabulary
+from spot_async.watchdog.limits import silence_limits
+from spot_async.watchdog.monitor import Watchdog
 
 T = TypeVar("T")
-
-WEIGHT_UPDATE_TIMEOUT_S = 600.0
 
 
 class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
@@ -108,9 +111,41 @@ class Observers:
             observer.prompt_died(prompt, reason)
 
 
-async def train(config: Config, plan: TrainPlan, directory: RunDirectory, console: Console) -> TrainOutcome:
-    """One training run, evaluated before and after where the configuration says so."""
+class Phases:
+    """What the run is at, for the screen and for the watchdog."""
+
+    def __init__(self, screen: RunConsole, watchdog: Watchdog) -> None:
+        self._screen = screen
+        self._watchdog = watchdog
+
+    def begin(self, name: str, orchestrator: Orchestrator | None = None) -> None:
+        self._screen.phase(name, orchestrator)
+        self._watchdog.phase_began(name, orchestrator)
+
+    def judged(self, finished: int, total: int) -> None:
+        """One more response of an evaluation."""
+        self._screen.progress(finished, total)
+        self._watchdog.response_judged(finished, total)
+
+    def evaluates_with(self, stages: Sequence[Stage[Any]]) -> None:
+        self._watchdog.evaluation_stages = stages
+
+
+async def train(
+    config: Config,
+    plan: TrainPlan,
+    directory: RunDirectory,
+    console: Console,
+    *,
+    exit_process: Callable[[str], None] | None = None,
+) -> TrainOutcome:
+    """One training run, evaluated before and after where the configuration says so.
+
+    `exit_process`: see `Watchdog`.
+    """
     screen = RunConsole(console, plan.schedule.iterations)
+    watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
+    lag = LoopLag()
     backends = make_backends(config, plan, directory)
     student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
@@ -122,33 +157,44 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
         stack.enter_context(screen.live())
-        screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
+        stack.enter_context(watchdog)
+        stack.enter_context(lag.measuring())
+        phases = Phases(screen, watchdog)
+        phases.begin(f"starting {', '.join(backends.by_role())} and trainer")
 
         async def run() -> TrainOutcome:
-            screen.phase("checking the servers")
+            phases.begin("checking the servers")
             diagnosis = await diagnose(config, plan, backends.by_role())
             diagnosis.raise_if_unsafe()
             for warning in diagnosis.warnings:
                 screen.warn(warning)
             stages.capabilities = diagnosis.capabilities
-            await send_initial_weights(config.student, student, stages.capabilities["student"], screen.phase)
+            await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
-                return await measure(config, plan.evaluation, vocabulary, student, directory, screen, when)
+                return await measure(config, plan.evaluation, vocabulary, student, directory, phases, when)
 
             async def evaluate_live(iteration: int) -> EvaluationResult | None:
                 if not evaluation_is_due(config, iteration):
                     return None
                 result = await evaluated(f"{iteration:06d}")
-                screen.phase(f"training with {config.policy.kind}", orchestrator)
+                phases.begin(f"training with {config.policy.kind}", orchestrator)
                 return result
 
             before = await evaluated("before")
-            log = RunLog(directory, stages, sinks, samples_every=config.run.samples_every, backends=backends.by_role())
+            log = RunLog(
+                directory,
+                stages,
+                sinks,
+                samples_every=config.run.samples_every,
+                backends=backends.by_role(),
+                loop_lag=lag,
+            )
             observer = Observers(log, history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
-            screen.phase(f"training with {config.policy.kind}", orchestrator)
+            orchestrator.report_to(watchdog)
+            phases.begin(f"training with {config.policy.kind}", orchestrator)
             with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
                 await orchestrator.run()
             iterations, ledger = orchestrator.state.iteration, orchestrator.state.ledger
@@ -163,8 +209,9 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
             return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
 
         servers = list(backends.by_role().values())
-        async with running(*servers, trainer, verifier):
+        async with alongside(watchdog.watch), running(*servers, trainer, verifier):
             outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
+            watchdog.phase_began("stopping")
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -176,19 +223,24 @@ async def evaluate_student(
     sources: Sequence[PromptSource],
     directory: RunDirectory,
     console: Console,
+    *,
+    exit_process: Callable[[str], None] | None = None,
 ) -> EvaluationResult:
-    """Only the student's server and one evaluation."""
+    """Only the student's server and one evaluation. `exit_process`: see `Watchdog`."""
     screen = RunConsole(console, 0)
+    watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
     student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
-        screen.phase("starting the student")
+    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live(), watchdog:
+        phases = Phases(screen, watchdog)
+        phases.begin("starting the student")
 
         async def run() -> EvaluationResult | None:
-            await send_initial_weights(config.student, student, await capabilities(student), screen.phase)
-            return await measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+            await send_initial_weights(config.student, student, await capabilities(student), phases.begin)
+            return await measure(config, sources, student_files.vocabulary, student, directory, phases, "")
 
-        async with running(student):
+        async with alongside(watchdog.watch), running(student):
             result = await watched(run(), [student.watch])
+            watchdog.phase_began("stopping")
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -214,13 +266,13 @@ async def measure(
     vocabulary: Vocabulary,
     generator: Generator,
     directory: RunDirectory,
-    screen: RunConsole,
+    phases: Phases,
     when: str,
 ) -> EvaluationResult | None:
     """One evaluation, its responses written; None when the configuration has no evaluation."""
     if config.evaluation is None:
         return None
-    screen.phase(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
+    phases.begin(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
     settings = config.evaluation.verifier
     async with registry.load("verifiers", settings.kind)(settings) as verifier:
         result = await evaluate(
@@ -229,7 +281,8 @@ async def measure(
             generator=generator,
             verifier=verifier,
             vocabulary=vocabulary,
-            on_progress=screen.progress,
+            on_progress=phases.judged,
+            on_stages=phases.evaluates_with,
         )
     write_responses(directory, when, result)
     structlog.get_logger().info("evaluated", when=when, avg=result.figures("all").avg, tokens=result.tokens)

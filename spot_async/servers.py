@@ -1,6 +1,6 @@
 """The servers of a role: what they are called, and how a backend object for each of them is made.
 
-Starts none. A role has several where its backend's settings say so (`PluginSettings.replicas`); each gets a backend
+Starts none. A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend
 object of its own, which knows nothing of the others. Entering a fresh object starts or attaches the server again.
 """
 
@@ -37,4 +37,4 @@ def backend_factories(
 
         return make
 
-    return {each.server_name(role): factory(each) for each in model.backend.replicas()}
+    return {each.server_name(role): factory(each) for each in model.backend.servers()}

@@ -338,7 +338,7 @@ async def test_a_request_that_the_server_still_has_an_earlier_sending_of_is_wort
 ) -> None:
     refusal = {"error": {"message": "Duplicate request ID detected: 0123"}}
     async with connected(model, tmp_path, generate=[(400, json.dumps(refusal).encode())]) as (backend, _):
-        with pytest.raises(TransientError, match="student: the server still has an earlier sending"):
+        with pytest.raises(TransientError, match="student/generate: HTTP 400: Duplicate request ID"):
             await backend.generate(PROMPT, SamplingSettings(max_tokens=4, stop_token_ids=(), seed=0), deadline=soon())
 
 

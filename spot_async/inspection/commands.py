@@ -57,14 +57,17 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found))
 
 
-def write_report(screen: Console, run: Path, html: Path | None) -> None:
-    """Write a run's report, by default into the run directory. Raises DataError."""
+def write_report(screen: Console, run: Path, html: Path | None, tuning: Path | None) -> None:
+    """Write a run's report, by default into the run directory, with what `tune` found where named. Raises DataError."""
     from spot_async.inspection.pages import report_page
     from spot_async.inspection.report import read_report
+    from spot_async.inspection.tuning_view import tuning_section
+    from spot_async.tuning.results import read_tuning
 
     files = RunFiles(run)
     refuse_evaluation(files)
-    write_page(screen, html or run / "report.html", report_page(read_report(files)))
+    more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
+    write_page(screen, html or run / "report.html", report_page(read_report(files, more)))
 
 
 def refuse_evaluation(files: RunFiles) -> None:

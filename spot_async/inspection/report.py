@@ -69,8 +69,8 @@ class Report:
     sections: tuple[Section, ...]
 
 
-def read_report(files: RunFiles) -> Report:
-    """Read all files of a run. Raises DataError only for files that are damaged."""
+def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
+    """Read all files of a run; `more` follows its own sections. Raises DataError only for files that are damaged."""
     config, rows, summary = files.config(), files.metrics(), files.summary()
     statistics = SampleStatistics()
     for sample in files.samples():
@@ -82,6 +82,7 @@ def read_report(files: RunFiles) -> Report:
         response_section(rows, statistics),
         time_section(rows, config),
         optimiser_section(rows),
+        *more,
     )
     return Report(
         name=files.path.resolve().name,

@@ -68,7 +68,7 @@ class Account:
         self.tokens_per_minute = tokens_per_minute
         self.is_limited = requests_per_minute is not None or tokens_per_minute is not None
         self.rate_limit = RateLimiter(requests_per_minute, tokens_per_minute)
-        self.ledgers: dict[str, Ledger] = {}  # by endpoint
+        self.ledgers: dict[str, Ledger] = {}  # by server
         self._reserved_money = 0.0  # by what is in flight
         self._reserved_tokens = 0
         self._settled = asyncio.Event()  # something in flight has come to its end
@@ -92,7 +92,7 @@ class Account:
         return total
 
     @contextlib.asynccontextmanager
-    async def request(self, endpoint: str, size: Size, rate_limit: RateLimiter) -> AsyncIterator[Charge]:
+    async def request(self, server: str, size: Size, rate_limit: RateLimiter) -> AsyncIterator[Charge]:
         """A request that may leave now. `Charge.answered` must be called with its reply.
 
         Raises `BudgetSpentError` when its worst case no longer fits.
@@ -106,7 +106,7 @@ class Account:
             rate_limit.settle(asyncio.get_running_loop().time(), taken=taken, used=0)
             raise
         charge = Charge(size)
-        ledger = self.ledgers.setdefault(endpoint, Ledger())
+        ledger = self.ledgers.setdefault(server, Ledger())
         try:
             yield charge
         except BaseException as error:

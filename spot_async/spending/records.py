@@ -38,11 +38,11 @@ class SpendingLog:
     def write(self, iteration: int | None = None) -> None:
         """`None` is the end of the run."""
         rows = [
-            {"time": time.time(), "iteration": iteration, "role": role, "endpoint": endpoint}
+            {"time": time.time(), "iteration": iteration, "role": role, "server": server}
             | msgspec.structs.asdict(ledger)
             | {"currency": account.currency}
             for role, account in self._accounts.items()
-            for endpoint, ledger in account.ledgers.items()
+            for server, ledger in account.ledgers.items()
         ]
         if rows:
             self._directory.append(FILE, rows)
@@ -79,7 +79,7 @@ def summarize_spending(accounts: Mapping[str, Account]) -> dict[str, Any]:
             "currency": account.currency,
             "budget": account.budget,
             "token_budget": account.token_budget,
-            "endpoints": {name: msgspec.structs.asdict(ledger) for name, ledger in account.ledgers.items()},
+            "servers": {name: msgspec.structs.asdict(ledger) for name, ledger in account.ledgers.items()},
         }
         for role, account in metered(accounts).items()
     }

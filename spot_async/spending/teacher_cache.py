@@ -32,7 +32,7 @@ class TeacherCache:
 
     def __init__(self, cache: ScoreCache, teacher: TeacherConfig, files: ModelFiles) -> None:
         self.cache = cache
-        place = teacher.backend.replicas()[0].place
+        place = teacher.backend.servers()[0].place
         self._is_ours = place is None or not place.is_attached
         self._identity = teacher_identity(teacher, files, weights_digest(files.directory) if self._is_ours else None)
         self._fingerprint: bytes | None = None

@@ -23,6 +23,7 @@ from spot_async.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory import RunDirectory
 from spot_async.stages import Stages
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.sinks import MetricSink
 from spot_async.types import Prompt, Sample
 
@@ -38,8 +39,10 @@ class RunLog:
         *,
         samples_every: int = 1,
         backends: Mapping[str, Backend] | None = None,
+        loop_lag: LoopLag | None = None,
     ) -> None:
         """`backends`, by role: the traffic of those that count it is reported."""
+        self._loop_lag = loop_lag
         self._directory = directory
         self._samples_every = samples_every
         self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
@@ -55,6 +58,7 @@ class RunLog:
         elapsed_s = now_s - self._iteration_started_s
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
         metrics |= self._traffic_metrics()
+        metrics |= self._loop_lag.take() if self._loop_lag is not None else {}
         self._iteration_started_s = now_s
         if self._samples_every and result.iteration % self._samples_every == 0:
             lines = [sample_line(result.iteration, sample) for sample in result.samples]

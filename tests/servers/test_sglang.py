@@ -296,7 +296,7 @@ async def test_an_id_that_is_still_in_use_is_a_transient_error(
         monkeypatch.setattr("spot_async.backends.sglang.uuid.uuid4", lambda: same)
         first = asyncio.create_task(backend.generate(tokens(5, 1), sampling(1500, stop_token_ids=()), deadline=soon()))
         await wait_until(sglang_student, 1)
-        with pytest.raises(TransientError, match="still has an earlier sending"):
+        with pytest.raises(TransientError, match="Duplicate request ID"):
             await backend.generate(tokens(5, 1), sampling(4), deadline=soon())
         assert len((await first).token_ids) == 1500
 
