@@ -192,7 +192,7 @@ def _bottleneck(
 
 def _servers(config: Config, server: str) -> int:
     model = _model(config, server)
-    return 1 if model is None else len(model.backend.replicas())
+    return 1 if model is None else len(model.backend.servers())
 
 
 def _model(config: Config, server: str) -> ModelConfig | None:
