@@ -90,7 +90,7 @@ class Stage(Generic[S]):
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
-        self._hedge_after_s = hedge_after_s
+        self.hedge_after_s = hedge_after_s
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
@@ -159,9 +159,9 @@ class Stage(Generic[S]):
         failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
-                if self._hedge_after_s is None:
+                if self.hedge_after_s is None:
                     return await self._send_leased(this, request)
-                return await self._hedged(this, request, self._hedge_after_s)
+                return await self._hedged(this, request, self.hedge_after_s)
             except RequestError as error:
                 failures[error.failure_class] += 1
                 self.counters.count_failure(error)

@@ -89,6 +89,7 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
         fail(error, code=2)
 
     from spot_async.runtime import train as run_training
+    from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
     if plan.filtered:
@@ -101,10 +102,14 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states}", highlight=False)
+    for role, spent in outcome.spending.get("spending", {}).items():
+        screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
     screen.print(Text(f"run directory: {path}"))
     screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
         screen.print(Text(f"best student: {path / 'best'}"))
+    if outcome.spent is not None:
+        fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
 
 
 @app.command("eval")

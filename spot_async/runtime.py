@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -22,6 +22,7 @@ from spot_async.actor import Stage
 from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
 from spot_async.diagnosis import capabilities, diagnose
+from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
@@ -36,8 +37,20 @@ from spot_async.orchestrator import (
 )
 from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.prompts import PromptSource
-from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
+from spot_async.protocols import (
+    Backend,
+    Billed,
+    CandidateScorer,
+    Generator,
+    Scorer,
+    Sleeper,
+    Trainer,
+    Verifier,
+    WeightSink,
+)
 from spot_async.run_directory import RunDirectory
+from spot_async.spending.records import SpendingLog
+from spot_async.spending.run_spending import RunSpending
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
@@ -89,6 +102,8 @@ class TrainOutcome:
     after: EvaluationResult | None
     best: BestCheckpoint | None  # None without evaluations during the run
     prompts: dict[str, int]  # how many ended in which state
+    spent: BudgetSpentError | None = None  # why it ended early, with everything saved
+    spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
 
     @property
     def student(self) -> Path:
@@ -146,15 +161,19 @@ async def train(
     screen = RunConsole(console, plan.schedule.iterations)
     watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
     lag = LoopLag()
-    backends = make_backends(config, plan, directory)
+    spending = RunSpending(config, plan)
+    ledger_file = SpendingLog(directory, spending.accounts)
+    backends = make_backends(config, plan, directory, spending)
     student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
+    stages.teacher_cache = spending.teacher_cache
     history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
 
     with ExitStack() as stack:
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        stack.callback(ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
         stack.enter_context(screen.live())
         stack.enter_context(watchdog)
@@ -169,6 +188,8 @@ async def train(
             for warning in diagnosis.warnings:
                 screen.warn(warning)
             stages.capabilities = diagnosis.capabilities
+            await spending.teacher_asked(diagnosis.capabilities)
+            ledger_file.write(iteration=0)
             await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
@@ -190,8 +211,9 @@ async def train(
                 samples_every=config.run.samples_every,
                 backends=backends.by_role(),
                 loop_lag=lag,
+                spending=spending.metrics(),
             )
-            observer = Observers(log, history, screen)
+            observer = Observers(log, ledger_file, history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             orchestrator.report_to(watchdog)
             phases.begin(f"training with {config.policy.kind}", orchestrator)
@@ -206,10 +228,19 @@ async def train(
                 if after is not None and history.best is not None:
                     history.add(iterations, after, (directory.path / "student").resolve())
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
-            return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
+            return TrainOutcome(
+                directory.path,
+                iterations,
+                before,
+                after,
+                history.best,
+                prompts,
+                spent=orchestrator.state.spent,
+                spending=spending.summary(),
+            )
 
         servers = list(backends.by_role().values())
-        async with alongside(watchdog.watch), running(*servers, trainer, verifier):
+        async with alongside(watchdog.watch), running(*spending.resources, *servers, trainer, verifier):
             outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
             watchdog.phase_began("stopping")
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
@@ -307,11 +338,21 @@ def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Bac
     return backend
 
 
-def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> Backends:
-    """What the plan says must be served, not yet started."""
+def make_backends(
+    config: Config, plan: TrainPlan, directory: RunDirectory, spending: RunSpending | None = None
+) -> Backends:
+    """What the plan says must be served, not yet started. What is asked of it is charged to `spending`."""
+    spending = spending or RunSpending(config, plan)
 
     def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
-        return make_backend(model, role, directory) if needed and model is not None else None
+        if not needed or model is None:
+            return None
+        if role == "teacher" and spending.replayed_teacher is not None:
+            return spending.replayed_teacher
+        backend = make_backend(model, role, directory)
+        if isinstance(backend, Billed):
+            backend.account = spending.accounts[role]
+        return backend
 
     return Backends(
         student=make("student", config.student, True),
@@ -398,6 +439,8 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
         "best": best_summary(outcome.best),
+        **outcome.spending,
+        **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
     }
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
-from spot_async.spending.account import Account, Ledger
+from spot_async.spending.account import Account
 from spot_async.types import Prompt
 
 FILE = "spending.jsonl"
@@ -85,16 +85,16 @@ def summarize_spending(accounts: Mapping[str, Account]) -> dict[str, Any]:
     }
 
 
-def spending_words(spent: Ledger, *, currency: str, budget: float | None) -> str:
-    """One line."""
-    of = "" if budget is None else f" of {budget:g}"
-    cached = f" ({spent.cached_tokens:,} of them cached)" if spent.cached_tokens else ""
+def spending_words(spent: Mapping[str, Any]) -> str:
+    """One line about a role's part of `summarize_spending`."""
+    of = "" if spent["budget"] is None else f" of {spent['budget']:g}"
+    cached = f" ({spent['cached_tokens']:,} of them cached)" if spent["cached_tokens"] else ""
     line = (
-        f"{spent.money:.6g}{of} {currency} for {spent.answered:,} answers: {spent.prompt_tokens:,} prompt tokens"
-        f"{cached}, {spent.completion_tokens:,} generated"
+        f"{spent['money']:.6g}{of} {spent['currency']} for {spent['answered']:,} answers: "
+        f"{spent['prompt_tokens']:,} prompt tokens{cached}, {spent['completion_tokens']:,} generated"
     )
-    if spent.unknown:
-        line += f"; up to {spent.unknown_money:.3g} more for {spent.unknown:,} requests that were never answered"
-    if spent.uncounted:
-        line += f"; {spent.uncounted:,} answers did not state their tokens"
+    if spent["unknown"]:
+        line += f"; up to {spent['unknown_money']:.3g} more for {spent['unknown']:,} requests that were never answered"
+    if spent["uncounted"]:
+        line += f"; {spent['uncounted']:,} answers did not state their tokens"
     return line
