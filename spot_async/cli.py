@@ -68,21 +68,31 @@ def common(
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
+    ] = None,
+) -> None:
     """Train a student from a teacher, and evaluate it before and after.
 
     Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
     samples.jsonl (what the policy saw), the resolved configuration and all logs.
     """
     from spot_async.preflight import plan_training  # imports transformers: not for --help
+    from spot_async.spending.estimate import estimate_run, show_estimates
 
     try:
         settings = load_config(config, overrides or ())
         path = RunDirectory.choose_path(settings, config.stem)
         RunDirectory.check_unused(path)
         plan = plan_training(settings)
+        estimates = estimate_run(settings, plan, earlier)
         if dry_run:
             show_plan(settings, path, plan)
+            show_estimates(screen, estimates)
             return
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
@@ -94,6 +104,7 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
 
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
+    show_estimates(screen, estimates)
     training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
     outcome = run_until_stopped(training, directory)
     if outcome.after is not None:

@@ -25,7 +25,11 @@ class RunSpending:
             "teacher": config.teacher if plan.policy.needs.teacher else None,
             "reference": plan.reference,
         }
-        opened = {role: model.backend.open_account(role) for role, model in served.items() if model is not None}
+        is_replay = config.teacher is not None and config.teacher.replay
+        asked = {
+            role: model for role, model in served.items() if model is not None and not (is_replay and role == "teacher")
+        }
+        opened = {role: model.backend.open_account(role) for role, model in asked.items()}
         self.accounts: dict[str, Account] = {role: each for role, each in opened.items() if each is not None}
         self.teacher_cache: TeacherCache | None = None
         teacher = served["teacher"]
