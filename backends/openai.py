@@ -47,6 +47,10 @@ from .token_texts import UNKNOWN, TokenTexts
 
 DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get tighter with every one
 NOISE_READINGS = 3  # beside each other
+HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
+    "skip_reading_prefix_cache": "vLLM ends when it scores a prompt that is in its cache",
+    "logprob_token_ids": "vLLM gives the requests beside it wrong log-probabilities",
+}
 
 _completion = msgspec.json.Decoder(Completion)
 
@@ -62,6 +66,13 @@ class OpenAIBackend(RemoteBackend):
         request_fields: dict[str, Any] = Field(
             {}, description="further fields of every request, as the endpoint spells them"
         )
+
+        @pydantic.field_validator("request_fields")
+        @classmethod
+        def _refuse_harmful(cls, fields: dict[str, Any]) -> dict[str, Any]:
+            for name in HARMFUL_FIELDS.keys() & fields.keys():
+                raise ValueError(f"{name} must not be sent: {HARMFUL_FIELDS[name]}")
+            return fields
 
         @pydantic.model_validator(mode="before")
         @classmethod

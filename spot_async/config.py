@@ -147,6 +147,12 @@ class RunConfig(Section):
     samples_every: int = Field(
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
     )
+    max_dead_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the prompts that may be given up before the run stops, after a batch of them",
+    )
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
     stall_timeout_s: NonNegativeFloat | None = Field(
         None,
@@ -158,6 +164,21 @@ class RunConfig(Section):
     )
 
 
+class ServingConfig(Section):
+    """What is done about a role's servers while the run goes on."""
+
+    max_in_flight: PositiveInt = Field(
+        512, description="most requests of all stages at one server; less while it is overloaded"
+    )
+    stall_s: PositiveFloat = Field(
+        20.0, description="a server that has requests and answered none for as long is asked whether it lives"
+    )
+    restarts: int = Field(3, ge=0, description="how often one server that ended is started again within an hour")
+    recovery_timeout_s: PositiveFloat = Field(
+        600.0, description="longest time without any server that serves; starting one again has to fit in"
+    )
+
+
 class ModelConfig(Section):
     """A model in one role (student, teacher or reference) and the backend that serves it."""
 
@@ -165,6 +186,7 @@ class ModelConfig(Section):
     backend: BackendSettings = Field(
         default_factory=dict, validate_default=True, description="how the model is served; a backend's own settings"
     )
+    serving: ServingConfig = Field(ServingConfig(), description="what is done about servers that fail or are slow")
 
 
 class TeacherConfig(ModelConfig):

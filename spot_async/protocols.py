@@ -7,7 +7,7 @@ at any await and must then stop the work they started.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from spot_async.spending.account import Account
@@ -168,6 +168,16 @@ class HealthCheck(Protocol):
 
         Raises a `RequestError`. One that is merely busy, or loads weights, passes.
         """
+        ...
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """Optional for a backend that stands for several servers of its role: each of them, to be asked for itself."""
+
+    @property
+    def backends(self) -> Mapping[str, Backend]:
+        """By name, as they are now; there once it has been entered."""
         ...
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from rich.console import Console
 from typer.testing import CliRunner
 
 from spot_async.backends.local import LocalBackend
 from spot_async.cli import app
 from spot_async.config_loading import load_config
-from spot_async.diagnosis import Diagnosis, diagnose
-from spot_async.errors import PermanentError
+from spot_async.diagnosis import Diagnosis, compare_students, diagnose
+from spot_async.doctor import show
+from spot_async.errors import ConfigError, PermanentError
 from spot_async.preflight import plan_training
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
 
@@ -93,10 +97,86 @@ class RefusesScores(Other):
         raise PermanentError("teacher/score: HTTP 400: no")
 
 
+def screen_text(found: Diagnosis) -> str:
+    out = io.StringIO()
+    show(Console(file=out, width=200), found)
+    return out.getvalue()
+
+
 async def diagnosis_of(services: Services, *overrides: str, **others: Other) -> Diagnosis:
     config = load_config(Path("configs/quickstart.yaml"), overrides)
     plan = await asyncio.to_thread(plan_training, config)
     return await diagnose(config, plan, {**services, **others})  # type: ignore[arg-type]
+
+
+class Shifted(Other):
+    nats = 0.0
+
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
+        return msgspec.structs.replace(scores, logprobs=scores.logprobs - np.float32(self.nats))
+
+    async def generate(self, *arguments: Any, **more: Any) -> Generation:
+        reply = await self.backend.generate(*arguments, **more)
+        return msgspec.structs.replace(reply, logprobs=reply.logprobs - np.float32(self.nats))
+
+
+class Pool(Other):
+    """A role of which the service is one of two servers."""
+
+    def __init__(self, role: str, first: LocalBackend, second: Other) -> None:
+        super().__init__(first)
+        self.backends = {f"{role}-1": first, f"{role}-2": second}
+
+
+@with_backends
+async def test_servers_of_a_role_are_compared_and_what_lies_between_them_counts_as_noise(services: Services) -> None:
+    second = Shifted(services["teacher"], server="local 2")
+    for second.nats, refused, warned in ((0.01, 0, 0), (0.2, 0, 1), (3.0, 1, 0)):
+        found = await diagnosis_of(services, teacher=Pool("teacher", services["teacher"], second))
+        assert list(found.roles) == ["student", "teacher-1", "teacher-2"]
+        assert found.roles["teacher-2"]["servers_differ_nats"] == pytest.approx(second.nats, abs=1e-5)
+        lines = [line for line in (*found.refusals, *found.warnings) if "teacher-2 gives log-prob" in line]
+        assert all(f"up to {second.nats:.2g} nats from those of teacher-1" in line for line in lines)
+        assert [len(found.refusals), len(lines)] == [refused, refused + warned]
+        assert found.capabilities["teacher"].logprob_noise_nats == pytest.approx(2 * second.nats, abs=1e-4)
+        assert any("different software: teacher-1 local, teacher-2 local 2" in line for line in found.warnings)
+    shown = screen_text(found)
+    assert "teacher-1: local\n" in re.sub(" +", " ", shown).replace(" \n", "\n")
+    assert len([line for line in shown.splitlines() if line.startswith(" model ")]) == 1  # what is equal is said once
+
+
+@with_backends
+async def test_what_servers_of_a_role_offer_together_is_what_each_of_them_does(services: Services) -> None:
+    teacher = services["teacher"]
+    few = Other(teacher, max_top_k=8, max_context_tokens=100)
+    found = await diagnosis_of(services, teacher=Pool("teacher", teacher, few))
+    assert (found.capabilities["teacher"].max_top_k, found.capabilities["teacher"].max_context_tokens) == (8, 100)
+    assert any("teacher.backend (local) serves top-8" in line for line in found.refusals)
+    strange = Pool("teacher", teacher, Other(teacher, vocab_fingerprint="f"))
+    refusals = (await diagnosis_of(services, teacher=strange)).refusals
+    assert any("teacher-2 serves another model (vocab_fingerprint f" in line for line in refusals)
+
+
+@with_backends
+async def test_attached_students_are_compared_once_they_hold_this_runs_weights(services: Services) -> None:
+    plan = await asyncio.to_thread(plan_training, load_config(Path("configs/quickstart.yaml")))
+    student = services["student"]
+    other = Shifted(student, version=None)
+    pool = Pool("student", Other(student, version=None), other)  # type: ignore[arg-type]
+    other.nats = 3.0
+    found = await diagnosis_of(services, student=pool)
+    assert found.refusals == [] or all("student-2" in line for line in found.refusals)
+    assert any("unknown weights until the first are sent" in line for line in found.warnings)
+    offered = found.capabilities["student"]
+    with pytest.raises(ConfigError, match="student-2 gives log-probabilities up to 3 nats from those of student-1"):
+        await compare_students(plan, pool, offered, lambda warning: None)  # type: ignore[arg-type]
+    other.nats = 0.25
+    warnings: list[str] = []
+    after = await compare_students(plan, pool, offered, warnings.append)  # type: ignore[arg-type]
+    assert after.logprob_noise_nats == pytest.approx(0.5, abs=1e-3)
+    assert after.version is None
+    assert len(warnings) == 1
 
 
 @with_backends

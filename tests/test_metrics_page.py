@@ -37,6 +37,7 @@ from spot_async.spending.account import Account
 from spot_async.spending.prices import Prices
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.spending.score_cache import CacheCounters
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog
 from spot_async.trainer.metrics import METRICS
 from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
@@ -163,7 +164,9 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
             capacity_prompts=16,
             capacity_bytes=1 << 30,
             max_response_tokens=4096,
+            vocab_size=VOCAB_SIZE,
             weight_update_timeout_s=60.0,
+            max_dead_share=0.1,
         ),
         prompts=(
             Prompt(
@@ -184,6 +187,7 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
                 {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
                 SimpleNamespace(counters=CacheCounters(), size_bytes=0),
             ),
+            loop_lag=LoopLag(),
         ),
         evaluate=evaluate,
     )

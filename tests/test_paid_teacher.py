@@ -115,6 +115,8 @@ def make_run(teacher, found, kept, log):
             capacity_bytes=1 << 30,
             max_response_tokens=200,
             weight_update_timeout_s=60.0,
+            vocab_size=48,
+            max_dead_share=0.1,
         ),
         prompts=(
             Prompt(

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from spot_async.errors import RequestError
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
 from spot_async.spending.account import Account
@@ -32,7 +33,7 @@ class SpendingLog:
     def iteration_finished(self, result: IterationResult) -> None:
         self.write(result.iteration)
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         pass
 
     def write(self, iteration: int | None = None) -> None:

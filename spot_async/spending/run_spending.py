@@ -20,23 +20,18 @@ class RunSpending:
     """Made before the backends, which charge the `accounts`."""
 
     def __init__(self, config: Config, plan: TrainPlan) -> None:
-        served = {
+        teacher = config.teacher if plan.policy.needs.teacher else None
+        asked = {
             "student": config.student,
-            "teacher": config.teacher if plan.policy.needs.teacher else None,
+            "teacher": None if teacher is None or teacher.replay else teacher,
             "reference": plan.reference,
         }
-        is_replay = config.teacher is not None and config.teacher.replay
-        asked = {
-            role: model for role, model in served.items() if model is not None and not (is_replay and role == "teacher")
-        }
-        opened = {role: model.backend.open_account(role) for role, model in asked.items()}
+        opened = {role: model.backend.open_account(role) for role, model in asked.items() if model is not None}
         self.accounts: dict[str, Account] = {role: each for role, each in opened.items() if each is not None}
         self.teacher_cache: TeacherCache | None = None
-        teacher = served["teacher"]
-        if config.teacher is not None and teacher is not None and config.teacher.cache is not None:
-            assert plan.teacher is not None
-            cache = ScoreCache(Path(config.teacher.cache), is_replay=config.teacher.replay)
-            self.teacher_cache = TeacherCache(cache, config.teacher, plan.teacher)
+        if teacher is not None and teacher.cache is not None and plan.teacher is not None:
+            cache = ScoreCache(Path(teacher.cache), is_replay=teacher.replay)
+            self.teacher_cache = TeacherCache(cache, teacher, plan.teacher)
 
     @property
     def replayed_teacher(self) -> ReplayedTeacher | None:

@@ -18,6 +18,8 @@ from typing import Any, TextIO, cast
 import msgspec
 import structlog
 
+from spot_async.dead_letters import FILE_NAME, dead_letter
+from spot_async.errors import FailureClass, RequestError
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
@@ -72,12 +74,11 @@ class RunLog:
             sink.write(result.iteration, metrics)
         self._directory.point_student_to(Path(result.report.snapshot.directory))
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
-        self._directory.append(
-            "dead_letters.jsonl",
-            [{"ordinal": prompt.ordinal, "problem_id": prompt.problem.id, "reason": reason}],
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
+        self._directory.append(FILE_NAME, [dead_letter(prompt, error)])
+        structlog.get_logger().warning(
+            "prompt died", problem_id=prompt.problem.id, failure=error.failure_class.value, reason=str(error)
         )
-        structlog.get_logger().warning("prompt died", problem_id=prompt.problem.id, reason=reason)
 
     def _traffic_metrics(self) -> dict[str, float]:
         """What went to and came from each server since the last iteration, evaluations included."""
@@ -107,6 +108,8 @@ class RunLog:
             metrics[f"stage/{stage.name}/failed"] = float(now.failed - last.failed)
             if stage.hedge_after_s is not None:
                 metrics[f"stage/{stage.name}/hedged"] = float(now.hedged - last.hedged)
+            for failure in FailureClass:
+                metrics[f"stage/{stage.name}/{failure}"] = float(getattr(now, failure) - getattr(last, failure))
             if requests:
                 metrics[f"stage/{stage.name}/mean_latency_s"] = (now.busy_s - last.busy_s) / requests
             if elapsed_s > 0:
