@@ -169,7 +169,7 @@ def _check(value: Any) -> None:
             tokens = value.token_ids.tolist()
             assert tokens, "empty"
             assert len(value.logprobs) == len(tokens), "rows"
-            _check_numbers(value.logprobs)
+            _check_numbers(value.logprobs, least=-1e4)
             _check_tokens(tokens)
             covered = [t for span in value.version_spans for t in range(span.start, span.end)]
             assert covered == list(range(len(tokens))), "spans"
@@ -177,7 +177,7 @@ def _check(value: Any) -> None:
                 _check_rows(value.topk_ids, value.topk_logprobs, len(tokens))
         case TokenScores():
             known = slice(None) if value.valid is None else value.valid
-            _check_numbers(value.logprobs)
+            _check_numbers(value.logprobs, least=-1e4)
             _check_rows(value.topk_ids[known], value.topk_logprobs[known], len(value.topk_ids[known]))
             assert len(value.logprobs) == len(value.topk_ids) == len(value.entropy), "rows"
             assert (value.entropy_lower <= value.entropy_upper).all(), "bounds"
@@ -188,9 +188,9 @@ def _check(value: Any) -> None:
             _check_numbers(value)
 
 
-def _check_numbers(values: Any) -> None:
+def _check_numbers(values: Any, least: float = -1e38) -> None:
     for each in np.asarray(values, np.float64).ravel().tolist():
-        assert -1e38 < each <= 1e-3, f"log-probability {each}"
+        assert least <= each <= 1e-3, f"log-probability {each}"
 
 
 def _check_tokens(tokens: list[int]) -> None:
@@ -211,7 +211,7 @@ def _hold_against(value: Any, said: Mapping[str, Any]) -> None:
     if "tokens" in said:
         assert value.token_ids.tolist() == said["tokens"], "other tokens than the reply has"
     if "logprobs" in said:
-        np.testing.assert_allclose(value.logprobs, said["logprobs"], rtol=1e-5)
+        np.testing.assert_allclose(value.logprobs, np.array(said["logprobs"], np.float64), rtol=1e-5)
     for row, values, entries in _top_rows(value, said):
         for token, logprob in zip(row, values, strict=True):
             np.testing.assert_allclose(logprob, entries[token], rtol=1e-5)
