@@ -29,7 +29,6 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -38,7 +37,7 @@ from spot_async.types import (
 from .health import Standstill, ask_vllm
 from .held_weights import INITIAL, SentNames, WeightNames
 from .limits import Limits
-from .remote import RemoteServer
+from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
 from .sleeping import check_vllm, sleep_vllm, wake_vllm
@@ -56,7 +55,7 @@ LAUNCHED_MAX_LOGPROBS = 64
 T = TypeVar("T")
 
 
-class VllmBackend:
+class VllmBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
     class Settings(TransferSettings):
@@ -120,10 +119,6 @@ class VllmBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from spot_async.alignment import branch_prefix_length
 from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.spending.prices import Size
 from spot_async.types import FloatArray, IntArray
 
 from .remote import RemoteServer
@@ -202,7 +203,8 @@ class VllmClient:
             return (yield from read(answer))
 
         body = self.route.body(self.model, token_ids, parameters)
-        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline)
+        size = Size(prompt_tokens=len(token_ids), max_completion_tokens=parameters["max_tokens"])
+        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline, size=size)
 
     def _check_finished(self, answer: Answer) -> None:
         if answer.finish_reason in UNFINISHED:

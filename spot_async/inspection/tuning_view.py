@@ -21,6 +21,7 @@ ENDED = {
     "instant": "answers at once",
     "time": "its time was used up",
     "requests": "its requests were used up",
+    "budget": "its budget is spent",
     "throttled": "the server asked to be left alone",
     "failed": "requests failed",
 }
