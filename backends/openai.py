@@ -21,9 +21,10 @@ from pydantic import Field
 from spot_async.concurrency import gather
 from spot_async.config import OneOrMore
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
-from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores, Traffic
+from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
 
 from .connection import Url
+from .openai_billing import request_size
 from .openai_chat import ChatReply, user_message
 from .openai_dialect import CHAT, COMPLETIONS, PROBE_TEXT, Dialect, probe, read_error
 from .openai_replies import (
@@ -37,7 +38,7 @@ from .openai_replies import (
     token_scores,
 )
 from .probing import noise_nats
-from .remote import AttachedSettings, RemoteServer
+from .remote import AttachedSettings, RemoteBackend, RemoteServer
 from .replies import check_generation, check_scores
 from .stepwise import Steps
 from .text_alignment import align, as_text
@@ -46,11 +47,15 @@ from .token_texts import UNKNOWN, TokenTexts
 
 DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get tighter with every one
 NOISE_READINGS = 3  # beside each other
+HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
+    "skip_reading_prefix_cache": "vLLM ends when it scores a prompt that is in its cache",
+    "logprob_token_ids": "vLLM gives the requests beside it wrong log-probabilities",
+}
 
 _completion = msgspec.json.Decoder(Completion)
 
 
-class OpenAIBackend:
+class OpenAIBackend(RemoteBackend):
     """A `Generator` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
 
     class Settings(AttachedSettings):
@@ -61,6 +66,13 @@ class OpenAIBackend:
         request_fields: dict[str, Any] = Field(
             {}, description="further fields of every request, as the endpoint spells them"
         )
+
+        @pydantic.field_validator("request_fields")
+        @classmethod
+        def _refuse_harmful(cls, fields: dict[str, Any]) -> dict[str, Any]:
+            for name in HARMFUL_FIELDS.keys() & fields.keys():
+                raise ValueError(f"{name} must not be sent: {HARMFUL_FIELDS[name]}")
+            return fields
 
         @pydantic.model_validator(mode="before")
         @classmethod
@@ -101,10 +113,6 @@ class OpenAIBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         async with self._finding:
@@ -230,7 +238,9 @@ class OpenAIBackend:
             check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
             return scores
 
-        return await self._server.ask_in_steps(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask_in_steps(
+            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(ids))
+        )
 
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
         """Rows of the prompt that was sent as `sent_ids`, or as text."""
@@ -261,11 +271,15 @@ class OpenAIBackend:
                 return generation(self._role, choice, sampling, top_k=top_k)
             return self._retokenized(choice.text or "", choice.finish_reason, sampling)
 
-        return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask(
+            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
+        )
 
     async def _chat(self, prompt_ids: IntArray, sampling: SamplingSettings, deadline: float) -> Generation:
         body = self._dialect.chat_body(user_message(self._role, self._tokenizer, prompt_ids), sampling)
-        reply = await self._server.post(CHAT, self._with_fields(body), ChatReply, deadline=deadline)
+        reply = await self._server.post(
+            CHAT, self._with_fields(body), ChatReply, deadline=deadline, size=request_size(body, len(prompt_ids))
+        )
         choice = reply.only
         return self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
 

@@ -44,7 +44,7 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
         spans = list(zip(starts, ends, strict=True))
         raise PoisonedReplyError(f"version spans {spans} do not cover the {count} tokens")
     if top_k:
-        ids, logprobs = _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
+        ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
         _check_agreement(reply.token_ids, reply.logprobs, ids, logprobs)
     return msgspec.structs.replace(reply, finish_reason="stop" if last in sampling.stop_token_ids else "length")
 
@@ -57,7 +57,7 @@ def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, voca
     if valid.dtype.kind != "b":
         raise PoisonedReplyError(f"valid is {valid.dtype}, not true or false")
     check_logprobs("logprobs", reply.logprobs, (count,))
-    ids, logprobs = _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size, valid)
+    ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size, valid)
     _check_agreement(response_ids[valid], reply.logprobs[valid], ids[valid], logprobs[valid])
     for name in ("entropy", "entropy_lower", "entropy_upper"):
         _check_entropy(name, getattr(reply, name), (count,), vocab_size)
@@ -71,12 +71,27 @@ def check_scored_positions(
     reply: ScoredPositions, positions: IntArray, *, top_k: int, vocab_size: int
 ) -> ScoredPositions:
     """One row per position that was asked for. Returns it."""
-    _check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
+    check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
     for name in ("entropy_lower", "entropy_upper"):
         _check_entropy(name, getattr(reply, name), (len(positions),), vocab_size)
     if not (reply.entropy_lower <= reply.entropy_upper).all():
         raise PoisonedReplyError("entropy_lower exceeds entropy_upper")
     return reply
+
+
+def check_rows(
+    token_ids: IntArray,
+    logprobs: FloatArray,
+    topk_ids: IntArray,
+    topk_logprobs: FloatArray,
+    *,
+    top_k: int,
+    vocab_size: int,
+) -> None:
+    """One row per token (T,): its log-probability (T,) and its top-k (T, k), as a server gave them."""
+    check_logprobs("logprobs", logprobs, (len(token_ids),))
+    check_topk(topk_ids, topk_logprobs, (len(token_ids), top_k), vocab_size)
+    _check_agreement(token_ids, logprobs, topk_ids, topk_logprobs)
 
 
 def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> FloatArray:
@@ -96,7 +111,7 @@ def check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...]) -> Non
         raise PoisonedReplyError(f"{name} hold minus infinity")
 
 
-def _check_topk(
+def check_topk(
     ids: IntArray | None,
     logprobs: FloatArray | None,
     shape: tuple[int, int],

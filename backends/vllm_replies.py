@@ -6,6 +6,7 @@ others are skipped over, not parsed. Anything unexpected raises `PoisonedReplyEr
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -227,6 +228,22 @@ def read_table(rows: Sequence[msgspec.Raw], read_row: Callable[[msgspec.Raw], En
     if bool(((logprobs < CLAMPED) & np.isfinite(logprobs)).any()):
         raise PoisonedReplyError("log-probabilities of -9999, which the server writes where it has no number")
     return Table(ids, logprobs)
+
+
+def read_npy(content: bytes, shape: tuple[int, int]) -> FloatArray:
+    """A .npy file of float32 numbers in C order. What its header says is held against `shape` before it is believed."""
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
+        version
+    )
+    if read_header is None:
+        raise PoisonedReplyError(f"numbers in version {version} of the .npy format")
+    found, is_fortran, dtype = read_header(file)
+    if found != shape or dtype != np.dtype("<f4") or is_fortran:
+        raise PoisonedReplyError(f"{dtype} {found} for {shape[0]} rows of chosen tokens")
+    array: FloatArray = np.frombuffer(content, np.float32, count=shape[0] * shape[1], offset=file.tell()).reshape(shape)
+    return array
 
 
 def _only(choices: list[Any]) -> Any:

@@ -7,12 +7,14 @@ there is left out, and the page says so.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
+from spot_async.dead_letters import described
 from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import Verdict, judge, percent
 from spot_async.inspection.reading import RunFiles
@@ -182,6 +184,9 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
              _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, from_zero=True)),
+            ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest.",
+             _lines(rows, {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"},
+                    from_zero=True)),
             ("Tokens generated per second", "Rollouts and probes, over the whole iteration.",
              _lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
         ),
@@ -276,8 +281,10 @@ def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mappi
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
     dead = files.dead_letters()
-    for reason, count in dead.most_common(3):
-        found.append(f"{count} prompts were given up: {visible(reason)}")
+    if dead:
+        found.append(visible(described(dead)))
+    for reason, count in Counter(each.reason for each in dead).most_common(3):
+        found.append(f"{count} of them: {visible(reason)}")
     return tuple(found)
 
 
