@@ -244,7 +244,7 @@ def tune(
             command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
-        fail(cause, code=2 if isinstance(cause, ConfigError) else 1)
+        fail(cause, code=exit_code(cause))
 
 
 @app.command()
@@ -417,7 +417,7 @@ def hung(directory: RunDirectory) -> Callable[[str], None]:
 
 
 def exit_code(error: SpotError) -> int:
-    """What the process ends with after a failure; README.md lists them all."""
+    """What the process ends with after a failure; docs/watchdog.md lists them all."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 

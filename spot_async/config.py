@@ -157,7 +157,7 @@ class RunConfig(Section):
     stall_timeout_s: NonNegativeFloat | None = Field(
         None,
         description="silence without anything committed after which the run ends with a report and exit code 3; "
-        "default: what the deadlines of a prompt's stages allow, and a minute; 0 for never",
+        "default: what the deadlines of a prompt's stages and `recovery_timeout_s` allow, and a minute; 0 for never",
     )
     verdict_every_s: NonNegativeFloat = Field(
         60.0, description="time between two lines that say what holds the run up; 0 for none"
