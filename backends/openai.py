@@ -53,6 +53,7 @@ HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
 }
 
 _completion = msgspec.json.Decoder(Completion)
+_chat_reply = msgspec.json.Decoder(ChatReply)
 
 
 class OpenAIBackend(RemoteBackend):
@@ -136,10 +137,8 @@ class OpenAIBackend(RemoteBackend):
                 f"{self._server.section} gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
             )
         if self._dialect.chat_length_key is not None:
-            reply = await self._chat(prompt_ids, sampling, deadline)
-        else:
-            reply = await self._complete(prompt_ids, sampling, top_k, deadline)
-        return check_generation(reply, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
+            return await self._chat(prompt_ids, sampling, deadline)
+        return await self._complete(prompt_ids, sampling, top_k, deadline)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -268,8 +267,10 @@ class OpenAIBackend(RemoteBackend):
         def decode(reply: bytes) -> Generation:
             choice = _completion.decode(reply).only
             if dialect.sampled_token_ids:
-                return generation(self._role, choice, sampling, top_k=top_k)
-            return self._retokenized(choice.text or "", choice.finish_reason, sampling)
+                made = generation(self._role, choice, sampling, top_k=top_k)
+            else:
+                made = self._retokenized(choice.text or "", choice.finish_reason, sampling)
+            return check_generation(made, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
 
         return await self._server.ask(
             COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
@@ -277,11 +278,15 @@ class OpenAIBackend(RemoteBackend):
 
     async def _chat(self, prompt_ids: IntArray, sampling: SamplingSettings, deadline: float) -> Generation:
         body = self._dialect.chat_body(user_message(self._role, self._tokenizer, prompt_ids), sampling)
-        reply = await self._server.post(
-            CHAT, self._with_fields(body), ChatReply, deadline=deadline, size=request_size(body, len(prompt_ids))
+
+        def decode(reply: bytes) -> Generation:
+            choice = _chat_reply.decode(reply).only
+            made = self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
+            return check_generation(made, sampling, top_k=0, vocab_size=self._files.vocab_size)
+
+        return await self._server.ask(
+            CHAT, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
         )
-        choice = reply.only
-        return self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
 
     def _retokenized(self, text: str, finish_reason: str | None, sampling: SamplingSettings) -> Generation:
         ends = (*self._files.vocabulary.end_token_ids, *sampling.stop_token_ids)

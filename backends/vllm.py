@@ -334,13 +334,13 @@ class VllmBackend(RemoteBackend):
             row.extend(tokens)
         first, last = min(wanted), max(wanted)
         updates, names = self._updates, self._names.now()
-        served, spans = await self._client.chosen(
+        served = await self._client.chosen(
             [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
             [wanted.get(position, []) for position in range(first, last + 1)],
             start=decision_row(len(prompt_ids), first),
+            check=lambda spans: self._expect(expected, _version_spans(names, spans, 1)),
             deadline=deadline,
         )
-        self._expect(expected, _version_spans(names, spans, 1))
         if updates != self._updates:  # the version is that of the token after these rows
             raise VersionMismatchError(f"{self._name}: the weights changed while candidates were scored")
         count = candidate_ids.shape[1]
