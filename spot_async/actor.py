@@ -112,31 +112,35 @@ class Stage(Generic[S]):
         *,
         session: str | None = None,
         tokens: int = 0,
+        work: Callable[[T], int] | None = None,
     ) -> T:
         """Run `request(service, deadline)` when its turn comes and a server can take it.
 
         Requests of one `session` share a prefix, and go to the server that holds it where possible. `tokens` is what
-        the request may take of a token limit: an upper bound. Raises what the request raised once retries are used up,
-        `DeadlineExceededError` at the deadline.
+        the request may take of a token limit: an upper bound. `work` says what its result amounted to, in tokens, where
+        `tokens` says something else. Raises what the request raised once retries are used up, `DeadlineExceededError`
+        at the deadline.
         """
         self._askers[priority[0]] += 1
         this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time())
         self.open.add(this)
         try:
-            return await self._serve(this, request)
+            return await self._serve(this, request, work)
         finally:
             self.open.remove(this)
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _serve(
+        self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
+    ) -> T:
         loop = asyncio.get_running_loop()
         errand = this.errand
         await self._acquire(errand.priority)
         outcome = "cancelled"
         try:
-            result = await self._attempt(this, request)
+            result = await self._attempt(this, request, work)
             outcome = "done"
         except RequestError as error:
             self.counters.failed += 1
@@ -151,12 +155,18 @@ class Stage(Generic[S]):
         self.counters.completed += 1
         return result
 
-    async def _attempt(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _attempt(
+        self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
+    ) -> T:
         failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
-                async with await self._lease(this) as service:
-                    return await self._send(request, service, this.deadline)
+                lease = await self._lease(this)
+                async with lease as service:
+                    result = await self._send(request, service, this.deadline)
+                    if work is not None:
+                        lease.work = work(result)
+                    return result
             except RequestError as error:
                 failures[error.failure_class] += 1
                 self.counters.count_failure(error)
