@@ -32,6 +32,7 @@ from pydantic import Field
 from spot_async.concurrency import gather
 from spot_async.config import as_list
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
+from spot_async.spending.prices import Size
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -40,7 +41,6 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    Traffic,
     WeightSnapshot,
     WeightVersion,
 )
@@ -49,7 +49,7 @@ from .health import Standstill, ask_sglang
 from .held_weights import WeightNames
 from .limits import Limits
 from .probing import differences, noise_nats, temperature_convention
-from .remote import RemoteServer
+from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
 from .served_topk import bounded_scores, scored_positions
 from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, prefix_lengths, probe_prompt
@@ -71,7 +71,7 @@ POSITIONS_IN_FLIGHT = 32  # of one request for single positions
 T = TypeVar("T")
 
 
-class SglangBackend:
+class SglangBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
 
     class Settings(SleepSettings):
@@ -130,10 +130,6 @@ class SglangBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return self._capabilities
@@ -365,8 +361,14 @@ class SglangBackend:
         The server aborts by prefix, so ids have one length. It would notice the closed connection after seconds.
         """
         request_id = uuid.uuid4().hex
+        size = Size(
+            prompt_tokens=len(body["input_ids"]),
+            max_completion_tokens=max(1, body["sampling_params"]["max_new_tokens"]),
+        )
         try:
-            return await self._server.ask_in_steps(GENERATE, {"rid": request_id, **body}, read, deadline=deadline)
+            return await self._server.ask_in_steps(
+                GENERATE, {"rid": request_id, **body}, read, deadline=deadline, size=size
+            )
         except (asyncio.CancelledError, DeadlineExceededError):
             soon = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
             with contextlib.suppress(RequestError):

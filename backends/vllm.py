@@ -29,7 +29,6 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -38,7 +37,7 @@ from spot_async.types import (
 from .health import Standstill, ask_vllm
 from .held_weights import INITIAL, SentNames, WeightNames
 from .limits import Limits
-from .remote import RemoteServer
+from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
 from .sleeping import check_vllm, sleep_vllm, wake_vllm
@@ -56,7 +55,7 @@ LAUNCHED_MAX_LOGPROBS = 64
 T = TypeVar("T")
 
 
-class VllmBackend:
+class VllmBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
     class Settings(TransferSettings):
@@ -120,10 +119,6 @@ class VllmBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""
@@ -339,13 +334,13 @@ class VllmBackend:
             row.extend(tokens)
         first, last = min(wanted), max(wanted)
         updates, names = self._updates, self._names.now()
-        served, spans = await self._client.chosen(
+        served = await self._client.chosen(
             [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
             [wanted.get(position, []) for position in range(first, last + 1)],
             start=decision_row(len(prompt_ids), first),
+            check=lambda spans: self._expect(expected, _version_spans(names, spans, 1)),
             deadline=deadline,
         )
-        self._expect(expected, _version_spans(names, spans, 1))
         if updates != self._updates:  # the version is that of the token after these rows
             raise VersionMismatchError(f"{self._name}: the weights changed while candidates were scored")
         count = candidate_ids.shape[1]

@@ -13,10 +13,11 @@ import numpy as np
 
 from spot_async.alignment import branch_prefix_length
 from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.spending.prices import Size
 from spot_async.types import FloatArray, IntArray
 
 from .remote import RemoteServer
-from .replies import check_rows
+from .replies import check_logprobs, check_rows
 from .stepwise import Steps
 from .vllm_replies import (
     Answer,
@@ -160,18 +161,29 @@ class VllmClient:
         return await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
 
     async def chosen(
-        self, token_ids: list[int], rows: list[list[int]], *, start: int, deadline: float
-    ) -> tuple[FloatArray, Sequence[NamedSpan]]:
+        self,
+        token_ids: list[int],
+        rows: list[list[int]],
+        *,
+        start: int,
+        check: Callable[[Sequence[NamedSpan]], None] = lambda spans: None,
+        deadline: float,
+    ) -> FloatArray:
         """Log-probabilities (R, k) of `rows`' ids at the output rows from `start` on; short rows end in -inf.
 
-        Servers with the V2 model runner, 0.32 or later; a `PermanentError` from others.
+        `check` is given the weights that the reply names. Servers with the V2 model runner, 0.32 or later; a
+        `PermanentError` from others.
         """
 
-        def read(answer: Answer) -> Steps[tuple[FloatArray, Sequence[NamedSpan]]]:
+        def read(answer: Answer) -> Steps[FloatArray]:
+            check(answer.spans)
             if answer.chosen is None:
                 raise PoisonedReplyError("no log-probabilities of the chosen tokens")
             yield
-            return read_npy(base64.b64decode(answer.chosen), (len(rows), max(map(len, rows)))), answer.spans
+            array = read_npy(base64.b64decode(answer.chosen), (len(rows), max(map(len, rows))))
+            asked = np.arange(array.shape[1]) < np.array([len(row) for row in rows])[:, None]
+            check_logprobs("log-probabilities of chosen tokens", array[asked], (int(asked.sum()),))
+            return array
 
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprob_token_ids": rows}
         return await self._ask(token_ids, {**parameters, "prompt_logprob_start": start}, read, deadline=deadline)
@@ -191,7 +203,8 @@ class VllmClient:
             return (yield from read(answer))
 
         body = self.route.body(self.model, token_ids, parameters)
-        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline)
+        size = Size(prompt_tokens=len(token_ids), max_completion_tokens=parameters["max_tokens"])
+        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline, size=size)
 
     def _check_finished(self, answer: Answer) -> None:
         if answer.finish_reason in UNFINISHED:

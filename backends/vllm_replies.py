@@ -6,7 +6,7 @@ others are skipped over, not parsed. Anything unexpected raises `PoisonedReplyEr
 
 from __future__ import annotations
 
-import io
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +23,11 @@ from .stepwise import Steps
 ROWS_PER_STEP = 256  # half a millisecond at 16 log-probabilities a row
 CLAMPED = -9000.0  # vLLM writes -9999 in place of -inf and NaN
 TOKEN_ID_PREFIX = "token_id:"
+NPY_HEADER = re.compile(
+    rb"\x93NUMPY(?:\x01\x00..|\x02\x00....)\{'descr': '<f4', 'fortran_order': False, "
+    rb"'shape': \((?P<rows>[0-9]{1,9}), (?P<columns>[0-9]{1,9})\), \} *\n",
+    re.DOTALL,
+)
 # What a request leaves out of these, the server takes from the model's generation_config.json.
 NEUTRAL = {
     "top_p": 1.0,
@@ -231,18 +236,13 @@ def read_table(rows: Sequence[msgspec.Raw], read_row: Callable[[msgspec.Raw], En
 
 
 def read_npy(content: bytes, shape: tuple[int, int]) -> FloatArray:
-    """A .npy file of float32 numbers in C order. What its header says is held against `shape` before it is believed."""
-    file = io.BytesIO(content)
-    version = np.lib.format.read_magic(file)
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
-        version
-    )
-    if read_header is None:
-        raise PoisonedReplyError(f"numbers in version {version} of the .npy format")
-    found, is_fortran, dtype = read_header(file)
-    if found != shape or dtype != np.dtype("<f4") or is_fortran:
-        raise PoisonedReplyError(f"{dtype} {found} for {shape[0]} rows of chosen tokens")
-    array: FloatArray = np.frombuffer(content, np.float32, count=shape[0] * shape[1], offset=file.tell()).reshape(shape)
+    """A .npy file, version 1 or 2, of float32 numbers in C order: numpy's own reader believes what its header says."""
+    header = NPY_HEADER.match(content)
+    if header is None:
+        raise PoisonedReplyError("numbers that are no .npy file of float32")
+    if (found := (int(header["rows"]), int(header["columns"]))) != shape:
+        raise PoisonedReplyError(f"numbers of shape {found} for {shape} chosen tokens")
+    array: FloatArray = np.frombuffer(content, "<f4", count=shape[0] * shape[1], offset=header.end()).reshape(shape)
     return array
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -20,6 +20,7 @@ from spot_async.errors import DeadlineExceededError, FailureClass, RequestError
 from spot_async.mailbox import Mailbox, Priority
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
 from spot_async.retry import RetryPolicy
+from spot_async.spending.hedging import WasSent, hedged
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
 S = TypeVar("S")
@@ -33,6 +34,7 @@ class StageCounters:
     completed: int = 0
     failed: int = 0
     retried: int = 0
+    hedged: int = 0  # sent once more since they were slow
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
     permanent: int = 0  # sendings that failed, by class
@@ -50,6 +52,7 @@ class OpenRequest:
 
     errand: Errand
     asked_s: float
+    work: Callable[[Any], int] | None = None  # in tokens, that its result amounts to
     started_s: float | None = None  # its first lease was granted
     deadline: float = 0.0
     attempts: int = 0  # sendings so far
@@ -76,6 +79,7 @@ class Stage(Generic[S]):
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
+        hedge_after_s: float | None = None,
     ) -> None:
         self.name = name
         self.concurrency = concurrency
@@ -87,6 +91,7 @@ class Stage(Generic[S]):
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
+        self.hedge_after_s = hedge_after_s
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
@@ -122,25 +127,23 @@ class Stage(Generic[S]):
         at the deadline.
         """
         self._askers[priority[0]] += 1
-        this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time())
+        this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time(), work)
         self.open.add(this)
         try:
-            return await self._serve(this, request, work)
+            return await self._serve(this, request)
         finally:
             self.open.remove(this)
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(
-        self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
-    ) -> T:
+    async def _serve(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
         errand = this.errand
         await self._acquire(errand.priority)
         outcome = "cancelled"
         try:
-            result = await self._attempt(this, request, work)
+            result = await self._attempt(this, request)
             outcome = "done"
         except RequestError as error:
             self.counters.failed += 1
@@ -155,18 +158,13 @@ class Stage(Generic[S]):
         self.counters.completed += 1
         return result
 
-    async def _attempt(
-        self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
-    ) -> T:
+    async def _attempt(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
         failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
-                lease = await self._lease(this)
-                async with lease as service:
-                    result = await self._send(request, service, this.deadline)
-                    if work is not None:
-                        lease.work = work(result)
-                    return result
+                if self.hedge_after_s is None:
+                    return await self._send_leased(this, request)
+                return await self._hedged(this, request, self.hedge_after_s)
             except RequestError as error:
                 failures[error.failure_class] += 1
                 self.counters.count_failure(error)
@@ -177,6 +175,38 @@ class Stage(Generic[S]):
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
             await asyncio.sleep(delay_s)
+
+    async def _hedged(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:
+        """Sent once more when it is slow, elsewhere where there is another server."""
+        asked_of: list[str] = []
+
+        async def first(was_sent: WasSent) -> T:
+            def leased(lease: Lease[S]) -> None:
+                asked_of.append(lease.replica)
+                was_sent(this.deadline - asyncio.get_running_loop().time())
+
+            return await self._send_leased(this, request, leased)
+
+        async def second() -> T:
+            self.counters.hedged += 1
+            errand = replace(this.errand, failed_on={*this.errand.failed_on, *asked_of})
+            return await self._send_leased(replace(this, errand=errand), request)
+
+        return await hedged(first, second, after_s)
+
+    async def _send_leased(
+        self,
+        this: OpenRequest,
+        request: Callable[[S, float], Awaitable[T]],
+        leased: Callable[[Lease[S]], None] = lambda _: None,
+    ) -> T:
+        lease = await self._lease(this)
+        async with lease as service:
+            leased(lease)
+            result = await self._send(request, service, this.deadline)
+            if this.work is not None:
+                lease.work = this.work(result)
+            return result
 
     async def _lease(self, this: OpenRequest) -> Lease[S]:
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spot_async.types import SoftTargets, Supervision, WeightVersion
 
-LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
+LEAST_NATS, MOST_NATS = -1e4, 1e-3  # of a log-probability; rounding may put that of a sure token above 0
 SUM_SLACK = 1e-3  # of a target's probabilities in float32
 
 
@@ -46,7 +46,8 @@ def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_stalenes
         values = getattr(each, name)
         if values is not None:
             _check_numbers(name, values, tokens)
-            _require(bool((values <= LOGPROB_SLACK).all()), f"{name} hold a log-probability above 0")
+            inside = (values >= LEAST_NATS) & (values <= MOST_NATS)
+            _require(bool(inside.all()), f"{name} hold what is no log-probability")
     if each.advantages is not None:
         _check_numbers("advantages", each.advantages, tokens)
     _require(each.teacher_logprobs is None or each.advantages is None, "advantages are given twice")

@@ -20,7 +20,7 @@ import structlog
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
 from spot_async.dead_letters import FILE_NAME
-from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError
+from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.runner import EvaluationResult
 from spot_async.feed_guard import check_feed
 from spot_async.ledger import Ledger, PromptState
@@ -93,11 +93,12 @@ class OrchestratorState:
     iteration: int = 0  # finished ones
     waiting_for: str = "the first prompts"
     ledger: Ledger = field(default_factory=Ledger)
+    spent: BudgetSpentError | None = None  # why nothing is admitted any more
     running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
 
 class Orchestrator:
-    """One run of a policy. `run` returns when all iterations are done or the prompts ran out."""
+    """One run of a policy. `run` returns when all iterations are done, or the prompts or the money ran out."""
 
     def __init__(
         self,
@@ -156,9 +157,13 @@ class Orchestrator:
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 size_bytes = self._worst_case_bytes(prompt)
-                while not self._gate.is_open(version=self._version.step, worst_case_bytes=size_bytes):
+                while self.state.spent is None and not self._gate.is_open(
+                    version=self._version.step, worst_case_bytes=size_bytes
+                ):
                     self._gate_changed.clear()
                     await self._gate_changed.wait()
+                if self.state.spent is not None:
+                    break
                 self.state.ledger.admit(prompt.ordinal)
                 self.credits.reserve(prompt.ordinal, size_bytes)
                 group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
@@ -174,12 +179,26 @@ class Orchestrator:
             self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
             self._bury(prompt, error)
             return
+        except BudgetSpentError as error:
+            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "unpaid"))
+            self._stop_admitting(prompt, error)
+            return
         finally:
             del self.state.running[prompt.ordinal]
         self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
         self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
         self.queue.put(prompt.ordinal, samples)
         self._unanswered_in_a_row = 0
+
+    def _stop_admitting(self, prompt: Prompt, error: BudgetSpentError) -> None:
+        """There is no money for what this prompt needs: those under way finish, and no other begins."""
+        if self.state.spent is None:
+            structlog.get_logger().warning("budget spent", error=str(error))
+        self.state.spent = error
+        self.state.ledger.move(prompt.ordinal, PromptState.UNPAID)
+        self.credits.release(prompt.ordinal)
+        self.queue.put(prompt.ordinal, None)
+        self._gate_changed.set()
 
     def _bury(self, prompt: Prompt, error: RequestError) -> None:
         """Give up a prompt whose request fails for good; another takes its place in the batch.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,7 +22,7 @@ from spot_async import registry
 from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
 from spot_async.diagnosis import Diagnosis, capabilities, compare_students, diagnose
-from spot_async.errors import RequestError
+from spot_async.errors import BudgetSpentError, RequestError
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
@@ -43,6 +43,9 @@ from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory import RunDirectory
 from spot_async.servers import backend_factories
+from spot_async.spending.account import Account
+from spot_async.spending.records import SpendingLog
+from spot_async.spending.run_spending import RunSpending
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
@@ -98,6 +101,8 @@ class TrainOutcome:
     after: EvaluationResult | None
     best: BestCheckpoint | None  # None without evaluations during the run
     prompts: dict[str, int]  # how many ended in which state
+    spent: BudgetSpentError | None = None  # why it ended early, with everything saved
+    spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
 
     @property
     def student(self) -> Path:
@@ -133,7 +138,9 @@ async def train(
     `exit_process`: see `Watchdog`.
     """
     screen = RunConsole(console, plan.schedule.iterations)
-    backends = make_backends(config, plan, directory)
+    spending = RunSpending(config, plan)
+    ledger_file = SpendingLog(directory, spending.accounts)
+    backends = make_backends(config, plan, directory, spending)
     replicas = partial(replica_lines, backends.by_role())
     watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
     lag = LoopLag()
@@ -141,10 +148,12 @@ async def train(
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
+    stages.teacher_cache = spending.teacher_cache
     history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
 
     with ExitStack() as stack:
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        stack.callback(ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
         stack.enter_context(screen.live())
         stack.enter_context(watchdog)
@@ -159,6 +168,8 @@ async def train(
             for warning in diagnosis.warnings:
                 screen.warn(warning)
             stages.capabilities = diagnosis.capabilities
+            await spending.teacher_asked(diagnosis.capabilities)
+            ledger_file.write(iteration=0)
             await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
             student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
             stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
@@ -182,8 +193,9 @@ async def train(
                 samples_every=config.run.samples_every,
                 backends=backends.by_role(),
                 loop_lag=lag,
+                spending=spending.metrics(),
             )
-            observer = Observers(log, history, screen)
+            observer = Observers(log, ledger_file, history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             orchestrator.report_to(watchdog)
             phases.begin(f"training with {config.policy.kind}", orchestrator)
@@ -201,10 +213,19 @@ async def train(
                 if after is not None and history.best is not None:
                     history.add(iterations, after, (directory.path / "student").resolve())
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
-            return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
+            return TrainOutcome(
+                directory.path,
+                iterations,
+                before,
+                after,
+                history.best,
+                prompts,
+                spent=orchestrator.state.spent,
+                spending=spending.summary(),
+            )
 
         servers = list(backends.by_role().values())
-        async with alongside(watchdog.watch), running(*servers, trainer, verifier):
+        async with alongside(watchdog.watch), running(*spending.resources, *servers, trainer, verifier):
             outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
             watchdog.phase_began("stopping")
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
@@ -302,22 +323,32 @@ async def diagnose_servers(config: Config, plan: TrainPlan, backends: Backends) 
     return await watched(diagnose(config, plan, backends.by_role()), watches)
 
 
-def make_pool(model: ModelConfig, role: str, directory: RunDirectory) -> ReplicaPool[Any]:
-    """All servers of a role, not yet started."""
+def make_pool(
+    model: ModelConfig, role: str, directory: RunDirectory, account: Account | None = None
+) -> ReplicaPool[Any]:
+    """All servers of a role, not yet started. What is asked of them is charged to the `account`."""
     places = [each.place for each in model.backend.servers()]
     return ReplicaPool(
         role,
-        backend_factories(model, role, directory.path),
+        backend_factories(model, role, directory.path, account),
         model.serving,
         are_ours=not any(place is not None and place.is_attached for place in places),
+        rate_limit=account.rate_limit if account is not None and account.is_limited else None,
     )
 
 
-def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> Backends:
-    """What the plan says must be served, not yet started."""
+def make_backends(
+    config: Config, plan: TrainPlan, directory: RunDirectory, spending: RunSpending | None = None
+) -> Backends:
+    """What the plan says must be served, not yet started. What is asked of it is charged to `spending`."""
+    spending = spending or RunSpending(config, plan)
 
     def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
-        return make_pool(model, role, directory) if needed and model is not None else None
+        if not needed or model is None:
+            return None
+        if role == "teacher" and spending.replayed_teacher is not None:
+            return spending.replayed_teacher
+        return make_pool(model, role, directory, spending.accounts.get(role))
 
     return Backends(
         student=make("student", config.student, True),
@@ -406,6 +437,8 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
         "best": best_summary(outcome.best),
+        **outcome.spending,
+        **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
     }
 
 

@@ -15,12 +15,15 @@ from spot_async.actor import Stage
 from spot_async.config import Config
 from spot_async.errors import ThrottledError
 from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, judge
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import ReplicaStatus
 from spot_async.replicas.service_pool import pool_of
 from spot_async.retry import RetryPolicy
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.stages import STAGE_SERVERS
 from spot_async.telemetry.live_verdict import LiveVerdict
 from spot_async.timeline import PhaseSpan, Timelines
+from spot_async.types import Traffic
 
 
 def test_the_sentence_names_server_share_and_stages():
@@ -54,6 +57,7 @@ PROBE = {"probe": 9.0, "verify": 1.0}
         (RunTimes(9.0, 1.0, 0.0, {"score": 4.0, "rollout": 5.0}), "Student and teacher bound", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}), "mostly for rollout (100 %).", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"mystery": 9.0}), "for what was not recorded", ""),
+        (RunTimes(9.0, 1.0, 0.0, {"nothing": 8.0, "score": 1.0}), "Policy bound: the trainer waited 90 %", "own code"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 3.0, 100)}, 64), "Student", "raise stages.probe"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "Student", "64 slots were full"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(3.0, 0.0, 100)}, 64), "Student", "a few long ones"),
@@ -227,3 +231,19 @@ def test_none_is_said_where_none_is_wanted():
         await verdict.speak()
 
     run_on_virtual_time(main())
+
+
+def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_counted():
+    def replica(name, state, limit):
+        return ReplicaStatus(name, state, 0, limit, 0, 0, None, Traffic())
+
+    async def main():
+        run = Run(concurrency=64, latency_s=30.0)
+        replicas = {"teacher": [replica("a", State.SERVING, 3), replica("b", State.RECOVERING, 512)]}
+        verdict = LiveVerdict(run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: replicas)
+        await run.ask(0)
+        return verdict.judge()
+
+    verdict = run_on_virtual_time(main())
+    assert "1 of 3 in flight" in verdict.brief
+    assert "1 of 2 replicas of the teacher are down" in verdict.brief

@@ -70,7 +70,7 @@ def test_one_wrong_number_in_any_array_is_found(good: Supervision, data: Any) ->
     elif kind == "number":
         wrong = array.copy()
         bad = [-1, VOCAB] if array.dtype.kind == "i" else [np.nan, np.inf, -np.inf]
-        bad += [0.1] if name in LOGPROBS else [-0.01, 1.2] if name == "probabilities" else []
+        bad += [0.1, -1e21] if name in LOGPROBS else [-0.01, 1.2] if name == "probabilities" else []
         bad += [-0.5] if name == "weights" else []
         wrong.flat[data.draw(st.integers(0, array.size - 1))] = data.draw(st.sampled_from(bad))
     else:

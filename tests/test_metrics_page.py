@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from spot_async.config import ScoreStageConfig, StagesConfig
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
 from spot_async.library import stages_for
@@ -32,6 +33,10 @@ from spot_async.simulation.services import (
     SimulatedVerifier,
 )
 from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Prices
+from spot_async.spending.run_spending import RunSpendingMetrics
+from spot_async.spending.score_cache import CacheCounters
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog
 from spot_async.trainer.metrics import METRICS
@@ -146,6 +151,7 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
         reference=reference,
         verifier=verifier,
         capabilities=capabilities,
+        config=StagesConfig(score=ScoreStageConfig(hedge_after_s=60.0)),
     )
     server = SimpleNamespace(traffic=student.traffic)
     given = []
@@ -177,6 +183,10 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
             stages,
             [sink],
             backends={"student": server, "teacher": SimpleNamespace()},
+            spending=RunSpendingMetrics(
+                {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
+                SimpleNamespace(counters=CacheCounters(), size_bytes=0),
+            ),
             loop_lag=LoopLag(),
         ),
         evaluate=evaluate,

@@ -29,7 +29,7 @@ class Load:
 
 
 loads = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4).map(
-    lambda pairs: [Load(f"r{i}", in_flight, most) for i, (in_flight, most) in enumerate(pairs)]
+    lambda pairs: [Load(f"r{i}", min(in_flight, most), most) for i, (in_flight, most) in enumerate(pairs)]
 )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +46,7 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900.0
 LIMITS = SilenceLimits(*[TIMEOUT_S] * 5)
 FOR_EVER = 1e9
+STALL_S = 5  # of a real run
 
 
 class Tokenizer:
@@ -111,7 +115,17 @@ def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations
 
     async def run():
         orchestrator = Orchestrator(
-            OrchestratorSettings(iterations, 8, 0, 8, 1 << 30, 64, 600.0),
+            OrchestratorSettings(
+                iterations=iterations,
+                batch_size=8,
+                max_staleness=0,
+                capacity_prompts=8,
+                capacity_bytes=1 << 30,
+                max_response_tokens=64,
+                vocab_size=VOCAB_SIZE,
+                weight_update_timeout_s=600.0,
+                max_dead_share=0.1,
+            ),
             prompts=prompts(),
             policy=policy,
             stages=stages,
@@ -200,7 +214,8 @@ def test_the_default_is_longer_than_every_deadline_of_the_run():
     limits = silence_limits(config, SPOT_NEEDS)
     stages = config.stages
     chain = [stages.rollout, stages.score, stages.candidates, stages.probe, stages.verify, stages.verify]
-    assert limits.of("supervision") > sum(stage.timeout_s for stage in chain)
+    prompt_s = sum(stage.timeout_s for stage in chain) + config.teacher.serving.recovery_timeout_s
+    assert limits.of("supervision") > prompt_s
     assert limits.of("the trainer") > 7200
     assert limits.of("the weight update") > 600
     assert limits.of("the evaluation") > 3 * 3000
@@ -262,3 +277,71 @@ def test_a_blocked_event_loop_ends_the_process_and_its_children(tmp_path):
     while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not Path(f"/proc/{done.stdout.strip()}").exists()
+
+
+WAITING = """
+    import asyncio
+    from spot_async.config import PluginSettings
+    from spot_async.types import PolicyNeeds
+
+    class WaitingPolicy:
+        Settings = PluginSettings
+        needs = PolicyNeeds()  # no teacher
+
+        def __init__(self, settings, context):
+            pass
+
+        async def supervise(self, prompt, stages):
+            await asyncio.Event().wait()
+"""
+
+
+def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_process_left(tmp_path):
+    (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
+    run, name, value = tmp_path / "run", "SPOT_ASYNC_TEST", uuid.uuid4().hex
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={run}"]
+        + ["policy=waiting:WaitingPolicy", "evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"]
+        + [f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")]
+        + [f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, name: value},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 3, done.stderr
+    line, saved = done.stderr.splitlines()
+    assert re.match(r"error: the run stalled: nothing was committed for \d+ s, and prompt 0 \(problem ", line)
+    assert f"waiting.py:14 in WaitingPolicy.supervise; see {run / 'stall-report.txt'}" in line
+    assert saved.startswith("nothing was trained yet")
+    assert "policy bound: no stage has anything to do, trainer idle 100 %" in done.stdout
+    text = (run / "stall-report.txt").read_text()
+    assert "prompts: 64 running, 0 queued" in text
+    assert "-m spot_async.serving " in text.split("Processes below this one")[1]
+    assert f"End of {run / 'logs' / 'student.log'}" in text
+    marked = [entry for entry in Path("/proc").glob("[0-9]*") if f"{name}={value}".encode() in environment(entry)]
+    assert marked == []
+
+
+def environment(entry):
+    try:
+        return (entry / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_sigquit_writes_the_report_and_the_run_goes_on(tmp_path):
+    async def main():
+        with Watchdog(None, tmp_path, exit_process=pytest.fail) as watchdog:
+            watchdog.phase_began("training with opd")
+            os.kill(os.getpid(), signal.SIGQUIT)
+            await asyncio.sleep(0.05)
+        return signal.getsignal(signal.SIGQUIT)
+
+    assert asyncio.run(main()) is signal.SIG_DFL
+    report = (tmp_path / "stall-report.txt").read_text()
+    assert report.startswith("What a run does right now, as asked for by SIGQUIT")
+    assert "Phase: training with opd." in report
+    assert "main" in report.split("Tasks")[1]

@@ -111,10 +111,16 @@ def judge(times: RunTimes) -> Verdict:
 
 
 def _judge_wait(times: RunTimes, share: float) -> Verdict:
+    waited_s = sum(times.waited_for_s.values())
+    if times.waited_for_s.get("nothing", 0.0) >= CLEAR_SHARE * waited_s > 0:
+        return Verdict(
+            f"Policy bound: the trainer waited {percent(share)} of the time, and no stage had anything to do.",
+            ("what prompts await there is no request: the policy's own code, or a limit of admission (queue)",),
+            f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
+        )
     known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in STAGE_SERVERS and seconds > 0}
     if not known:
         return Verdict(f"The trainer waited {percent(share)} of the time; for what was not recorded.")
-    waited_s = sum(times.waited_for_s.values())
     by_server: dict[str, float] = {}
     for stage, seconds in known.items():
         by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s

@@ -17,6 +17,7 @@ import structlog
 from spot_async.actor import Stage
 from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, Verdict, judge, stage_load
 from spot_async.orchestrator import Orchestrator
+from spot_async.replicas.life_cycle import State
 from spot_async.stages import STAGE_SERVERS
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
 
@@ -26,7 +27,7 @@ PHASE_OF_WAIT: dict[str, Phase] = {
     "the weight update": "update weights",
     "the evaluation": "evaluate",
 }
-DOWN = frozenset({"open", "recovering", "dead"})  # states of a replica that serves nothing
+DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
 
 
 class ReplicaState(Protocol):
@@ -36,7 +37,7 @@ class ReplicaState(Protocol):
     def name(self) -> str: ...
 
     @property
-    def state(self) -> str: ...
+    def state(self) -> State: ...
 
     @property
     def in_flight(self) -> int: ...
