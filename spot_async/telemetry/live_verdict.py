@@ -151,7 +151,7 @@ class LiveVerdict:
         replicas: Callable[[], Mapping[str, Sequence[ReplicaState]]] = dict,
         slots: Mapping[str, int] | None = None,
     ) -> None:
-        """`replicas` by role, as their pools have them now; `slots` by stage, where each of its servers says how many it has.
+        """`replicas` by role, as their pools have them now; `slots` by stage, of each of its servers that says so.
 
         Made on the running loop.
         """
