@@ -135,7 +135,7 @@ class HttpEndpoint:
                             async for part in response.aiter_bytes() if encoded else response.aiter_raw():
                                 sink(part)
                         return
-                    await response.aread()
+                    content = await _body(response)
                 finally:
                     self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
@@ -144,7 +144,7 @@ class HttpEndpoint:
             error = error.reworded(self._redacted(str(error).encode()).decode())
             error.exchange = self.exchange(method, path, body, status=status)
             raise error from None
-        content = self._redacted(response.content)
+        content = self._redacted(content)
         reply = FailedReply(response.status_code, content, dict(response.headers))
         own = self._read_error(reply.status, content) if self._read_error else None
         error = own or classify(f"{self.name}{path}", reply, now_s=time.time())
@@ -189,3 +189,11 @@ class HttpEndpoint:
                 raise
             response = await self._transport.handle_async_request(request)
         return response
+
+
+async def _body(response: httpx.Response) -> bytes:
+    """Of a refusal; nothing where it is not what its headers say: the status tells enough."""
+    try:
+        return await response.aread()
+    except httpx.DecodingError:
+        return b""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from spot_async import errors, wire
-from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.errors import PoisonedReplyError, RequestError, TransientError
 from spot_async.serving import api
 from spot_async.types import (
     Capabilities,
@@ -35,7 +35,7 @@ from spot_async.types import (
 
 from .coalescing import Coalescer, Outcome
 from .connection import proxy_for
-from .failures import UNREADABLE, classify
+from .failures import UNREADABLE, FailedReply, classify
 from .held_weights import HeldWeights
 from .http import HttpEndpoint
 from .local_server import LocalServer, LocalSettings
@@ -274,7 +274,8 @@ class LocalBackend:
             reply = wire.decode(body, api.ErrorReply)
         except UNREADABLE:
             return None
-        return self._error(reply) or (PermanentError(f"{self._name}: {reply.message}") if status < 500 else None)
+        said = FailedReply(status, reply.message.encode())
+        return self._error(reply) or classify(self._name, said).reworded(f"{self._name}: {reply.message}")
 
     def _error(self, reply: api.ErrorReply | None) -> RequestError | None:
         """What the server named; None when that is no request's error."""

@@ -21,9 +21,10 @@ from pydantic import Field
 from spot_async.concurrency import gather
 from spot_async.config import OneOrMore
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError
-from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores, Traffic
+from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
 
 from .connection import Url
+from .openai_billing import request_size
 from .openai_chat import ChatReply, user_message
 from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, probe, read_error
 from .openai_replies import (
@@ -37,7 +38,7 @@ from .openai_replies import (
     token_scores,
 )
 from .probing import noise_nats
-from .remote import AttachedSettings, RemoteServer
+from .remote import AttachedSettings, RemoteBackend, RemoteServer
 from .replies import check_generation, check_scores
 from .stepwise import Steps
 from .text_alignment import align, as_text
@@ -48,11 +49,16 @@ DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get ti
 NOISE_READINGS = 3  # beside each other
 SEEDED_TOKENS = 12
 UNAVAILABLE = 503
+HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
+    "skip_reading_prefix_cache": "vLLM ends when it scores a prompt that is in its cache",
+    "logprob_token_ids": "vLLM gives the requests beside it wrong log-probabilities",
+}
 
 _completion = msgspec.json.Decoder(Completion)
+_chat_reply = msgspec.json.Decoder(ChatReply)
 
 
-class OpenAIBackend:
+class OpenAIBackend(RemoteBackend):
     """A `Generator`, a `HealthCheck` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
 
     class Settings(AttachedSettings):
@@ -63,6 +69,13 @@ class OpenAIBackend:
         request_fields: dict[str, Any] = Field(
             {}, description="further fields of every request, as the endpoint spells them"
         )
+
+        @pydantic.field_validator("request_fields")
+        @classmethod
+        def _refuse_harmful(cls, fields: dict[str, Any]) -> dict[str, Any]:
+            for name in HARMFUL_FIELDS.keys() & fields.keys():
+                raise ValueError(f"{name} must not be sent: {HARMFUL_FIELDS[name]}")
+            return fields
 
         @pydantic.model_validator(mode="before")
         @classmethod
@@ -113,10 +126,6 @@ class OpenAIBackend:
             if error.exchange is not None and error.exchange.status == UNAVAILABLE:
                 raise
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
-
     async def capabilities(self, *, deadline: float) -> Capabilities:
         async with self._finding:
             if self._found is None:
@@ -139,10 +148,8 @@ class OpenAIBackend:
                 f"{self._server.section} gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
             )
         if self._dialect.chat_length_key is not None:
-            reply = await self._chat(prompt_ids, sampling, deadline)
-        else:
-            reply = await self._complete(prompt_ids, sampling, top_k, deadline)
-        return check_generation(reply, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
+            return await self._chat(prompt_ids, sampling, deadline)
+        return await self._complete(prompt_ids, sampling, top_k, deadline)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -259,7 +266,9 @@ class OpenAIBackend:
             check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
             return scores
 
-        return await self._server.ask_in_steps(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask_in_steps(
+            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(ids))
+        )
 
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
         """Rows of the prompt that was sent as `sent_ids`, or as text."""
@@ -287,16 +296,26 @@ class OpenAIBackend:
         def decode(reply: bytes) -> Generation:
             choice = _completion.decode(reply).only
             if dialect.sampled_token_ids:
-                return generation(self._role, choice, sampling, top_k=top_k)
-            return self._retokenized(choice.text or "", choice.finish_reason, sampling)
+                made = generation(self._role, choice, sampling, top_k=top_k)
+            else:
+                made = self._retokenized(choice.text or "", choice.finish_reason, sampling)
+            return check_generation(made, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
 
-        return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask(
+            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
+        )
 
     async def _chat(self, prompt_ids: IntArray, sampling: SamplingSettings, deadline: float) -> Generation:
         body = self._dialect.chat_body(user_message(self._role, self._tokenizer, prompt_ids), sampling)
-        reply = await self._server.post(CHAT, self._with_fields(body), ChatReply, deadline=deadline)
-        choice = reply.only
-        return self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
+
+        def decode(reply: bytes) -> Generation:
+            choice = _chat_reply.decode(reply).only
+            made = self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
+            return check_generation(made, sampling, top_k=0, vocab_size=self._files.vocab_size)
+
+        return await self._server.ask(
+            CHAT, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
+        )
 
     def _retokenized(self, text: str, finish_reason: str | None, sampling: SamplingSettings) -> Generation:
         ends = (*self._files.vocabulary.end_token_ids, *sampling.stop_token_ids)

@@ -19,6 +19,7 @@ from spot_async.errors import ConfigError, PermanentError, RequestError
 from spot_async.types import LogprobTemperature, SamplingSettings
 
 from .failures import FailedReply
+from .openai_billing import request_size
 from .openai_replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
 from .remote import RemoteServer
 from .throttling import when_free
@@ -293,7 +294,8 @@ class _Prober:
 
         async def ask(asked: Dialect) -> None:
             body = {**self._fields, **asked.chat_body(PROBE_TEXT, sampling)}
-            post = functools.partial(self._server.post, CHAT, body, Any, deadline=self._deadline)
+            size = request_size(body, len(self._prompt_ids))
+            post = functools.partial(self._server.post, CHAT, body, Any, deadline=self._deadline, size=size)
             await when_free(post, self._deadline)
 
         for key in ("max_completion_tokens", "max_tokens"):
@@ -317,7 +319,8 @@ class _Prober:
 
     async def _post(self, body: Mapping[str, Any]) -> Completion:
         sent = {**self._fields, **body}
-        post = functools.partial(self._server.post, COMPLETIONS, sent, Completion, deadline=self._deadline)
+        size = request_size(sent, len(self._prompt_ids))
+        post = functools.partial(self._server.post, COMPLETIONS, sent, Completion, deadline=self._deadline, size=size)
         return await when_free(post, self._deadline)
 
 

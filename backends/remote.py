@@ -17,9 +17,12 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.config import NonNegativeFloat, OneOrMore, Place, PluginSettings, PositiveInt, as_list
+from spot_async.config import NonNegativeFloat, OneOrMore, Place, PositiveInt, as_list
 from spot_async.errors import ConfigError, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.model_files import ModelFiles, read_model
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Size
+from spot_async.types import Traffic
 
 from .connection import (
     Url,
@@ -34,6 +37,7 @@ from .connection import (
 from .failures import UNREADABLE, classify
 from .http import HttpEndpoint, ReadError
 from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_together
+from .metering import Meter, MeteredSettings
 from .stepwise import StepRunner, Steps, run_at_once
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
@@ -41,7 +45,7 @@ LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event lo
 T = TypeVar("T")
 
 
-class AttachedSettings(PluginSettings):
+class AttachedSettings(MeteredSettings):
     """What remote servers that run already are told by, whatever their dialect."""
 
     url: OneOrMore[Url] | None = Field(
@@ -162,6 +166,7 @@ class RemoteServer:
         self._where = settings.where
         self.files: ModelFiles = read_model(role, model)
         self.endpoint: HttpEndpoint
+        self.meter = Meter(role, self.name, settings.open_account(role))
         self._run_directory = run_directory
         self._make_command = make_command
         self._ready_path = ready_path
@@ -210,24 +215,48 @@ class RemoteServer:
         with self._naming("GET", path, None, reply):
             return _decoder(kind)(reply)
 
-    async def post(self, path: str, body: object, kind: type[T], *, deadline: float, resend: bool = True) -> T:
+    async def post(
+        self,
+        path: str,
+        body: object,
+        kind: type[T],
+        *,
+        deadline: float,
+        resend: bool = True,
+        size: Size | None = None,
+    ) -> T:
         """A JSON reply, decoded as `kind`."""
-        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend)
+        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend, size=size)
 
     async def ask(
-        self, path: str, body: object, decode: Callable[[bytes], T], *, deadline: float, resend: bool = True
+        self,
+        path: str,
+        body: object,
+        decode: Callable[[bytes], T],
+        *,
+        deadline: float,
+        resend: bool = True,
+        size: Size | None = None,
     ) -> T:
         """What `decode` makes of the reply. It runs in a thread for a large one, and raises a `RequestError`, or one
         of `failures.UNREADABLE` for a reply that cannot be read."""
         sent = msgspec.json.encode(body)
-        reply = await self.endpoint.post(path, sent, content_type="application/json", deadline=deadline, resend=resend)
+        reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=resend, size=size)
         with self._naming("POST", path, sent, reply):
             return await asyncio.to_thread(decode, reply) if len(reply) > LARGE_REPLY_BYTES else decode(reply)
 
-    async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
+    async def ask_in_steps(
+        self,
+        path: str,
+        body: object,
+        decode: Callable[[bytes], Steps[T]],
+        *,
+        deadline: float,
+        size: Size | None = None,
+    ) -> T:
         """As `ask`, but a large reply is read on the loop, one step of all those under way a turn (see `stepwise`)."""
         sent = msgspec.json.encode(body)
-        reply = await self.endpoint.post(path, sent, content_type="application/json", deadline=deadline)
+        reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=True, size=size)
         with self._naming("POST", path, sent, reply):
             if len(reply) > LARGE_REPLY_BYTES:
                 return await self._steps.run(decode(reply))
@@ -274,6 +303,24 @@ class RemoteServer:
             verify=tls_context(self.role, settings.ca_certificates),
             proxy=proxy_for(self.role, url, settings.proxy),
         )
+
+
+class RemoteBackend:
+    """What adapters tell of their server as it is."""
+
+    _server: RemoteServer
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
+
+    @property
+    def account(self) -> Account:
+        return self._server.meter.account
+
+    @account.setter
+    def account(self, shared: Account) -> None:
+        self._server.meter.account = shared
 
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:

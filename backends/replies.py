@@ -16,6 +16,7 @@ from spot_async.errors import PoisonedReplyError
 from spot_async.types import BoolArray, FloatArray, Generation, IntArray, SamplingSettings, ScoredPositions, TokenScores
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
+LEAST_NATS = -1e4  # of a token that was chosen or given: a loss takes its exponential
 ENTROPY_SLACK_NATS = 1e-2
 MASS_SLACK = 0.05  # of a row's probabilities that were rounded to bfloat16 one by one
 AGREEMENT_NATS = 0.05  # between a token's log-probability and the same one in its row: one number, said twice
@@ -31,7 +32,7 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
     if not 0 < count <= sampling.max_tokens:
         raise PoisonedReplyError(f"{count} tokens where 1 to {sampling.max_tokens} were asked for")
     _check_ids("token_ids", reply.token_ids, (count,), vocab_size)
-    check_logprobs("logprobs", reply.logprobs, (count,))
+    check_logprobs("logprobs", reply.logprobs, (count,), least=LEAST_NATS)
     last = int(reply.token_ids[-1])
     if reply.finish_reason == "stop" and last not in sampling.stop_token_ids:
         raise PoisonedReplyError(f"finish reason 'stop' does not fit the last token {last}")
@@ -44,7 +45,7 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
         spans = list(zip(starts, ends, strict=True))
         raise PoisonedReplyError(f"version spans {spans} do not cover the {count} tokens")
     if top_k:
-        ids, logprobs = _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
+        ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
         _check_agreement(reply.token_ids, reply.logprobs, ids, logprobs)
     return msgspec.structs.replace(reply, finish_reason="stop" if last in sampling.stop_token_ids else "length")
 
@@ -56,8 +57,8 @@ def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, voca
     _check_shape("valid", valid, (count,))
     if valid.dtype.kind != "b":
         raise PoisonedReplyError(f"valid is {valid.dtype}, not true or false")
-    check_logprobs("logprobs", reply.logprobs, (count,))
-    ids, logprobs = _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size, valid)
+    check_logprobs("logprobs", reply.logprobs, (count,), least=LEAST_NATS)
+    ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size, valid)
     _check_agreement(response_ids[valid], reply.logprobs[valid], ids[valid], logprobs[valid])
     for name in ("entropy", "entropy_lower", "entropy_upper"):
         _check_entropy(name, getattr(reply, name), (count,), vocab_size)
@@ -71,12 +72,27 @@ def check_scored_positions(
     reply: ScoredPositions, positions: IntArray, *, top_k: int, vocab_size: int
 ) -> ScoredPositions:
     """One row per position that was asked for. Returns it."""
-    _check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
+    check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
     for name in ("entropy_lower", "entropy_upper"):
         _check_entropy(name, getattr(reply, name), (len(positions),), vocab_size)
     if not (reply.entropy_lower <= reply.entropy_upper).all():
         raise PoisonedReplyError("entropy_lower exceeds entropy_upper")
     return reply
+
+
+def check_rows(
+    token_ids: IntArray,
+    logprobs: FloatArray,
+    topk_ids: IntArray,
+    topk_logprobs: FloatArray,
+    *,
+    top_k: int,
+    vocab_size: int,
+) -> None:
+    """One row per token (T,): its log-probability (T,) and its top-k (T, k), as a server gave them."""
+    check_logprobs("logprobs", logprobs, (len(token_ids),), least=LEAST_NATS)
+    check_topk(topk_ids, topk_logprobs, (len(token_ids), top_k), vocab_size)
+    _check_agreement(token_ids, logprobs, topk_ids, topk_logprobs)
 
 
 def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> FloatArray:
@@ -85,8 +101,8 @@ def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> FloatArra
     return logprobs
 
 
-def check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...]) -> None:
-    """Finite, and not above 0 but for rounding."""
+def check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...], *, least: float = -math.inf) -> None:
+    """Finite, not above 0 but for rounding, and not below `least`."""
     _check_shape(name, values, shape)
     if values.dtype.kind != "f":
         raise PoisonedReplyError(f"{name} are {values.dtype}, not floating point")
@@ -94,9 +110,11 @@ def check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...]) -> Non
         raise PoisonedReplyError(f"{name} hold {'NaN' if np.isnan(values).any() else 'values above 0'}")
     if not np.isfinite(values).all():
         raise PoisonedReplyError(f"{name} hold minus infinity")
+    if not (values >= least).all():
+        raise PoisonedReplyError(f"{name} hold {float(values.min()):g}, and no token is less likely than {least:g}")
 
 
-def _check_topk(
+def check_topk(
     ids: IntArray | None,
     logprobs: FloatArray | None,
     shape: tuple[int, int],

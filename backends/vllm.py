@@ -29,7 +29,6 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -37,11 +36,12 @@ from spot_async.types import (
 
 from .health import Standstill, ask_vllm
 from .held_weights import INITIAL, SentNames, WeightNames
-from .remote import RemoteServer
-from .replies import check_candidates, check_generation, check_scores
+from .limits import Limits
+from .remote import RemoteBackend, RemoteServer
+from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
 from .sleeping import check_vllm, sleep_vllm, wake_vllm
-from .vllm_client import VllmClient, check_temperature, prefixes, read_error
+from .vllm_client import Sampled, VllmClient, check_temperature, prefixes, read_error
 from .vllm_launch import vllm_command
 from .vllm_probes import Found, probe
 from .vllm_replies import NamedSpan
@@ -55,7 +55,7 @@ LAUNCHED_MAX_LOGPROBS = 64
 T = TypeVar("T")
 
 
-class VllmBackend:
+class VllmBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
     class Settings(TransferSettings):
@@ -120,10 +120,6 @@ class VllmBackend:
     async def watch(self) -> None:
         await self._server.watch()
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
-
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""
         found, files = self._found, self._server.files
@@ -156,6 +152,12 @@ class VllmBackend:
         return self._found.max_model_len - scores
 
     @property
+    def _limits(self) -> Limits:
+        found, vocab_size = self._found, self._server.files.vocab_size
+        max_top_k = min(found.max_logprobs, vocab_size)
+        return Limits(self._name, vocab_size, found.max_model_len, max_top_k, "--max-model-len", "--max-logprobs")
+
+    @property
     def _candidate_support(self) -> CandidateSupport:
         if self._found.chosen_tokens:
             return "batched"
@@ -170,12 +172,7 @@ class VllmBackend:
         session: str | None = None,
         deadline: float,
     ) -> Generation:
-        room = self._found.max_model_len - len(prompt_ids)
-        if sampling.max_tokens > room:  # vLLM would sample fewer and say nothing
-            raise PermanentError(
-                f"{self._name}: {len(prompt_ids)} prompt tokens + {sampling.max_tokens} exceed the context of "
-                f"{self._found.max_model_len} tokens: shorten them or raise the server's --max-model-len"
-            )
+        self._limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
         parameters: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -184,23 +181,27 @@ class VllmBackend:
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # only those given end a response
         }
-        names = self._names.now()
-        reply = await self._client.sample(
+        names, vocab_size = self._names.now(), self._server.files.vocab_size
+
+        def make(reply: Sampled) -> Generation:
+            generation = Generation(
+                token_ids=reply.token_ids,
+                logprobs=reply.logprobs,
+                finish_reason=cast(FinishReason, reply.finish_reason),
+                version_spans=_version_spans(names, reply.spans, len(reply.token_ids)),
+                topk_ids=reply.topk_ids if top_k else None,
+                topk_logprobs=reply.topk_logprobs if top_k else None,
+            )
+            return check_generation(generation, sampling, top_k=top_k, vocab_size=vocab_size)
+
+        return await self._client.sample_as(
+            make,
             prompt_ids.tolist(),
             parameters,
             top_k=top_k,
-            logprobs=min(top_k + 1, self._server.files.vocab_size) if top_k else 0,
+            logprobs=min(top_k + 1, vocab_size) if top_k else 0,
             deadline=deadline,
         )
-        generation = Generation(
-            token_ids=reply.token_ids,
-            logprobs=reply.logprobs,
-            finish_reason=cast(FinishReason, reply.finish_reason),
-            version_spans=_version_spans(names, reply.spans, len(reply.token_ids)),
-            topk_ids=reply.topk_ids if top_k else None,
-            topk_logprobs=reply.topk_logprobs if top_k else None,
-        )
-        return check_generation(generation, sampling, top_k=top_k, vocab_size=self._server.files.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -209,6 +210,7 @@ class VllmBackend:
         check_temperature(self._name, temperature)
         if not len(prompt_ids):
             raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
+        self._limits.check(np.concatenate([prompt_ids, response_ids]), new_tokens=1, top_k=top_k)  # always sampled
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
@@ -218,7 +220,7 @@ class VllmBackend:
         else:
             logprobs = np.zeros(0, np.float32)
             topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
-        scores = bounded_scores(
+        return bounded_scores(
             logprobs,
             topk_ids,
             topk_logprobs,
@@ -227,8 +229,6 @@ class VllmBackend:
             noise_nats=self._found.noise_nats,
             version=INITIAL,
         )
-        check_scores(scores, response_ids, top_k=top_k, vocab_size=vocab_size)
-        return scores
 
     async def score_at(
         self,
@@ -270,6 +270,7 @@ class VllmBackend:
             return np.zeros(candidate_ids.shape, np.float32)
         if not (positions.min() >= 0 and positions.max() < len(response_ids)):
             raise PermanentError(f"{self._name}: positions must lie in the response's {len(response_ids)} tokens")
+        self._limits.check_ids(candidate_ids)
         if self._candidate_support == "batched":
             logprobs = await self._chosen_at_once(
                 prompt_ids, response_ids, positions, candidate_ids, expected_version, deadline
@@ -333,13 +334,13 @@ class VllmBackend:
             row.extend(tokens)
         first, last = min(wanted), max(wanted)
         updates, names = self._updates, self._names.now()
-        served, spans = await self._client.chosen(
+        served = await self._client.chosen(
             [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
             [wanted.get(position, []) for position in range(first, last + 1)],
             start=decision_row(len(prompt_ids), first),
+            check=lambda spans: self._expect(expected, _version_spans(names, spans, 1)),
             deadline=deadline,
         )
-        self._expect(expected, _version_spans(names, spans, 1))
         if updates != self._updates:  # the version is that of the token after these rows
             raise VersionMismatchError(f"{self._name}: the weights changed while candidates were scored")
         count = candidate_ids.shape[1]

@@ -189,7 +189,7 @@ async def _has_chosen_tokens(client: VllmClient, deadline: float) -> bool:
     prompt, response = _prompt(client, 0), _prompt(client, 1)
     start = decision_row(len(prompt), 0)
     try:
-        chosen, _ = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
+        chosen = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
     except (PermanentError, PoisonedReplyError):  # refused, or not known and so left out of the reply
         return False
     scored = await client.score(prompt, response, top_k=0, deadline=deadline)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import structlog
@@ -20,6 +20,7 @@ from spot_async.errors import DeadlineExceededError, FailureClass, RequestError
 from spot_async.mailbox import Mailbox, Priority
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
 from spot_async.retry import RetryPolicy
+from spot_async.spending.hedging import WasSent, hedged
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
 S = TypeVar("S")
@@ -33,6 +34,7 @@ class StageCounters:
     completed: int = 0
     failed: int = 0
     retried: int = 0
+    hedged: int = 0  # sent once more since they were slow
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
     permanent: int = 0  # sendings that failed, by class
@@ -76,6 +78,7 @@ class Stage(Generic[S]):
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
+        hedge_after_s: float | None = None,
     ) -> None:
         self.name = name
         self.concurrency = concurrency
@@ -87,6 +90,7 @@ class Stage(Generic[S]):
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
+        self.hedge_after_s = hedge_after_s
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
@@ -155,8 +159,9 @@ class Stage(Generic[S]):
         failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
-                async with await self._lease(this) as service:
-                    return await self._send(request, service, this.deadline)
+                if self.hedge_after_s is None:
+                    return await self._send_leased(this, request)
+                return await self._hedged(this, request, self.hedge_after_s)
             except RequestError as error:
                 failures[error.failure_class] += 1
                 self.counters.count_failure(error)
@@ -167,6 +172,35 @@ class Stage(Generic[S]):
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
             await asyncio.sleep(delay_s)
+
+    async def _hedged(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:
+        """Sent once more when it is slow, elsewhere where there is another server."""
+        asked_of: list[str] = []
+
+        async def first(was_sent: WasSent) -> T:
+            def leased(lease: Lease[S]) -> None:
+                asked_of.append(lease.replica)
+                was_sent(this.deadline - asyncio.get_running_loop().time())
+
+            return await self._send_leased(this, request, leased)
+
+        async def second() -> T:
+            self.counters.hedged += 1
+            errand = replace(this.errand, failed_on={*this.errand.failed_on, *asked_of})
+            return await self._send_leased(replace(this, errand=errand), request)
+
+        return await hedged(first, second, after_s)
+
+    async def _send_leased(
+        self,
+        this: OpenRequest,
+        request: Callable[[S, float], Awaitable[T]],
+        leased: Callable[[Lease[S]], None] = lambda _: None,
+    ) -> T:
+        lease = await self._lease(this)
+        async with lease as service:
+            leased(lease)
+            return await self._send(request, service, this.deadline)
 
     async def _lease(self, this: OpenRequest) -> Lease[S]:
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""

@@ -68,31 +68,43 @@ def common(
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
+    ] = None,
+) -> None:
     """Train a student from a teacher, and evaluate it before and after.
 
     Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
     samples.jsonl (what the policy saw), the resolved configuration and all logs.
     """
     from spot_async.preflight import plan_training  # imports transformers: not for --help
+    from spot_async.spending.estimate import estimate_run, show_estimates
 
     try:
         settings = load_config(config, overrides or ())
         path = RunDirectory.choose_path(settings, config.stem)
         RunDirectory.check_unused(path)
         plan = plan_training(settings)
+        estimates = estimate_run(settings, plan, earlier)
         if dry_run:
             show_plan(settings, path, plan)
+            show_estimates(screen, estimates)
             return
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
     from spot_async.runtime import train as run_training
+    from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
+    show_estimates(screen, estimates)
     training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
     outcome = run_until_stopped(training, directory)
     if outcome.after is not None:
@@ -101,10 +113,14 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states}", highlight=False)
+    for role, spent in outcome.spending.get("spending", {}).items():
+        screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
     screen.print(Text(f"run directory: {path}"))
     screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
         screen.print(Text(f"best student: {path / 'best'}"))
+    if outcome.spent is not None:
+        fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
 
 
 @app.command("eval")
@@ -228,7 +244,7 @@ def tune(
             command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
-        fail(cause, code=2 if isinstance(cause, ConfigError) else 1)
+        fail(cause, code=exit_code(cause))
 
 
 @app.command()
@@ -401,7 +417,7 @@ def hung(directory: RunDirectory) -> Callable[[str], None]:
 
 
 def exit_code(error: SpotError) -> int:
-    """What the process ends with after a failure; README.md lists them all."""
+    """What the process ends with after a failure; docs/watchdog.md lists them all."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 

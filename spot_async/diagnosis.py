@@ -24,6 +24,7 @@ from spot_async.model_files import ModelFiles
 from spot_async.preflight import TrainPlan, check_capabilities
 from spot_async.probes import Asked, Noise
 from spot_async.protocols import Backend, Generator, Scorer
+from spot_async.spending.teacher_cache import ReplayedTeacher
 from spot_async.types import Capabilities, IntArray, LogprobTemperature, WeightVersion
 from spot_async.vocabulary import Vocabulary
 
@@ -308,12 +309,17 @@ class _Examination:
 
     @property
     def _scores(self) -> bool:
-        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer)
+        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer) and not self._is_replayed
 
     @property
     def _samples(self) -> bool:
         """A teacher may have no such method, and forget to say so."""
-        return self.said.generation and isinstance(self.backend, Generator)
+        return self.said.generation and isinstance(self.backend, Generator) and not self._is_replayed
+
+    @property
+    def _is_replayed(self) -> bool:
+        """Nobody is there to be asked: what was found when somebody was is all that is known."""
+        return isinstance(self.backend, ReplayedTeacher)
 
     @property
     def _model(self) -> ModelConfig:

@@ -13,19 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.config import Config
-from spot_async.diagnosis import Diagnosis, Fact, diagnose
+from spot_async.diagnosis import Diagnosis, Fact
 from spot_async.preflight import TrainPlan
 from spot_async.run_directory import RunDirectory
-from spot_async.runtime import make_backends, running, watched
+from spot_async.runtime import diagnose_servers, make_backends, running
 
 Facts = Mapping[str, Fact]
 
 
 async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
     """Everything but the trainer, for as long as it takes to ask; logs go under `directory`."""
-    backends = make_backends(config, plan, RunDirectory(directory)).by_role()
-    async with running(*backends.values()):
-        return await watched(diagnose(config, plan, backends), [each.watch for each in backends.values()])
+    backends = make_backends(config, plan, RunDirectory(directory))
+    async with running(*backends.by_role().values()):
+        return await diagnose_servers(config, plan, backends)
 
 
 def show(screen: Console, diagnosis: Diagnosis) -> None:

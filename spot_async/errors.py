@@ -120,6 +120,10 @@ class TrainerError(SpotError):
     """The trainer stopped: non-finite loss or gradient, full disk, or a bug in a rank."""
 
 
+class ReplayMissError(SpotError):
+    """A run without its teacher needs what the cache does not hold."""
+
+
 class StalledError(SpotError):
     """Nothing was committed for so long that nothing will be; the watchdog says what the run waited for."""
 

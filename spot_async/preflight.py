@@ -224,6 +224,10 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
     kind = config.policy.kind
     if needs.teacher and config.teacher is None:
         raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
+    if needs.teacher_responses and config.teacher is not None and config.teacher.replay:
+        raise ConfigError(
+            f"teacher.replay: policy {kind} asks the teacher for responses, which no cache holds: give policy.load"
+        )
     if config.training.reference_kl > 0 and not needs.reference:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
@@ -255,7 +259,7 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
         )
     served = {
         "student": config.student,
-        "teacher": config.teacher if needs.teacher else None,
+        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
         "reference": config.reference if needs.reference else None,
     }
     first_at: dict[str, str] = {}

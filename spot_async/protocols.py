@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
+from spot_async.spending.account import Account
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -190,6 +191,13 @@ class RateLimit(Protocol):
     def take(self, now_s: float, tokens: int) -> None:
         """Such a request is sent now."""
         ...
+
+
+@runtime_checkable
+class Billed(Protocol):
+    """Optional for a backend whose requests are counted, limited or cost money."""
+
+    account: Account  # shared by all replicas of a role: set before the backend is entered
 
 
 class Verifier(Protocol):

@@ -12,21 +12,27 @@ from typing import TypeAlias
 
 from spot_async import registry
 from spot_async.config import ModelConfig, PluginSettings
-from spot_async.protocols import Backend
+from spot_async.protocols import Backend, Billed
+from spot_async.spending.account import Account
 
 MakeBackend: TypeAlias = Callable[[], Backend]  # a new object each time, not entered
 
 
-def backend_factories(model: ModelConfig, role: str, run_directory: Path) -> dict[str, MakeBackend]:
+def backend_factories(
+    model: ModelConfig, role: str, run_directory: Path, account: Account | None = None
+) -> dict[str, MakeBackend]:
     """What makes a backend for each of the role's servers, by the server's name.
 
-    `student`, or `student-1`, `student-2`, ... where there are several: the name that logs and errors have too.
+    `student`, or `student-1`, `student-2`, ... where there are several: the name that logs and errors have too. All
+    of them, and those that are made anew, charge one `account`.
     """
     backend = registry.load("backends", model.backend.kind)
 
     def factory(settings: PluginSettings) -> MakeBackend:
         def make() -> Backend:
             made: Backend = backend(settings, role=role, model=model.model, run_directory=run_directory)
+            if account is not None and isinstance(made, Billed):
+                made.account = account
             return made
 
         return make

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import uuid
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +22,7 @@ import pytest
 
 from spot_async.cli import exit_code
 from spot_async.concurrency import alongside, root_cause
+from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.config_loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError
 from spot_async.library import stages_for
@@ -43,6 +48,7 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900.0
 LIMITS = SilenceLimits(*[TIMEOUT_S] * 5)
 FOR_EVER = 1e9
+STALL_S = 5  # of a real run
 
 
 class Tokenizer:
@@ -91,27 +97,36 @@ class WaitingPolicy(OpdPolicy):
         return await super().supervise(prompt, stages)
 
 
-def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations=3, stage_timeout_s=FOR_EVER):
+def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations=3):
     """A run under a watchdog on virtual time; returns the orchestrator, or raises what ended the run."""
-    from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-
     context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer())
     policy, student = policy(policy.Settings(), context), SimulatedStudent(latency=Latency(base_s=10.0))
     vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    stage = StageConfig(timeout_s=stage_timeout_s)
     stages = stages_for(
         policy,
         vocabulary,
         student=student,
         verifier=SimulatedVerifier(),
         teacher=teacher or SimulatedTeacher(),
-        config=StagesConfig(rollout=stage, score=stage, candidates=stage, probe=stage, verify=stage),
+        config=StagesConfig.model_validate(
+            {name: {"timeout_s": FOR_EVER} for name in ("rollout", "score", "candidates", "probe", "verify")}
+        ),
         sampling=SamplingConfig(max_response_tokens=64),
     )
 
     async def run():
         orchestrator = Orchestrator(
-            OrchestratorSettings(iterations, 8, 0, 8, 1 << 30, 64, 600.0),
+            OrchestratorSettings(
+                iterations=iterations,
+                batch_size=8,
+                max_staleness=0,
+                capacity_prompts=8,
+                capacity_bytes=1 << 30,
+                max_response_tokens=64,
+                vocab_size=VOCAB_SIZE,
+                weight_update_timeout_s=600.0,
+                max_dead_share=0.1,
+            ),
             prompts=prompts(),
             policy=policy,
             stages=stages,
@@ -124,6 +139,7 @@ def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations
             watchdog.phase_began("training with opd", orchestrator)
             async with alongside(watchdog.watch):
                 await orchestrator.run()
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
         return orchestrator
 
     return run_on_virtual_time(run())
@@ -200,7 +216,8 @@ def test_the_default_is_longer_than_every_deadline_of_the_run():
     limits = silence_limits(config, SPOT_NEEDS)
     stages = config.stages
     chain = [stages.rollout, stages.score, stages.candidates, stages.probe, stages.verify, stages.verify]
-    assert limits.of("supervision") > sum(stage.timeout_s for stage in chain)
+    prompt_s = sum(stage.timeout_s for stage in chain) + config.teacher.serving.recovery_timeout_s
+    assert limits.of("supervision") > prompt_s
     assert limits.of("the trainer") > 7200
     assert limits.of("the weight update") > 600
     assert limits.of("the evaluation") > 3 * 3000
@@ -222,43 +239,128 @@ def test_every_way_to_end_has_its_code():
     assert isinstance(root_cause(bug_on_cancelling), StalledError)
 
 
-BLOCKED = """
-    import asyncio, os, sys, time
+HANGING = """
+    import asyncio, sys, time
     from pathlib import Path
+    from spot_async.cli import hung
+    from spot_async.concurrency import alongside
     from spot_async.processes import ChildProcess, exit_with_parent
+    from spot_async.run_directory import RunDirectory
     from spot_async.watchdog import monitor
     from spot_async.watchdog.limits import SilenceLimits
+
+    async def main(how, folder):
+        child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")
+        monitor.BEAT_S, monitor.BLOCKED_AFTER_S, monitor.COME_DOWN_S = 0.1, 0.3, 0.5
+        print(child.pid, flush=True)
+        with monitor.Watchdog(SilenceLimits(*[1.0] * 5), folder, exit_process=hung(RunDirectory(folder))) as watchdog:
+            async with alongside(watchdog.watch):
+                await how()
+
+    async def block_the_loop():
+        time.sleep(1000)
+
+    async def refuse_to_end():
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
 
     if sys.argv[1] == "child":
         exit_with_parent()
         time.sleep(1000)
-
-    async def main(folder):
-        child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")
-        monitor.BEAT_S, monitor.BLOCKED_AFTER_S = 0.1, 0.3
-        exit_process = lambda message: (os.write(2, message.encode()), os._exit(3))
-        with monitor.Watchdog(SilenceLimits(*[1.0] * 5), folder, exit_process=exit_process) as watchdog:
-            print(child.pid, flush=True)
-            block_the_loop()
-
-    def block_the_loop():
-        time.sleep(1000)
-
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(globals()[sys.argv[1]], Path(sys.argv[2])))
 """
 
 
-def test_a_blocked_event_loop_ends_the_process_and_its_children(tmp_path):
-    script = tmp_path / "blocked.py"
-    script.write_text(textwrap.dedent(BLOCKED))
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("how", "culprit"),
+    [
+        ("block_the_loop", r"the event loop is blocked at .*hanging.py:\d+ in block_the_loop"),
+        ("refuse_to_end", "start"),
+    ],
+)
+def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how, culprit):
+    script = tmp_path / "hanging.py"
+    script.write_text(textwrap.dedent(HANGING))
+    done = subprocess.run([sys.executable, script, how, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
-    assert "the event loop is blocked at" in done.stderr
-    assert "in block_the_loop" in done.stderr
+    line, saved = done.stderr.splitlines()
+    assert re.match(rf"error: the run stalled: nothing was committed for \d+ s, and {culprit}", line)
+    assert saved.startswith("nothing was trained yet")
     report = (tmp_path / "stall-report.txt").read_text()
-    assert 'blocked.py", line' in report.split("Threads")[1]
-    assert "child" in report.split("Processes below this one")[1]
+    assert "hanging.py child" in report.split("Processes below this one")[1]
+    assert 'hanging.py", line' in report.split("Threads")[1]
     end = time.monotonic() + 10
     while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not Path(f"/proc/{done.stdout.strip()}").exists()
+
+
+WAITING = """
+    import asyncio
+    from spot_async.config import PluginSettings
+    from spot_async.types import PolicyNeeds
+
+    class WaitingPolicy:
+        Settings = PluginSettings
+        needs = PolicyNeeds()  # no teacher
+
+        def __init__(self, settings, context):
+            pass
+
+        async def supervise(self, prompt, stages):
+            await asyncio.Event().wait()
+"""
+
+
+def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_process_left(tmp_path):
+    (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
+    run, name, value = tmp_path / "run", "SPOT_ASYNC_TEST", uuid.uuid4().hex
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={run}"]
+        + ["policy=waiting:WaitingPolicy", "evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"]
+        + [f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")]
+        + [f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, name: value},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 3, done.stderr
+    line, saved = done.stderr.splitlines()
+    assert re.match(r"error: the run stalled: nothing was committed for \d+ s, and prompt 0 \(problem ", line)
+    assert f"waiting.py:14 in WaitingPolicy.supervise; see {run / 'stall-report.txt'}" in line
+    assert saved.startswith("nothing was trained yet")
+    assert "policy bound: no stage has anything to do, trainer idle 100 %" in done.stdout
+    text = (run / "stall-report.txt").read_text()
+    assert "prompts: 64 running, 0 queued" in text
+    assert "-m spot_async.serving " in text.split("Processes below this one")[1]
+    assert f"End of {run / 'logs' / 'student.log'}" in text
+    marked = [entry for entry in Path("/proc").glob("[0-9]*") if f"{name}={value}".encode() in environment(entry)]
+    assert marked == []
+
+
+def environment(entry):
+    try:
+        return (entry / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_sigquit_writes_the_report_and_the_run_goes_on(tmp_path):
+    async def main():
+        with Watchdog(None, tmp_path, exit_process=pytest.fail) as watchdog:
+            watchdog.phase_began("training with opd")
+            os.kill(os.getpid(), signal.SIGQUIT)
+            await asyncio.sleep(0.05)
+        return signal.getsignal(signal.SIGQUIT)
+
+    assert asyncio.run(main()) is signal.SIG_DFL
+    report = (tmp_path / "stall-report.txt").read_text()
+    assert report.startswith("What a run does right now, as asked for by SIGQUIT")
+    assert "Phase: training with opd." in report
+    assert "main" in report.split("Tasks")[1]

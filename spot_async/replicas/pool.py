@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Generic, Self
 
 from spot_async.concurrency import gather
@@ -71,9 +70,7 @@ class ReplicaPool(Generic[B]):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._dispatcher.close()
         await self._leave()
 

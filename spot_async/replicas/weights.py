@@ -31,26 +31,23 @@ class Weights(Generic[B]):
         self._moved = moved
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Give them to all that serve. Those that miss it are reported; raises when none of them took it.
-
-        Where none serves now, wait for one to come back, which then has them.
+        """Give them to all that serve; those that miss them are reported. Where all refuse, the first refusal is
+        raised, and those before stay the newest. Where none serves, or all are lost, wait for one that comes back.
         """
         before = self._newest
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
-        if not serving:
-            await self._until_one_serves(deadline)
-            return
         errors = await gather(self._update(each, snapshot, deadline) for each in serving)
         missed = [(each, error) for each, error in zip(serving, errors, strict=True) if error is not None]
-        if len(missed) == len(serving):
+        refused = [(each, error) for each, error in missed if each.life.state is State.UPDATING]
+        if refused and len(missed) == len(serving):
             self._set_newest(before)
-            for replica, _ in missed:
-                if replica.life.state is State.UPDATING:
-                    replica.life.move(State.SERVING, _now_s())
-            raise missed[0][1]
-        for replica, error in missed:
+            for replica, _ in refused:
+                replica.life.move(State.SERVING, _now_s())
+            raise refused[0][1]
+        for replica, error in refused:
             replica.report(Trouble.BEHIND, error)
+        await self._until_one_serves(deadline)
 
     async def catch_up(self, replica: Replica[B]) -> None:
         """Send a replica that is out of rotation what it lacks, also what becomes newest meanwhile."""

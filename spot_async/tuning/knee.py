@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 
 ENOUGH = 0.95  # of the best throughput
-STEP = 1.3  # largest ratio between the knee and the level below it, once refined
+STEP = 1.3  # largest ratio between levels that lie close together
 
 
 def running_medians(values: Sequence[float]) -> list[float]:
@@ -37,33 +37,33 @@ def knee(throughputs: Sequence[float]) -> int:
 
 def is_flat(throughputs: Sequence[float]) -> bool:
     """Whether the last two levels gave nearly nothing over those before: one alone may have been disturbed."""
-    if len(throughputs) < 3:
-        return False
-    smooth = running_medians(throughputs)
-    return max(smooth[:-2]) >= ENOUGH * max(smooth[-2:])
+    return len(throughputs) > 2 and max(running_medians(throughputs)[:-2]) >= ENOUGH * max(throughputs[-2:])
 
 
 def next_concurrency(levels: Sequence[tuple[int, float]], most: int) -> int | None:
     """What to measure next, of a server that may have `most` requests in flight; None when the knee is found.
 
-    `levels` are (concurrency, throughput) by rising concurrency. Concurrency doubles until throughput is flat; then
-    the geometric mean of the knee and the level below it is measured until they lie close together.
+    `levels` are (concurrency, throughput) by rising concurrency. Concurrency doubles until throughput is flat. Then
+    geometric means are measured, around the best level while its neighbours do not confirm it, and below the knee.
     """
     if not levels:
         return 1
     concurrencies = [concurrency for concurrency, _ in levels]
     throughputs = [throughput for _, throughput in levels]
-    doublings = [level for level in levels if _is_doubling(level[0], most)]
-    highest = concurrencies[-1]
-    if highest < most and not is_flat([throughput for _, throughput in doublings]):
-        return min(2 * highest, most)
-    at = knee(throughputs)
-    if at == 0 or concurrencies[at] <= STEP * concurrencies[at - 1]:
-        return None
-    between = round(math.sqrt(concurrencies[at - 1] * concurrencies[at]))
-    return None if between in concurrencies else between
+    way_up = [throughput for concurrency, throughput in levels if concurrency == most or _is_power_of_two(concurrency)]
+    if concurrencies[-1] < most and not is_flat(way_up):
+        return min(2 * concurrencies[-1], most)
+    gaps = [knee(throughputs) - 1]  # by the index of the level below
+    best = max(range(len(levels)), key=lambda i: throughputs[i])
+    if running_medians(throughputs)[best] < ENOUGH * throughputs[best]:
+        gaps = [best, best - 1, *gaps]
+    for gap in gaps:
+        if 0 <= gap < len(levels) - 1 and concurrencies[gap + 1] > STEP * concurrencies[gap]:
+            between = round(math.sqrt(concurrencies[gap] * concurrencies[gap + 1]))
+            if between not in concurrencies:
+                return between
+    return None
 
 
-def _is_doubling(concurrency: int, most: int) -> bool:
-    """Whether a level belongs to the way up, not to the refinement."""
-    return concurrency == most or concurrency & (concurrency - 1) == 0
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

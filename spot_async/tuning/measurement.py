@@ -15,6 +15,7 @@ Ending = Literal[
     "instant",  # answers take no time that a limit could save
     "time",  # --seconds were used up
     "requests",  # --limit-requests were sent
+    "budget",  # so was the money, or the tokens
     "throttled",  # the server asked to be left alone (429, 503)
     "failed",  # requests failed otherwise
 ]

@@ -16,7 +16,7 @@ import numpy as np
 
 from spot_async.actor import Stage
 from spot_async.config import StagesConfig
-from spot_async.errors import RequestError, ThrottledError
+from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError
 from spot_async.replicas.service_pool import pool_of
 from spot_async.retry import RetryPolicy
 from spot_async.stages import STAGE_SERVERS, Stages
@@ -24,7 +24,7 @@ from spot_async.tuning.knee import knee, next_concurrency
 from spot_async.tuning.measurement import Ending, Level, Ramp, StageLoad
 from spot_async.tuning.mix import Request
 
-LEVELS = 12  # that the time is meant for: 1 to 256 by doubling, and three to refine
+LEVELS = 12  # that time and requests are meant for: 1 to 256 by doubling, and three to refine
 MIN_ANSWERS = 4  # per level, however long they take
 MAX_ANSWERS = 4000  # per level, however little time they take
 INSTANT_S = 1e-3  # answers faster than this, one at a time, need no limit
@@ -39,6 +39,16 @@ class RampLimits:
     seconds: float  # for the whole ramp
     most: int  # requests in flight
     requests: int | None = None  # sent, warm-up included
+
+    @property
+    def window_s(self) -> float:
+        """Time over which answers are counted at one level."""
+        return self.seconds / LEVELS
+
+    @property
+    def answers(self) -> int:
+        """After which a level ends sooner."""
+        return MAX_ANSWERS if self.requests is None else min(MAX_ANSWERS, max(MIN_ANSWERS, self.requests // LEVELS))
 
 
 class NoRetries(RetryPolicy, frozen=True):
@@ -100,7 +110,7 @@ class ClosedLoop:
     concurrency: int = 0
     sent: int = 0
     answers: list[Answer] = field(default_factory=list)  # of the level that runs
-    failures: list[RequestError] = field(default_factory=list)  # likewise
+    failures: list[SpotError] = field(default_factory=list)  # likewise
     _workers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -119,25 +129,31 @@ class ClosedLoop:
 
     async def answered(self, count: int, *, until_s: float) -> bool:
         """Whether `count` requests have been answered, at once then, or else at that time. Raises StoppedError."""
+        is_reached = True
         try:
             async with asyncio.timeout_at(until_s):
                 while len(self.answers) < count or len(self._workers) > self.concurrency:
-                    if (stopped := self._stopped()) is not None:
-                        raise stopped
+                    if self._is_spent() and not self._workers:
+                        raise StoppedError("requests")
                     self._changed.clear()
                     await self._changed.wait()
+                    self._raise_if_refused()
         except TimeoutError:
-            return False
-        return True
+            is_reached = False
+        self._raise_if_refused()
+        return is_reached
 
-    def _stopped(self) -> StoppedError | None:
-        throttled = [error for error in self.failures if isinstance(error, ThrottledError)]
-        if throttled:
-            return StoppedError("throttled", str(throttled[0]))
+    def _raise_if_refused(self) -> None:
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+
+    def _refusal(self) -> StoppedError | None:
+        """What says that more requests are no use."""
+        for error in self.failures:
+            if isinstance(error, ThrottledError | BudgetSpentError):
+                return StoppedError("throttled" if isinstance(error, ThrottledError) else "budget", str(error))
         if len(self.failures) >= max(MIN_FAILURES, FAILED_SHARE * len(self.answers)):
             return StoppedError("failed", str(self.failures[0]))
-        if self._is_spent() and not self._workers:
-            return StoppedError("requests")
         return None
 
     def _is_spent(self) -> bool:
@@ -146,14 +162,14 @@ class ClosedLoop:
     async def _work(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while number < self.concurrency and not self._is_spent() and self._stopped() is None:
+            while number < self.concurrency and not self._is_spent() and self._refusal() is None:
                 self.sent += 1
                 request = next(self.requests)
                 started_s = loop.time()
                 try:
                     tokens = await request.send()
                     self.answers.append(Answer(request.stage, loop.time() - started_s, tokens))
-                except RequestError as error:
+                except (RequestError, BudgetSpentError) as error:
                     self.failures.append(error)
                 self._changed.set()
                 await asyncio.sleep(0)  # what is answered in this process may never have waited for anything
@@ -175,7 +191,7 @@ async def ramp(
         try:
             while (concurrency := _next(levels, limits.most)) is not None:
                 closed.keep_in_flight(concurrency)
-                level = await _measure(closed, limits.seconds / LEVELS, box_ends_s)
+                level = await _measure(closed, limits, box_ends_s)
                 if level is None:
                     break
                 levels[concurrency] = level
@@ -209,7 +225,7 @@ def _next(levels: dict[int, Level], most: int) -> int | None:
     return next_concurrency([(each, levels[each].throughput) for each in sorted(levels)], most)
 
 
-async def _measure(closed: ClosedLoop, window_s: float, box_ends_s: float) -> Level | None:
+async def _measure(closed: ClosedLoop, limits: RampLimits, box_ends_s: float) -> Level | None:
     """The level that the loop is at; None when the time ended before it could be measured."""
     loop = asyncio.get_running_loop()
     closed.count_anew()
@@ -217,7 +233,7 @@ async def _measure(closed: ClosedLoop, window_s: float, box_ends_s: float) -> Le
         return None
     closed.count_anew()
     started_s = loop.time()
-    await closed.answered(MAX_ANSWERS, until_s=min(started_s + window_s, box_ends_s))
+    await closed.answered(limits.answers, until_s=min(started_s + limits.window_s, box_ends_s))
     await closed.answered(max(MIN_ANSWERS, closed.concurrency), until_s=box_ends_s)
     return _level(closed, loop.time() - started_s)
 

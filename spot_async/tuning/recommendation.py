@@ -139,7 +139,7 @@ def _cut_short(ramp: Ramp, level: Level) -> list[str]:
     match ramp.ended:
         case "throttled":
             return [f"{ramp.server}: asked to be left alone above {highest} in flight: {ramp.failure}"]
-        case "failed":
+        case "failed" | "budget":
             return [f"{ramp.server}: requests failed above {highest} in flight: {ramp.failure}"]
         case "time" | "requests" if level.concurrency == highest:
             given = "--seconds" if ramp.ended == "time" else "--limit-requests"

@@ -1,9 +1,10 @@
 """How long a run may commit nothing before it counts as stalled. Pure arithmetic on its configuration.
 
 One rule: silence is legal for as long as the deadlines of what is being done allow, and everything that is done has
-one. Supervision is silent for at most the deadlines of a prompt's stages, one after the other; training, a weight
-update, an evaluation and the start-up each have a time-out that ends them with an error of its own, which must come
-first. So whoever is silent for longer has missed its own deadline, and nothing else will end the run.
+one. Supervision is silent for at most the deadlines of a prompt's stages, one after the other, and the time that a role
+without any server is given to get one back, which comes on top of a request's deadline; training, a weight update, an
+evaluation and the start-up each have a time-out that ends them with an error of its own, which must come first. So
+whoever is silent for longer has missed its own deadline, and nothing else will end the run.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     timeout_s = config.run.stall_timeout_s
     if timeout_s == 0:
         return None
-    chain = prompt_chain(config.stages, needs)
-    legal_s = sum(chain.values())
+    recovery = _longest_recovery(config)
+    chain = prompt_chain(config.stages, needs) | recovery
+    legal_s, recovery_s = sum(chain.values()), sum(recovery.values())
     if timeout_s is not None and timeout_s < legal_s:
         raise ConfigError(
             f"run.stall_timeout_s={timeout_s:g} is shorter than the {legal_s:g} s that one prompt may take by the "
-            f"deadlines of its stages ({' + '.join(chain)}): raise it, or lower those"
+            f"deadlines of what it waits for ({' + '.join(chain)}): raise it, or lower those"
         )
     supervision_s = timeout_s if timeout_s is not None else legal_s + MARGIN_S
 
@@ -77,8 +79,8 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
         supervision_s=supervision_s,
         # Around training, student servers that share its devices sleep and wake; each has a weight update's time.
         training_s=at_least(training_s + 2 * WEIGHT_UPDATE_TIMEOUT_S),
-        weight_update_s=at_least(WEIGHT_UPDATE_TIMEOUT_S),
-        evaluation_s=at_least(evaluation_s),
+        weight_update_s=at_least(WEIGHT_UPDATE_TIMEOUT_S + recovery_s),
+        evaluation_s=at_least(evaluation_s + recovery_s),
         start_s=at_least(max(start_s, training_s, WEIGHT_UPDATE_TIMEOUT_S, evaluation_s)),
     )
 
@@ -95,6 +97,18 @@ def prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
     }
     chain = {f"stages.{name}.timeout_s": getattr(stages, name).timeout_s for name, is_used in used.items() if is_used}
     return chain | {f"{VERIFY_ATTEMPTS} x stages.verify.timeout_s": VERIFY_ATTEMPTS * stages.verify.timeout_s}
+
+
+def _longest_recovery(config: Config) -> dict[str, float]:
+    """Of all roles' time to get a server back the longest, by its key."""
+    roles = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
+    times = {
+        f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s
+        for role, model in roles.items()
+        if model is not None
+    }
+    longest = max(times, key=lambda key: times[key])
+    return {longest: times[longest]}
 
 
 def _start_timeouts(tree: Any) -> Iterator[float]:

@@ -66,7 +66,8 @@ def await_chain(awaitable: object) -> tuple[tuple[str, ...], str]:
                 awaitable = getattr(awaitable, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
                 break
         else:
-            return tuple(lines), "" if awaitable is None else repr(awaitable)[:200]
+            says_something = awaitable is not None and type(awaitable).__name__ != "FutureIter"
+            return tuple(lines), repr(awaitable)[:200] if says_something else ""
 
 
 def grouped(views: Iterable[TaskView]) -> list[list[TaskView]]:

@@ -198,7 +198,7 @@ async def test_the_longest_sequence_that_is_promised_is_served(
         np.testing.assert_allclose(scores.logprobs, wanted[np.arange(len(response)), response], atol=PARITY_NATS)
         empty = await backend.score(prompt, response[:0], top_k=4, temperature=1.0, deadline=soon())
         assert empty.topk_ids.shape == (0, 4)
-        with pytest.raises(PermanentError, match=f"more than the server's {limit}"):
+        with pytest.raises(PermanentError, match=f"exceed the server's context of {limit}"):
             await backend.generate(prompt, sampling(limit - 99), deadline=soon())
 
 
