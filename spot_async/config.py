@@ -334,6 +334,12 @@ class StagesConfig(Section):
     teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
     reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
 
+    @pydantic.field_validator("score", mode="before")
+    @classmethod
+    def _as_score_stage(cls, value: Any) -> Any:
+        """A plain stage's limits will do, of programs that give them as such."""
+        return ScoreStageConfig(**vars(value)) if type(value) is StageConfig else value
+
 
 class EvaluationConfig(Section):
     """Figures on problems that are not trained on."""
