@@ -336,9 +336,9 @@ class StagesConfig(Section):
 
     @pydantic.field_validator("score", mode="before")
     @classmethod
-    def _as_score_stage(cls, value: Any) -> Any:
-        """A plain stage's limits will do, of programs that give them as such."""
-        return ScoreStageConfig(**vars(value)) if type(value) is StageConfig else value
+    def _plain_score(cls, value: Any) -> Any:
+        """Programs may give all stages the same section."""
+        return ScoreStageConfig(**value.model_dump()) if type(value) is StageConfig else value
 
 
 class EvaluationConfig(Section):
