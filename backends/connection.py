@@ -9,9 +9,11 @@ import ipaddress
 import os
 import ssl
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Annotated, TypeAlias
 
 import httpx
+from pydantic import AfterValidator
 
 from spot_async.errors import ConfigError
 
@@ -53,18 +55,28 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
     return httpx.Proxy(address)
 
 
-def check_url(url: str | None) -> str | None:
+def check_url(url: str) -> str:
     """For settings: a server's address without a password, and without the version of an API behind it.
 
     Clients are often given the address with `/v1`. Raises ValueError.
     """
-    if url is None:
-        return None
     _refuse_password(url)
     if not _is_address(url):
         raise ValueError("is no address of a server: give http://host:port or https://host:port")
     bare = url.rstrip("/")
     return bare.removesuffix("/v1") if bare.endswith("/v1") else url
+
+
+Url: TypeAlias = Annotated[str, AfterValidator(check_url)]
+
+
+def check_different(urls: Sequence[str]) -> None:
+    """For settings: whether each is another server, however it is written. Raises ValueError."""
+    addresses: set[str] = set()
+    for url in urls:
+        if address_of(url) in addresses:
+            raise ValueError(f"{url} is given twice: name each server once")
+        addresses.add(address_of(url))
 
 
 def check_proxy(proxy: str | None) -> str | None:

@@ -1,8 +1,8 @@
 """One HTTP endpoint as backends use it: requests with absolute deadlines, failures as `spot_async.errors`.
 
-Knows no server's dialect: a backend gives paths and bodies, and may read its server's error bodies itself.
+Knows no server's dialect: a backend gives paths and bodies, and may put its server's errors into its own words.
 What a request failed with decides what the caller does next, so every exception of the layers below is
-turned into exactly one of the request errors here.
+turned into exactly one of the request errors (`failures.py` says which), with what was sent and what came back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import ssl
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -18,19 +19,14 @@ from typing import Self
 
 import aiohttp
 import httpx
-import msgspec
 from httpx_aiohttp import AiohttpTransport
 
-from spot_async.errors import (
-    DeadlineExceededError,
-    PermanentError,
-    RequestError,
-    ThrottledError,
-    TransientError,
-)
+from spot_async.errors import Exchange, RequestError
 from spot_async.types import Traffic
 
-ERROR_EXCERPT_CHARACTERS = 300
+from .exchange import excerpt, shortened
+from .failures import FailedReply, classify
+
 REDACTED = "***"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
 LONG_BODY_BYTES = 1 << 20
@@ -69,6 +65,7 @@ class HttpEndpoint:
         self.traffic = Traffic()
         self._read_error = read_error
         self._base_url = base_url.rstrip("/")
+        self._uds = uds
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         accepted = {"Accept-Encoding": "gzip, deflate"}  # what is decoded here
         self._headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
@@ -83,6 +80,7 @@ class HttpEndpoint:
         self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
         self._is_left = False
+        self._has_answered = False
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()
@@ -132,9 +130,11 @@ class HttpEndpoint:
         request.read()
         self.traffic.requests += 1
         self.traffic.sent_bytes += len(body or b"")
+        status: int | None = None
         try:
             async with asyncio.timeout_at(deadline):
                 response = await self._respond(request, resend=resend)
+                status, self._has_answered = response.status_code, True
                 try:
                     if response.is_success:
                         encoded = "Content-Encoding" in response.headers
@@ -142,18 +142,35 @@ class HttpEndpoint:
                             async for part in response.aiter_bytes() if encoded else response.aiter_raw():
                                 sink(part)
                         return
-                    await response.aread()
+                    content = await _body(response)
                 finally:
                     self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
-        except TimeoutError:
-            raise DeadlineExceededError(f"{self.name}{path}: no reply before the deadline") from None
-        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-            said = self._redacted(str(error).encode()).decode()
-            raise TransientError(f"{self.name}{path}: {type(error).__name__}: {said}") from None
-        content = self._redacted(response.content)
-        own = self._read_error(response.status_code, content) if self._read_error else None
-        raise own or error_for_status(f"{self.name}{path}", response, content)
+        except (TimeoutError, httpx.HTTPError, aiohttp.ClientError, OSError) as failure:
+            error = classify(f"{self.name}{path}", failure, has_answered=self._has_answered)
+            error = error.reworded(self._redacted(str(error).encode()).decode())
+            error.exchange = self.exchange(method, path, body, status=status)
+            raise error from None
+        content = self._redacted(content)
+        reply = FailedReply(response.status_code, content, dict(response.headers))
+        own = self._read_error(reply.status, content) if self._read_error else None
+        error = own or classify(f"{self.name}{path}", reply, now_s=time.time())
+        error.exchange = self.exchange(method, path, body, status=status, received=content)
+        raise error
+
+    def exchange(
+        self, method: str, path: str, body: bytes | None, *, status: int | None = 200, received: bytes = b""
+    ) -> Exchange:
+        """What people see of a request that failed, and of its reply."""
+        return Exchange(
+            endpoint=self._base_url if self._uds is None else f"unix:{self._uds}",
+            method=method,
+            path=path,
+            sent_bytes=len(body or b""),
+            sent=shortened(self._redacted(body or b"")),
+            status=status,
+            received=excerpt(self._redacted(received)),
+        )
 
     def _redacted(self, said: bytes) -> bytes:
         for secret in self._secrets:
@@ -181,35 +198,9 @@ class HttpEndpoint:
         return response
 
 
-def error_for_status(request: str, response: httpx.Response, content: bytes) -> RequestError:
-    """The error of a reply that is none: 429 and 503 throttled, other 4xx permanent, the rest transient."""
-    excerpt = " ".join(error_message(content).split())[:ERROR_EXCERPT_CHARACTERS]
-    message = f"{request}: HTTP {response.status_code}: {excerpt}"
-    if response.status_code in (429, 503):
-        return ThrottledError(message, retry_after_s(response.headers.get("Retry-After")))
-    if response.status_code == 408 or response.status_code >= 500:
-        return TransientError(message)
-    return PermanentError(message)
-
-
-def error_message(body: bytes) -> str:
-    """What a JSON error body says, in any of the shapes that inference servers use; else the body as text."""
+async def _body(response: httpx.Response) -> bytes:
+    """Of a refusal; nothing where it is not what its headers say: the status tells enough."""
     try:
-        reply = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return body.decode(errors="replace")
-    if isinstance(reply, dict):
-        error = reply.get("error", reply)
-        message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
-        if isinstance(message, str):
-            return message
-    return body.decode(errors="replace")
-
-
-def retry_after_s(header: str | None) -> float | None:
-    """Seconds of a Retry-After header; dates and nonsense count as no advice."""
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        return None
-    return seconds if 0 <= seconds < float("inf") else None
+        return await response.aread()
+    except httpx.DecodingError:
+        return b""

@@ -100,6 +100,31 @@ class LaunchSettings(Section):
         return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
 
 
+def check_together(launches: Sequence[LaunchSettings]) -> None:
+    """Whether one machine has room for all of them. Raises ValueError with the keys at fault.
+
+    A device that several name is shared by shares: each says its own, together they are at most the whole. Which
+    devices there are is not known here, so servers none of which names any are let through.
+    """
+    ports = [each.port for each in launches if each.port is not None]
+    if twice := sorted({port for port in ports if ports.count(port) > 1}):
+        raise ValueError(f"port={twice[0]} is given twice: give each server a port of its own, or none for free ones")
+    names = [None if each.devices is None else each.devices.split(",") for each in launches]
+    if None in names and any(names):
+        raise ValueError("devices: a server without any takes all of them: name those of each server, or of none")
+    for device in sorted({device.strip() for each in names for device in each or []}):
+        shares = [
+            each.memory_fraction
+            for each, named in zip(launches, names, strict=True)
+            if device in map(str.strip, named or [])
+        ]
+        if len(shares) > 1 and sum(share if share is not None else 1.0 for share in shares) > 1.0:
+            raise ValueError(
+                f"devices: {device} is given to {len(shares)} servers: give each others, or a memory_fraction of which "
+                "the sum is at most 1"
+            )
+
+
 @dataclass(frozen=True)
 class Command:
     """What starts a server: all of its command line, the settings' own arguments included.
@@ -121,10 +146,18 @@ class LaunchedServer:
     """A server as our child, from entering to leaving. Entered does not mean that it answers: see `until_ready`."""
 
     def __init__(
-        self, settings: LaunchSettings, *, role: str, model: Path, log_path: Path, make_command: MakeCommand
+        self,
+        settings: LaunchSettings,
+        *,
+        role: str,
+        model: Path,
+        log_path: Path,
+        make_command: MakeCommand,
+        name: str | None = None,
     ) -> None:
         self._settings = settings
-        self._role = role
+        self._role = role  # in configuration keys
+        self._name = name or role  # in messages: which of a role's servers
         self._model = model.absolute()
         self._log_path = log_path
         self._make_command = make_command
@@ -140,7 +173,7 @@ class LaunchedServer:
             raise ConfigError(f"{self._role}.backend.{error}") from None
         self.url = f"http://127.0.0.1:{port}"
         self._child = await ChildProcess.start_foreign(
-            self._role, command.argv, log_path=self._log_path, environment=command.environment
+            self._name, command.argv, log_path=self._log_path, environment=command.environment
         )
         return self
 
@@ -151,7 +184,7 @@ class LaunchedServer:
         command = self._make_command(settings, self._model, port)
         if command.package is not None:
             version = installed_version(settings, command.package)
-            structlog.get_logger().info("starting", process=self._role, package=command.package, version=version)
+            structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
         devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
         return port, replace(command, environment={**command.environment, **devices, **settings.environment})
 
@@ -204,7 +237,7 @@ class LaunchedServer:
                 await self.alongside(answered())
         except TimeoutError:
             late = ProcessDiedError(
-                f"{self._role} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
+                f"{self._name} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
                 f"({last}): raise {self._role}.backend.launch.start_timeout_s or see the log: {self._log_path}"
             )
             self._explain(late)

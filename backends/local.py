@@ -1,7 +1,7 @@
-"""The embedded backend: our own server as a supervised child process, spoken to like any remote one.
+"""The embedded backend: our own server, spoken to like any remote one.
 
-Entering starts the child and waits for its word that it is ready; leaving ends it and removes its socket.
-Everything about inference happens in the child (`spot_async.serving`).
+Entering starts it as a child process, unless one that runs already is named, and leaving ends it (`local_server.py`).
+Everything about inference happens there (`spot_async.serving`).
 """
 
 from __future__ import annotations
@@ -10,32 +10,17 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
-import socket
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
-from pydantic import Field
 
 from spot_async import errors, wire
-from spot_async.config import Place, PluginSettings, PositiveFloat
-from spot_async.errors import (
-    ConfigError,
-    PermanentError,
-    PoisonedReplyError,
-    ProcessDiedError,
-    RequestError,
-    TransientError,
-)
-from spot_async.processes import ChildProcess
+from spot_async.errors import PoisonedReplyError, RequestError, TransientError
 from spot_async.serving import api
-from spot_async.serving.settings import EngineSettings
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -49,60 +34,45 @@ from spot_async.types import (
 )
 
 from .coalescing import Coalescer, Outcome
+from .connection import proxy_for
+from .failures import UNREADABLE, FailedReply, classify
+from .held_weights import HeldWeights
 from .http import HttpEndpoint
+from .local_server import LocalServer, LocalSettings
 from .replies import check_candidates, check_generation, check_scores
 
-SOCKET_PATH_BYTES = 100  # the operating systems' limits are 104 to 108
-READY_MESSAGE_BYTES = 256
 LARGE_REPLY_BYTES = 1 << 20  # reading more than this would hold up the event loop
 
 T = TypeVar("T")
 
 
 class LocalBackend:
-    """A `Generator`, `Scorer`, `CandidateScorer` and `WeightSink` around one child process."""
+    """A `Generator`, `Scorer`, `CandidateScorer`, `WeightSink` and `HealthCheck` around one server."""
 
-    class Settings(PluginSettings, EngineSettings):
-        kind: str = "local"
-        port: int | None = Field(None, ge=1, le=65535, description="loopback port; default: a private Unix socket")
-        start_timeout_s: PositiveFloat = Field(600.0, description="longest time loading the model may take")
-
-        @property
-        def place(self) -> Place | None:
-            return Place(f"port={self.port}", f"127.0.0.1:{self.port}") if self.port is not None else None
+    class Settings(LocalSettings):
+        """As `LocalSettings`."""
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
-        self._role = role
-        self._model = model
-        self._log_path = run_directory / "logs" / f"{role}.log"
-        self._child: ChildProcess
+        self._name = settings.server_name(role)
+        self._is_student = role == "student"
+        log_path = run_directory / "logs" / f"{self._name}.log"
+        self._server = LocalServer(settings, name=self._name, model=model, log_path=log_path)
         self._endpoint: HttpEndpoint
+        self._held: HeldWeights
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
         self._coalescer = Coalescer(self._generate_many)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            directory = stack.enter_context(_private_directory())
-            uds = None if self._settings.port else str(directory / "http")
-            notifications = stack.enter_context(_notification_socket(directory / "ready"))
-            self._child = await ChildProcess.start(
-                self._role,
-                [sys.executable, "-m", "spot_async.serving", self._model, *self._arguments(uds)],
-                log_path=self._log_path,
-                environment={
-                    "NOTIFY_SOCKET": str(directory / "ready"),
-                    "OMP_NUM_THREADS": str(self._settings.threads),
-                },
-            )
-            stack.push_async_callback(self._child.stop)
-            await self._ready(notifications)
-            base_url = "http://localhost" if uds else f"http://127.0.0.1:{self._settings.port}"
-            key = os.environ.get("SPOT_ASYNC_API_KEY")
-            self._endpoint = HttpEndpoint(self._role, base_url, uds=uds, api_key=key, read_error=self._read_error)
-            await stack.enter_async_context(self._endpoint)
+            await stack.enter_async_context(self._server)
             deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+            async with self._connection({}) as stranger:
+                found = self._decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
+            self._held = HeldWeights(self._name, found.version)
+            # Requests are for this very process: another one at its address, with other weights, refuses them.
+            self._endpoint = await stack.enter_async_context(self._connection({api.INSTANCE_HEADER: found.instance}))
             self._capabilities = await self.capabilities(deadline=deadline)
             self._exit_stack = stack.pop_all()
         return self
@@ -114,14 +84,22 @@ class LocalBackend:
 
     async def watch(self) -> None:
         """Run for as long as the child lives; raise `ProcessDiedError` when it ends by itself."""
-        await self._child.watch()
+        await self._server.watch()
 
     @property
     def traffic(self) -> Traffic:
         return self._endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        return self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)
+        found = self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)
+        is_unknown = self._is_student and self._settings.url is not None  # it may hold another run's weights
+        return msgspec.structs.replace(found, version=None) if is_unknown else found
+
+    async def ping(self, *, deadline: float) -> None:
+        """Cheap: the loop beside the engine answers, and a process whose engine fails ends."""
+        since = self._held.now()
+        health = self._decode(await self._endpoint.get(api.HEALTH, deadline=deadline), api.HealthReply)
+        self._held.check(health.version, since)
 
     async def stats(self, *, deadline: float) -> api.Stats:
         """The server's counters and the CPU seconds it has used."""
@@ -144,7 +122,7 @@ class LocalBackend:
         return await self._generate(request, deadline)
 
     async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
-        check = functools.partial(self._check_generation, request)
+        check = functools.partial(self._check_generation, request, self._held.now())
         return await self._post(api.GENERATE, request, Generation, check, deadline)
 
     async def _generate_many(
@@ -154,35 +132,45 @@ class LocalBackend:
         if len(requests) == 1:
             on_reply(0, await self._generate(requests[0], deadline))
             return
-        received = bytearray()
+        received, since = bytearray(), self._held.now()
         answered: set[int] = set()
+        body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
+
+        def failed(error: RequestError, received: bytes) -> RequestError:
+            error.exchange = self._endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
+            return error
 
         def read(part: bytes) -> None:
             received.extend(part)
             for frame in _take_frames(received):
-                reply = self._decode(frame, api.GenerateReply)
-                if not 0 <= reply.index < len(requests):
-                    raise PoisonedReplyError(f"{self._role}: replied to request {reply.index} of {len(requests)}")
+                try:
+                    reply = self._decode(frame, api.GenerateReply)
+                    if not 0 <= reply.index < len(requests):
+                        raise PoisonedReplyError(f"{self._name}: replied to request {reply.index} of {len(requests)}")
+                except PoisonedReplyError as error:
+                    raise failed(error, frame) from None
                 answered.add(reply.index)
-                on_reply(reply.index, self._outcome(requests[reply.index], reply))
+                outcome = self._outcome(requests[reply.index], reply, since)
+                on_reply(reply.index, failed(outcome, frame) if isinstance(outcome, RequestError) else outcome)
 
-        body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
         await self._endpoint.stream(api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline)
         if len(answered) < len(requests):
-            raise TransientError(f"{self._role}: the server ended after {len(answered)} of {len(requests)} replies")
+            ended = f"{self._name}: the server ended after {len(answered)} of {len(requests)} replies"
+            raise failed(TransientError(ended), bytes(received))
 
-    def _outcome(self, request: api.GenerateRequest, reply: api.GenerateReply) -> Outcome:
+    def _outcome(self, request: api.GenerateRequest, reply: api.GenerateReply, since: int) -> Outcome:
         try:
             if reply.generation is None:
-                return self._error(reply.error) or TransientError(f"{self._role}: {reply.error}")
+                return self._error(reply.error) or TransientError(f"{self._name}: {reply.error}")
             with self._naming(api.GENERATE):
-                self._check_generation(request, reply.generation)
+                return self._check_generation(request, since, reply.generation)
         except RequestError as error:
             return error
-        return reply.generation
 
-    def _check_generation(self, request: api.GenerateRequest, reply: Generation) -> None:
-        check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
+    def _check_generation(self, request: api.GenerateRequest, since: int, reply: Generation) -> Generation:
+        for span in reply.version_spans:
+            self._held.check(span.version, since)
+        return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -194,13 +182,13 @@ class LocalBackend:
             temperature=temperature,
             timeout_s=_time_left(deadline),
         )
-        return await self._post(
-            api.SCORE,
-            request,
-            TokenScores,
-            lambda reply: check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size),
-            deadline,
-        )
+        since = self._held.now()
+
+        def check(reply: TokenScores) -> TokenScores:
+            self._held.check(reply.version, since)
+            return check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
+
+        return await self._post(api.SCORE, request, TokenScores, check, deadline)
 
     async def candidate_logprobs(
         self,
@@ -224,90 +212,84 @@ class LocalBackend:
             expected_version=expected_version,
             timeout_s=_time_left(deadline),
         )
-        reply = await self._post(
-            api.CANDIDATE_LOGPROBS,
-            request,
-            api.CandidateReply,
-            lambda reply: check_candidates(reply.logprobs, candidate_ids),
-            deadline,
-        )
-        return reply.logprobs
+
+        def check(reply: api.CandidateReply) -> api.CandidateReply:
+            if reply.version != expected_version:
+                raise PoisonedReplyError(f"of weights {reply.version} where {expected_version} were asked for")
+            check_candidates(reply.logprobs, candidate_ids)
+            return reply
+
+        return (await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline)).logprobs
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         request = api.UpdateRequest(snapshot=snapshot, timeout_s=_time_left(deadline))
 
-        def check(reply: api.VersionReply) -> None:
+        def check(reply: api.VersionReply) -> api.VersionReply:
             if reply.version != snapshot.version:
                 raise PoisonedReplyError(f"holds weights {reply.version} after an update to {snapshot.version}")
+            return reply
 
-        await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
-
-    def _arguments(self, uds: str | None) -> list[str]:
-        listen = ["--uds", uds] if uds else ["--port", str(self._settings.port)]
-        given = {name: getattr(self._settings, name) for name in EngineSettings.model_fields}
-        return listen + [
-            text
-            for name, value in given.items()
-            if value is not None
-            for text in (f"--{name.replace('_', '-')}", str(value))
-        ]
-
-    async def _ready(self, notifications: socket.socket) -> None:
-        """Wait for the child's word; raises `ProcessDiedError` when it ends or takes too long instead."""
-        try:
-            async with asyncio.timeout(self._settings.start_timeout_s), asyncio.TaskGroup() as group:
-                watcher = group.create_task(self._child.watch())
-                await asyncio.get_running_loop().sock_recv(notifications, READY_MESSAGE_BYTES)
-                watcher.cancel()
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the watcher's
-        except TimeoutError:
-            raise ProcessDiedError(
-                f"{self._role} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s: raise "
-                f"start_timeout_s or see the log: {self._log_path}"
-            ) from None
+        with self._held.updating(snapshot.version):
+            await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
     async def _post(
-        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], None], deadline: float
+        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], T], deadline: float
     ) -> T:
-        """The reply, read and checked; a large one beside the event loop."""
-        body = await self._endpoint.post(path, wire.encode(request), content_type=api.CONTENT_TYPE, deadline=deadline)
+        """What `check` returns of the reply; a large one is read beside the event loop."""
+        sent = wire.encode(request)
+        body = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
 
         def read() -> T:
             reply = self._decode(body, kind)
             with self._naming(path):
-                check(reply)
-            return reply
+                return check(reply)
 
-        return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()
+        try:
+            return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()
+        except RequestError as error:
+            error.exchange = self._endpoint.exchange("POST", path, sent, received=body)
+            raise
+
+    def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
+        address = self._server.address
+        return HttpEndpoint(
+            self._name,
+            address.url,
+            uds=address.uds,
+            api_key=os.environ.get("SPOT_ASYNC_API_KEY"),
+            headers=headers,
+            read_error=self._read_error,
+            proxy=proxy_for(self._name, address.url, None),
+        )
 
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return wire.decode(body, kind)
-        except (msgspec.DecodeError, ValueError, TypeError) as error:
-            raise PoisonedReplyError(f"{self._role}: cannot read the reply: {error}") from error
+        except UNREADABLE as error:
+            raise classify(self._name, error) from error
 
     def _read_error(self, status: int, body: bytes) -> RequestError | None:
         """The error class that the server named; None when the body is not the server's own."""
         try:
             reply = wire.decode(body, api.ErrorReply)
-        except (msgspec.DecodeError, ValueError):
+        except UNREADABLE:
             return None
-        return self._error(reply) or (PermanentError(f"{self._role}: {reply.message}") if status < 500 else None)
+        said = FailedReply(status, reply.message.encode())
+        return self._error(reply) or classify(self._name, said).reworded(f"{self._name}: {reply.message}")
 
     def _error(self, reply: api.ErrorReply | None) -> RequestError | None:
         """What the server named; None when that is no request's error."""
         kind: Any = getattr(errors, reply.error, None) if reply is not None else None
         if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
             return None
-        return kind(f"{self._role}: {reply.message}")
+        return kind(f"{self._name}: {reply.message}")
 
     @contextlib.contextmanager
     def _naming(self, path: str) -> Iterator[None]:
         try:
             yield
         except PoisonedReplyError as error:
-            raise PoisonedReplyError(f"{self._role}{path}: {error}") from None
+            raise PoisonedReplyError(f"{self._name}{path}: {error}") from None
 
 
 def _take_frames(received: bytearray) -> Iterator[bytes]:
@@ -323,23 +305,3 @@ def _take_frames(received: bytearray) -> Iterator[bytes]:
 
 def _time_left(deadline: float) -> float:
     return max(0.0, deadline - asyncio.get_running_loop().time())
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A new directory that only this user can enter, with a path short enough for sockets."""
-    path = Path(tempfile.mkdtemp(prefix="spot-async-"))
-    try:
-        if len(os.fsencode(path)) + len("/ready") > SOCKET_PATH_BYTES:
-            raise ConfigError(f"{path} is too long for a socket's path: set TMPDIR to a shorter directory")
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _notification_socket(path: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.setblocking(False)
-        listener.bind(str(path))
-        yield listener

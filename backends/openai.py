@@ -19,9 +19,12 @@ import pydantic
 from pydantic import Field
 
 from spot_async.concurrency import gather
+from spot_async.config import OneOrMore
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
-from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores, Traffic
+from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
 
+from .connection import Url
+from .openai_billing import request_size
 from .openai_chat import ChatReply, user_message
 from .openai_dialect import CHAT, COMPLETIONS, PROBE_TEXT, Dialect, probe, read_error
 from .openai_replies import (
@@ -35,7 +38,7 @@ from .openai_replies import (
     token_scores,
 )
 from .probing import noise_nats
-from .remote import RemoteServer, RemoteSettings
+from .remote import AttachedSettings, RemoteBackend, RemoteServer
 from .replies import check_generation, check_scores
 from .stepwise import Steps
 from .text_alignment import align, as_text
@@ -44,28 +47,47 @@ from .token_texts import UNKNOWN, TokenTexts
 
 DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get tighter with every one
 NOISE_READINGS = 3  # beside each other
+HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
+    "skip_reading_prefix_cache": "vLLM ends when it scores a prompt that is in its cache",
+    "logprob_token_ids": "vLLM gives the requests beside it wrong log-probabilities",
+}
 
 _completion = msgspec.json.Decoder(Completion)
+_chat_reply = msgspec.json.Decoder(ChatReply)
 
 
-class OpenAIBackend:
+class OpenAIBackend(RemoteBackend):
     """A `Generator` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
 
-    class Settings(RemoteSettings):
+    class Settings(AttachedSettings):
         kind: Literal["openai"] = "openai"
+        url: OneOrMore[Url] = Field(
+            description="of an endpoint, such as https://models.example.org/v1; a list for several"
+        )
         request_fields: dict[str, Any] = Field(
             {}, description="further fields of every request, as the endpoint spells them"
         )
 
-        @pydantic.field_validator("launch", mode="before")
+        @pydantic.field_validator("request_fields")
         @classmethod
-        def _starts_nothing(cls, launch: object) -> None:
-            if launch is not None:
-                raise ValueError("kind openai starts no server: give the url of one that runs, or another kind")
+        def _refuse_harmful(cls, fields: dict[str, Any]) -> dict[str, Any]:
+            for name in HARMFUL_FIELDS.keys() & fields.keys():
+                raise ValueError(f"{name} must not be sent: {HARMFUL_FIELDS[name]}")
+            return fields
+
+        @pydantic.model_validator(mode="before")
+        @classmethod
+        def _starts_nothing(cls, given: Any) -> Any:
+            if not isinstance(given, dict):
+                return given
+            if given.get("launch") is not None:
+                raise ValueError("launch: kind openai starts no server: give the url of one that runs, or another kind")
+            return {key: value for key, value in given.items() if key != "launch"}  # null in older saved configurations
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
         self._role = role
+        self._name = settings.server_name(role)
         self._server = RemoteServer(
             settings,
             role=role,
@@ -93,10 +115,6 @@ class OpenAIBackend:
     async def watch(self) -> None:
         await self._server.watch()
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
-
     async def capabilities(self, *, deadline: float) -> Capabilities:
         async with self._finding:
             if self._found is None:
@@ -116,13 +134,11 @@ class OpenAIBackend:
         self._check_request(prompt_ids, prompt_ids[:0], found)
         if top_k > found.max_generation_top_k:
             raise PermanentError(
-                f"{self._role}.backend gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
+                f"{self._server.section} gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
             )
         if self._dialect.chat_length_key is not None:
-            reply = await self._chat(prompt_ids, sampling, deadline)
-        else:
-            reply = await self._complete(prompt_ids, sampling, top_k, deadline)
-        return check_generation(reply, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
+            return await self._chat(prompt_ids, sampling, deadline)
+        return await self._complete(prompt_ids, sampling, top_k, deadline)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -130,13 +146,13 @@ class OpenAIBackend:
         found = await self.capabilities(deadline=deadline)
         self._check_request(prompt_ids, response_ids, found)
         if self._dialect.scoring is None:
-            raise PermanentError(f"{self._role}.backend only writes: it gives no log-probabilities of given tokens")
+            raise PermanentError(f"{self._server.section} only writes: it gives no log-probabilities of given tokens")
         if not len(prompt_ids):
-            raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
+            raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
         if top_k > found.max_top_k:
-            raise PermanentError(f"{self._role}.backend serves top-{found.max_top_k} at most, not {top_k}")
+            raise PermanentError(f"{self._server.section} serves top-{found.max_top_k} at most, not {top_k}")
         if temperature != 1.0 and found.score_temperature == "one":
-            raise PermanentError(f"{self._role}.backend scores at temperature 1 only, not {temperature:g}")
+            raise PermanentError(f"{self._server.section} scores at temperature 1 only, not {temperature:g}")
         if not len(response_ids):
             return no_scores(top_k)
         return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
@@ -221,7 +237,9 @@ class OpenAIBackend:
             check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
             return scores
 
-        return await self._server.ask_in_steps(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask_in_steps(
+            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(ids))
+        )
 
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
         """Rows of the prompt that was sent as `sent_ids`, or as text."""
@@ -249,16 +267,26 @@ class OpenAIBackend:
         def decode(reply: bytes) -> Generation:
             choice = _completion.decode(reply).only
             if dialect.sampled_token_ids:
-                return generation(self._role, choice, sampling, top_k=top_k)
-            return self._retokenized(choice.text or "", choice.finish_reason, sampling)
+                made = generation(self._role, choice, sampling, top_k=top_k)
+            else:
+                made = self._retokenized(choice.text or "", choice.finish_reason, sampling)
+            return check_generation(made, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
 
-        return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline)
+        return await self._server.ask(
+            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
+        )
 
     async def _chat(self, prompt_ids: IntArray, sampling: SamplingSettings, deadline: float) -> Generation:
         body = self._dialect.chat_body(user_message(self._role, self._tokenizer, prompt_ids), sampling)
-        reply = await self._server.post(CHAT, self._with_fields(body), ChatReply, deadline=deadline)
-        choice = reply.only
-        return self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
+
+        def decode(reply: bytes) -> Generation:
+            choice = _chat_reply.decode(reply).only
+            made = self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
+            return check_generation(made, sampling, top_k=0, vocab_size=self._files.vocab_size)
+
+        return await self._server.ask(
+            CHAT, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
+        )
 
     def _retokenized(self, text: str, finish_reason: str | None, sampling: SamplingSettings) -> Generation:
         ends = (*self._files.vocabulary.end_token_ids, *sampling.stop_token_ids)
@@ -269,7 +297,9 @@ class OpenAIBackend:
         assert self._texts is not None
         sent = as_text(prompt_ids, self._texts)
         if (sent.spans < 0).any():
-            raise PermanentError(f"{self._role}.backend takes text only, which cannot carry all tokens of this prompt")
+            raise PermanentError(
+                f"{self._server.section} takes text only, which cannot carry all tokens of this prompt"
+            )
         return self._without_start(sent.text, prompt_ids)
 
     def _without_start(self, text: str, ids: IntArray) -> str:
@@ -286,12 +316,12 @@ class OpenAIBackend:
         """What some servers end over, cut without a word, or answer with holes."""
         ids = np.concatenate([prompt_ids, response_ids])
         if not len(prompt_ids):
-            raise PermanentError(f"{self._role}.backend: a request needs at least one prompt token")
+            raise PermanentError(f"{self._server.section}: a request needs at least one prompt token")
         if not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
             raise PermanentError(
-                f"{self._role}.backend: a token id lies outside the vocabulary of {self._files.vocab_size}"
+                f"{self._server.section}: a token id lies outside the vocabulary of {self._files.vocab_size}"
             )
         if len(ids) > found.max_context_tokens:
             raise PermanentError(
-                f"{self._role}.backend serves a context of {found.max_context_tokens} tokens, not {len(ids)}"
+                f"{self._server.section} serves a context of {found.max_context_tokens} tokens, not {len(ids)}"
             )

@@ -18,7 +18,8 @@ import msgspec
 from spot_async.errors import ConfigError, PermanentError, RequestError
 from spot_async.types import LogprobTemperature, SamplingSettings
 
-from .http import ERROR_EXCERPT_CHARACTERS, error_message
+from .failures import FailedReply
+from .openai_billing import request_size
 from .openai_replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
 from .remote import RemoteServer
 from .throttling import when_free
@@ -123,11 +124,9 @@ async def probe(server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping
 
 
 def read_error(role: str, status: int, body: bytes) -> RequestError | None:
-    """Which of a 4xx status's meanings it has here; None where `http.py` knows."""
-    said = " ".join(error_message(body).split())[:ERROR_EXCERPT_CHARACTERS]
+    """A refusal in the endpoint's terms; None where `failures.py` says enough. What is done about it stays the same."""
+    said = FailedReply(status, body).said
     message = f"{role}: HTTP {status}: {said}"
-    if status == 402 or (status == 429 and b"insufficient_quota" in body):
-        return PermanentError(f"{message}; the account has no credit left")
     if status in (401, 403):
         return PermanentError(f"{message}; check the key that {role}.backend.api_key_env names")
     if status == 404 and "model" in said.lower():
@@ -295,7 +294,8 @@ class _Prober:
 
         async def ask(asked: Dialect) -> None:
             body = {**self._fields, **asked.chat_body(PROBE_TEXT, sampling)}
-            post = functools.partial(self._server.post, CHAT, body, Any, deadline=self._deadline)
+            size = request_size(body, len(self._prompt_ids))
+            post = functools.partial(self._server.post, CHAT, body, Any, deadline=self._deadline, size=size)
             await when_free(post, self._deadline)
 
         for key in ("max_completion_tokens", "max_tokens"):
@@ -319,7 +319,8 @@ class _Prober:
 
     async def _post(self, body: Mapping[str, Any]) -> Completion:
         sent = {**self._fields, **body}
-        post = functools.partial(self._server.post, COMPLETIONS, sent, Completion, deadline=self._deadline)
+        size = request_size(sent, len(self._prompt_ids))
+        post = functools.partial(self._server.post, COMPLETIONS, sent, Completion, deadline=self._deadline, size=size)
         return await when_free(post, self._deadline)
 
 

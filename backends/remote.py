@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,13 +17,27 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.config import NonNegativeFloat, Place, PluginSettings, PositiveInt
-from spot_async.errors import ConfigError, PoisonedReplyError, TransientError
+from spot_async.config import NonNegativeFloat, OneOrMore, Place, PositiveInt, as_list
+from spot_async.errors import ConfigError, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.model_files import ModelFiles, read_model
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Size
+from spot_async.types import Traffic
 
-from .connection import address_of, check_headers, check_proxy, check_url, proxy_for, read_secret, tls_context
+from .connection import (
+    Url,
+    address_of,
+    check_different,
+    check_headers,
+    check_proxy,
+    proxy_for,
+    read_secret,
+    tls_context,
+)
+from .failures import UNREADABLE, classify
 from .http import HttpEndpoint, ReadError
-from .launch import LaunchedServer, LaunchSettings, MakeCommand
+from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_together
+from .metering import Meter, MeteredSettings
 from .stepwise import StepRunner, Steps, run_at_once
 
 LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
@@ -31,11 +45,12 @@ LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event lo
 T = TypeVar("T")
 
 
-class RemoteSettings(PluginSettings):
-    """What every remote server is told by, whatever its dialect."""
+class AttachedSettings(MeteredSettings):
+    """What remote servers that run already are told by, whatever their dialect."""
 
-    url: str | None = Field(None, description="of a server that runs already, such as http://10.0.0.5:8000")
-    launch: LaunchSettings | None = Field(None, description="a server to start; exclusive with url")
+    url: OneOrMore[Url] | None = Field(
+        None, description="of a server that runs already, such as http://10.0.0.5:8000; a list for several"
+    )
     served_model: str | None = Field(None, description="model name that requests carry; default: the one it serves")
     api_key_env: str | None = Field(None, description="environment variable with the server's key")
     headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
@@ -51,28 +66,84 @@ class RemoteSettings(PluginSettings):
         None, description="difference between two computations of the same row; default: measured at start-up"
     )
 
+    @property
+    def where(self) -> str | LaunchSettings:
+        """The one server of these settings: its address, or how it is started. Raises `ConfigError` for several."""
+        return _only(as_list(self.url))
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the servers run already, so that they may hold any weights."""
+        return self.url is not None
+
+    def servers(self) -> Sequence[Self]:
+        return self.numbered([{"url": url} for url in as_list(self.url)])
+
+    @property
+    def place(self) -> Place | None:
+        where = self.where
+        return Place(f"url={where}", address_of(where), is_attached=True) if isinstance(where, str) else None
+
+    def check_machine(self, section: str) -> None:
+        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
+            read_secret(section, variable)
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _check_urls(cls, url: str | list[str] | None) -> str | list[str] | None:
+        check_different(as_list(url))
+        return url
+
+    _check_proxy = pydantic.field_validator("proxy")(check_proxy)
+    _check_headers = pydantic.field_validator("headers")(check_headers)
+
+
+class RemoteSettings(AttachedSettings):
+    """Those of servers that can be started, too."""
+
+    launch: OneOrMore[LaunchSettings] | None = Field(
+        None, description="a server to start; a list for several; exclusive with url"
+    )
+
+    @property
+    def where(self) -> str | LaunchSettings:
+        places: list[str | LaunchSettings] = [*as_list(self.url), *as_list(self.launch)]
+        return _only(places)
+
+    def servers(self) -> Sequence[Self]:
+        return self.numbered([{"launch": each} for each in as_list(self.launch)]) if self.launch else super().servers()
+
+    @property
+    def place(self) -> Place | None:
+        where = self.where
+        if isinstance(where, str):
+            return super().place
+        return Place(f"launch.port={where.port}", f"127.0.0.1:{where.port}") if where.port is not None else None
+
+    def check_machine(self, section: str) -> None:
+        super().check_machine(section)
+        for number, each in enumerate(as_list(self.launch)):
+            each.check_machine(f"{section}.launch.{number}" if isinstance(self.launch, list) else f"{section}.launch")
+
+    @pydantic.field_validator("launch")
+    @classmethod
+    def _check_launches(
+        cls, launch: LaunchSettings | list[LaunchSettings] | None
+    ) -> LaunchSettings | list[LaunchSettings] | None:
+        check_together(as_list(launch))
+        return launch
+
     @pydantic.model_validator(mode="after")
     def _check_place(self) -> Self:
         if (self.url is None) == (self.launch is None):
             raise ValueError("give exactly one of url (a running server) and launch (one to start)")
         return self
 
-    @property
-    def place(self) -> Place | None:
-        if self.url is not None:
-            return Place(f"url={self.url}", address_of(self.url), is_attached=True)
-        port = self.launch.port if self.launch is not None else None
-        return Place(f"launch.port={port}", f"127.0.0.1:{port}") if port is not None else None
 
-    def check_machine(self, section: str) -> None:
-        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
-            read_secret(section, variable)
-        if self.launch is not None:
-            self.launch.check_machine(f"{section}.launch")
-
-    _check_url = pydantic.field_validator("url")(check_url)
-    _check_proxy = pydantic.field_validator("proxy")(check_proxy)
-    _check_headers = pydantic.field_validator("headers")(check_headers)
+def _only(places: Sequence[T]) -> T:
+    if len(places) != 1:
+        raise ConfigError(f"url, launch: {len(places)} servers, where one is taken: give one, or each its own settings")
+    return places[0]
 
 
 class RemoteServer:
@@ -80,7 +151,7 @@ class RemoteServer:
 
     def __init__(
         self,
-        settings: RemoteSettings,
+        settings: AttachedSettings,
         *,
         role: str,
         model: str,
@@ -90,9 +161,12 @@ class RemoteServer:
         read_error: ReadError | None = None,
     ) -> None:
         self.settings = settings
-        self.role = role
+        self.role = role  # in configuration keys
+        self.name = settings.server_name(role)  # in messages and logs: which of a role's servers
+        self._where = settings.where
         self.files: ModelFiles = read_model(role, model)
         self.endpoint: HttpEndpoint
+        self.meter = Meter(role, self.name, settings.open_account(role))
         self._run_directory = run_directory
         self._make_command = make_command
         self._ready_path = ready_path
@@ -103,9 +177,9 @@ class RemoteServer:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            url = self.settings.url
-            if url is None:
-                self._launched = await stack.enter_async_context(self._launch())
+            url = self._where
+            if not isinstance(url, str):
+                self._launched = await stack.enter_async_context(self._launch(url))
                 url = self._launched.url
             self.endpoint = await stack.enter_async_context(self._connection(url))
             if self._launched is not None:
@@ -120,6 +194,11 @@ class RemoteServer:
     ) -> None:
         await self._exit_stack.__aexit__(kind, error, trace)
 
+    @property
+    def section(self) -> str:
+        """Where its settings stand, for errors; with its name where that does not say which server it is."""
+        return f"{self.role}.backend" + (f" ({self.name})" if self.name != self.role else "")
+
     async def watch(self) -> None:
         """Run for as long as the server does, when we started it; for ever when we did not."""
         if self._launched is not None:
@@ -132,63 +211,90 @@ class RemoteServer:
         return await (work if self._launched is None else self._launched.alongside(work))
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
-        return self.read(path, await self.endpoint.get(path, deadline=deadline), _decoder(kind))
+        reply = await self.endpoint.get(path, deadline=deadline)
+        with self._naming("GET", path, None, reply):
+            return _decoder(kind)(reply)
 
-    async def post(self, path: str, body: object, kind: type[T], *, deadline: float, resend: bool = True) -> T:
+    async def post(
+        self,
+        path: str,
+        body: object,
+        kind: type[T],
+        *,
+        deadline: float,
+        resend: bool = True,
+        size: Size | None = None,
+    ) -> T:
         """A JSON reply, decoded as `kind`."""
-        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend)
+        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend, size=size)
 
     async def ask(
-        self, path: str, body: object, decode: Callable[[bytes], T], *, deadline: float, resend: bool = True
+        self,
+        path: str,
+        body: object,
+        decode: Callable[[bytes], T],
+        *,
+        deadline: float,
+        resend: bool = True,
+        size: Size | None = None,
     ) -> T:
-        """What `decode` makes of the reply. It runs in a thread for a large one, and raises `PoisonedReplyError`,
-        or one of msgspec's errors, for a reply that cannot be read."""
-        reply = await self.endpoint.post(
-            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline, resend=resend
-        )
-        if len(reply) > LARGE_REPLY_BYTES:
-            return await asyncio.to_thread(self.read, path, reply, decode)
-        return self.read(path, reply, decode)
+        """What `decode` makes of the reply. It runs in a thread for a large one, and raises a `RequestError`, or one
+        of `failures.UNREADABLE` for a reply that cannot be read."""
+        sent = msgspec.json.encode(body)
+        reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=resend, size=size)
+        with self._naming("POST", path, sent, reply):
+            return await asyncio.to_thread(decode, reply) if len(reply) > LARGE_REPLY_BYTES else decode(reply)
 
-    async def ask_in_steps(self, path: str, body: object, decode: Callable[[bytes], Steps[T]], *, deadline: float) -> T:
+    async def ask_in_steps(
+        self,
+        path: str,
+        body: object,
+        decode: Callable[[bytes], Steps[T]],
+        *,
+        deadline: float,
+        size: Size | None = None,
+    ) -> T:
         """As `ask`, but a large reply is read on the loop, one step of all those under way a turn (see `stepwise`)."""
-        reply = await self.endpoint.post(
-            path, msgspec.json.encode(body), content_type="application/json", deadline=deadline
-        )
-        with self._naming(path):
+        sent = msgspec.json.encode(body)
+        reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=True, size=size)
+        with self._naming("POST", path, sent, reply):
             if len(reply) > LARGE_REPLY_BYTES:
                 return await self._steps.run(decode(reply))
             return run_at_once(decode(reply))
 
-    def read(self, path: str, reply: bytes, decode: Callable[[bytes], T]) -> T:
-        with self._naming(path):
-            return decode(reply)
-
     @contextlib.contextmanager
-    def _naming(self, path: str) -> Iterator[None]:
+    def _naming(self, method: str, path: str, sent: bytes | None, reply: bytes) -> Iterator[None]:
+        """Errors of reading a reply are request errors, and say of what."""
         try:
             yield
-        except (PoisonedReplyError, TransientError) as error:
-            raise type(error)(f"{self.role}{path}: {error}") from None
-        except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise PoisonedReplyError(f"{self.role}{path}: cannot read the reply: {error}") from error
+        except RequestError as failure:  # some name the server by themselves
+            nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
+                failure, ServerRestartedError
+            )
+            error = failure.reworded(f"{self.name}{path}: {failure}") if nameless else failure
+            error.exchange = self.endpoint.exchange(method, path, sent, received=reply)
+            raise error from None
+        except UNREADABLE as failure:
+            error = classify(f"{self.name}{path}", failure)
+            error.exchange = self.endpoint.exchange(method, path, sent, received=reply)
+            raise error from failure
 
-    def _launch(self) -> LaunchedServer:
-        launch = self.settings.launch
-        if launch is None or self._make_command is None:
+    def _launch(self, launch: LaunchSettings) -> LaunchedServer:
+        if self._make_command is None:
             raise ConfigError(f"{self.role}.backend.launch: {self.settings.kind} starts no server; give its url")
         return LaunchedServer(
             launch,
             role=self.role,
+            name=self.name,
             model=self.files.directory,
-            log_path=self._run_directory / "logs" / f"{self.role}.log",
+            log_path=self._run_directory / "logs" / f"{self.name}.log",
             make_command=self._make_command,
         )
 
     def _connection(self, url: str) -> HttpEndpoint:
         settings, section = self.settings, f"{self.role}.backend"
         return HttpEndpoint(
-            self.role,
+            self.name,
             url,
             api_key=read_secret(section, settings.api_key_env) if settings.api_key_env is not None else None,
             headers=settings.headers,
@@ -197,6 +303,24 @@ class RemoteServer:
             verify=tls_context(self.role, settings.ca_certificates),
             proxy=proxy_for(self.role, url, settings.proxy),
         )
+
+
+class RemoteBackend:
+    """What adapters tell of their server as it is."""
+
+    _server: RemoteServer
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._server.endpoint.traffic
+
+    @property
+    def account(self) -> Account:
+        return self._server.meter.account
+
+    @account.setter
+    def account(self, shared: Account) -> None:
+        self._server.meter.account = shared
 
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:

@@ -1,6 +1,7 @@
 """Checks what a server replied before anything else sees it. Pure; every check raises `PoisonedReplyError`.
 
-A NaN log-probability or a missing row that got through would end up in a loss.
+A NaN log-probability or a missing row that got through would end up in a loss. Numbers are also held against each
+other where a reply says something twice: a row's probabilities, a token and its place in its own row.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.errors import PoisonedReplyError
-from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, ScoredPositions, TokenScores
+from spot_async.types import BoolArray, FloatArray, Generation, IntArray, SamplingSettings, ScoredPositions, TokenScores
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
+LEAST_NATS = -1e4  # of a token that was chosen or given: a loss takes its exponential
 ENTROPY_SLACK_NATS = 1e-2
+MASS_SLACK = 0.05  # of a row's probabilities that were rounded to bfloat16 one by one
+AGREEMENT_NATS = 0.05  # between a token's log-probability and the same one in its row: one number, said twice
 
 
 def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: int, vocab_size: int) -> Generation:
@@ -28,7 +32,7 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
     if not 0 < count <= sampling.max_tokens:
         raise PoisonedReplyError(f"{count} tokens where 1 to {sampling.max_tokens} were asked for")
     _check_ids("token_ids", reply.token_ids, (count,), vocab_size)
-    _check_logprobs("logprobs", reply.logprobs, (count,))
+    check_logprobs("logprobs", reply.logprobs, (count,), least=LEAST_NATS)
     last = int(reply.token_ids[-1])
     if reply.finish_reason == "stop" and last not in sampling.stop_token_ids:
         raise PoisonedReplyError(f"finish reason 'stop' does not fit the last token {last}")
@@ -41,42 +45,107 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
         spans = list(zip(starts, ends, strict=True))
         raise PoisonedReplyError(f"version spans {spans} do not cover the {count} tokens")
     if top_k:
-        _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
+        ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
+        _check_agreement(reply.token_ids, reply.logprobs, ids, logprobs)
     return msgspec.structs.replace(reply, finish_reason="stop" if last in sampling.stop_token_ids else "length")
 
 
-def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, vocab_size: int) -> None:
-    """One row per response token, full-vocabulary entropies between 0 and log V."""
+def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, vocab_size: int) -> TokenScores:
+    """One row per response token, full-vocabulary entropies between 0 and log V. Returns it."""
     count = len(response_ids)
-    _check_logprobs("logprobs", reply.logprobs, (count,))
-    _check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
+    valid: BoolArray = np.ones(count, np.bool_) if reply.valid is None else reply.valid
+    _check_shape("valid", valid, (count,))
+    if valid.dtype.kind != "b":
+        raise PoisonedReplyError(f"valid is {valid.dtype}, not true or false")
+    check_logprobs("logprobs", reply.logprobs, (count,), least=LEAST_NATS)
+    ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size, valid)
+    _check_agreement(response_ids[valid], reply.logprobs[valid], ids[valid], logprobs[valid])
     for name in ("entropy", "entropy_lower", "entropy_upper"):
         _check_entropy(name, getattr(reply, name), (count,), vocab_size)
     ordered = (reply.entropy_lower <= reply.entropy) & (reply.entropy <= reply.entropy_upper)
     if not ordered.all():
         raise PoisonedReplyError("entropy lies outside its own bounds")
+    return reply
 
 
-def check_scored_positions(reply: ScoredPositions, positions: IntArray, *, top_k: int, vocab_size: int) -> None:
-    """One row per position that was asked for."""
-    _check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
+def check_scored_positions(
+    reply: ScoredPositions, positions: IntArray, *, top_k: int, vocab_size: int
+) -> ScoredPositions:
+    """One row per position that was asked for. Returns it."""
+    check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
     for name in ("entropy_lower", "entropy_upper"):
         _check_entropy(name, getattr(reply, name), (len(positions),), vocab_size)
     if not (reply.entropy_lower <= reply.entropy_upper).all():
         raise PoisonedReplyError("entropy_lower exceeds entropy_upper")
+    return reply
 
 
-def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> None:
-    _check_logprobs("candidate log-probabilities", logprobs, candidate_ids.shape)
+def check_rows(
+    token_ids: IntArray,
+    logprobs: FloatArray,
+    topk_ids: IntArray,
+    topk_logprobs: FloatArray,
+    *,
+    top_k: int,
+    vocab_size: int,
+) -> None:
+    """One row per token (T,): its log-probability (T,) and its top-k (T, k), as a server gave them."""
+    check_logprobs("logprobs", logprobs, (len(token_ids),), least=LEAST_NATS)
+    check_topk(topk_ids, topk_logprobs, (len(token_ids), top_k), vocab_size)
+    _check_agreement(token_ids, logprobs, topk_ids, topk_logprobs)
 
 
-def _check_topk(ids: IntArray | None, logprobs: FloatArray | None, shape: tuple[int, ...], vocab_size: int) -> None:
+def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> FloatArray:
+    """(N, k) of the candidates that were asked for. Returns them."""
+    check_logprobs("candidate log-probabilities", logprobs, candidate_ids.shape)
+    return logprobs
+
+
+def check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...], *, least: float = -math.inf) -> None:
+    """Finite, not above 0 but for rounding, and not below `least`."""
+    _check_shape(name, values, shape)
+    if values.dtype.kind != "f":
+        raise PoisonedReplyError(f"{name} are {values.dtype}, not floating point")
+    if not (values <= LOGPROB_SLACK).all():  # NaN is not either
+        raise PoisonedReplyError(f"{name} hold {'NaN' if np.isnan(values).any() else 'values above 0'}")
+    if not np.isfinite(values).all():
+        raise PoisonedReplyError(f"{name} hold minus infinity")
+    if not (values >= least).all():
+        raise PoisonedReplyError(f"{name} hold {float(values.min()):g}, and no token is less likely than {least:g}")
+
+
+def check_topk(
+    ids: IntArray | None,
+    logprobs: FloatArray | None,
+    shape: tuple[int, int],
+    vocab_size: int,
+    valid: BoolArray | None = None,
+) -> tuple[IntArray, FloatArray]:
+    """Different tokens in a row, likeliest first, parts of a distribution; `valid` (T,) says which rows count."""
     if ids is None or logprobs is None:
         raise PoisonedReplyError("no top-k although it was asked for")
     _check_ids("topk_ids", ids, shape, vocab_size)
-    _check_logprobs("topk_logprobs", logprobs, shape)
+    check_logprobs("topk_logprobs", logprobs, shape)
     if not (logprobs[:, 1:] <= logprobs[:, :-1]).all():
         raise PoisonedReplyError("topk_logprobs do not descend")
+    counting_ids, counting = (ids, logprobs) if valid is None else (ids[valid], logprobs[valid])
+    ordered = np.sort(counting_ids, axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise PoisonedReplyError("topk_ids name a token twice in one row")
+    if (np.exp(counting).sum(axis=1) > 1.0 + MASS_SLACK).any():
+        raise PoisonedReplyError("topk_logprobs hold a row of probabilities that exceed 1 together")
+    return ids, logprobs
+
+
+def _check_agreement(token_ids: IntArray, logprobs: FloatArray, topk_ids: IntArray, topk_logprobs: FloatArray) -> None:
+    """A token among its row's top-k (T, K) has the log-probability that stands there, another one none above them."""
+    if not topk_ids.size:
+        return
+    named = topk_ids == token_ids[:, None]
+    in_row = np.where(named, topk_logprobs, -np.inf).max(axis=1)
+    off = np.where(named.any(axis=1), np.abs(logprobs - in_row), logprobs - topk_logprobs[:, -1])
+    if (off > AGREEMENT_NATS).any():
+        raise PoisonedReplyError(f"logprobs and topk_logprobs contradict each other at token {int(np.argmax(off))}")
 
 
 def _check_entropy(name: str, values: FloatArray, shape: tuple[int, ...], vocab_size: int) -> None:
@@ -92,14 +161,6 @@ def _check_ids(name: str, ids: IntArray, shape: tuple[int, ...], vocab_size: int
         raise PoisonedReplyError(f"{name} are {ids.dtype}, not integers")
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         raise PoisonedReplyError(f"{name} hold a token out of the {vocab_size}")
-
-
-def _check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...]) -> None:
-    _check_shape(name, values, shape)
-    if values.dtype.kind != "f":
-        raise PoisonedReplyError(f"{name} are {values.dtype}, not floating point")
-    if not (values <= LOGPROB_SLACK).all():  # NaN is not either
-        raise PoisonedReplyError(f"{name} hold {'NaN' if np.isnan(values).any() else 'values above 0'}")
 
 
 def _check_shape(name: str, array: npt.NDArray[np.generic], shape: tuple[int, ...]) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 from spot_async.policies.acquisition import entropy_bounds
 from spot_async.types import FloatArray, IntArray, ScoredPositions, TokenScores, WeightVersion
 
+from .replies import check_logprobs
+
 
 def bounded_scores(
     logprobs: FloatArray,
@@ -23,7 +25,11 @@ def bounded_scores(
     noise_nats: float,
     version: WeightVersion,
 ) -> TokenScores:
-    """Scores of T tokens from their log-probabilities (T,) and a served top-K (T, K), cut to the `top_k` asked for."""
+    """Scores of T tokens from their log-probabilities (T,) and a served top-K (T, K), cut to the `top_k` asked for.
+
+    Raises `PoisonedReplyError` for numbers that are no log-probabilities: bounds of those would be nothing.
+    """
+    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
     lower, upper = _widened_bounds(topk_logprobs, vocab_size, noise_nats)
     return TokenScores(
         logprobs=logprobs,
@@ -37,7 +43,11 @@ def bounded_scores(
 
 
 def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_size: int) -> ScoredPositions:
-    """Positions (N, K) that were asked for by themselves. What they show is what they are, so nothing is widened."""
+    """Positions (N, K) that were asked for by themselves. What they show is what they are, so nothing is widened.
+
+    Raises `PoisonedReplyError`, as `bounded_scores`.
+    """
+    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
     lower, upper = _widened_bounds(topk_logprobs, vocab_size, 0.0)
     return ScoredPositions(topk_ids=topk_ids, topk_logprobs=topk_logprobs, entropy_lower=lower, entropy_upper=upper)
 

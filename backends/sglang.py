@@ -29,9 +29,10 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from spot_async.alignment import branch_prefix_length
 from spot_async.concurrency import gather
+from spot_async.config import as_list
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
+from spot_async.spending.prices import Size
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -40,18 +41,20 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    Traffic,
     WeightSnapshot,
     WeightVersion,
 )
 
+from .health import Standstill, ask_sglang
+from .held_weights import WeightNames
+from .limits import Limits
 from .probing import differences, noise_nats, temperature_convention
-from .remote import RemoteServer
-from .replies import check_candidates, check_generation, check_scores
+from .remote import RemoteBackend, RemoteServer
+from .replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
 from .served_topk import bounded_scores, scored_positions
-from .sglang_checks import GENERATE, check_ready, check_vocabulary, probe_prompt, read_error
+from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, prefix_lengths, probe_prompt
 from .sglang_launch import sglang_command
-from .sglang_replies import NextToken, Scores, TopK, WeightNames, read_generation, read_next_token, read_scores
+from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
 from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
 from .stepwise import Steps
@@ -68,7 +71,7 @@ POSITIONS_IN_FLIGHT = 32  # of one request for single positions
 T = TypeVar("T")
 
 
-class SglangBackend:
+class SglangBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
 
     class Settings(SleepSettings):
@@ -77,12 +80,13 @@ class SglangBackend:
 
         @pydantic.model_validator(mode="after")
         def _check_weights(self) -> Self:
-            check_reachable(self.weights, self.url)
+            check_reachable(self.weights, as_list(self.url), servers=len(self.servers()))
             return self
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
         self._role = role
+        self._name = settings.server_name(role)
         self._server = RemoteServer(
             settings,
             role=role,
@@ -90,12 +94,12 @@ class SglangBackend:
             run_directory=run_directory,
             make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
             ready_path=READY,
-            read_error=functools.partial(read_error, role),
         )
         self._run_directory = run_directory
         self._vocab_size = self._server.files.vocab_size
-        self._max_tokens = 0  # that one request may hold; known once the server is asked
-        self._names = WeightNames(role)
+        self._standstill = Standstill()
+        self._limits: Limits  # known once the server is asked
+        self._names = WeightNames(self._name, is_student=role == "student")
         self._weights: SglangWeights
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
@@ -127,10 +131,6 @@ class SglangBackend:
     async def watch(self) -> None:
         await self._server.watch()
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
-
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return self._capabilities
 
@@ -143,9 +143,7 @@ class SglangBackend:
         session: str | None = None,
         deadline: float,
     ) -> Generation:
-        if sampling.max_tokens < 1:
-            raise PermanentError(f"{self._role}: max_tokens={sampling.max_tokens}: a response has at least one token")
-        self._check(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
+        self._limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
         body = {
             "input_ids": prompt_ids.tolist(),
             "sampling_params": {
@@ -160,9 +158,11 @@ class SglangBackend:
             **_output_top_k(top_k),
         }
 
+        names = self._names.now()
+
         def read(reply: bytes) -> Steps[Generation]:
-            generation = yield from read_generation(reply, self._names, top_k=top_k)
-            self._check_end(generation, sampling)
+            generation = yield from read_generation(reply, names, top_k=top_k)
+            check_end(self._name, generation, sampling)
             return check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
 
         return await self._ask(body, read, deadline)
@@ -172,12 +172,12 @@ class SglangBackend:
     ) -> TokenScores:
         if temperature != 1.0:
             raise PermanentError(
-                f"{self._role}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
+                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
                 "sampling.temperature=1"
             )
         served_k = max(top_k, min(self._settings.top_k or 1, self._vocab_size))
         found = await self._score(prompt_ids, response_ids, served_k, deadline)
-        scores = bounded_scores(
+        return bounded_scores(
             found.logprobs,
             *found.top,
             top_k=top_k,
@@ -185,8 +185,6 @@ class SglangBackend:
             noise_nats=self._capabilities.logprob_noise_nats,
             version=found.version,
         )
-        check_scores(scores, response_ids, top_k=top_k, vocab_size=self._vocab_size)
-        return scores
 
     async def score_at(
         self,
@@ -200,7 +198,7 @@ class SglangBackend:
     ) -> ScoredPositions:
         self._check_temperature(temperature)
         sequence = np.concatenate([prompt_ids, response_ids])
-        lengths = self._prefix_lengths(prompt_ids, response_ids, positions)
+        lengths = prefix_lengths(self._name, prompt_ids, response_ids, positions)
         found = await self._next_tokens(((sequence[:length], None) for length in lengths), top_k, temperature, deadline)
         tops = [each.top for each in found if each.top is not None]
         return scored_positions(
@@ -223,21 +221,19 @@ class SglangBackend:
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
         self._check_temperature(temperature)
-        self._check_ids(candidate_ids)
+        self._limits.check_ids(candidate_ids)
         sequence = np.concatenate([prompt_ids, response_ids])
-        lengths = self._prefix_lengths(prompt_ids, response_ids, positions)
+        lengths = prefix_lengths(self._name, prompt_ids, response_ids, positions)
         asked = ((sequence[:length], ids) for length, ids in zip(lengths, candidate_ids, strict=True))
         found = await self._next_tokens(asked, 0, temperature, deadline)
         other = next((each.version for each in found if each.version != expected_version), None)
         if other is not None:
-            raise VersionMismatchError(f"{self._role}: holds weights {other}, not the {expected_version} asked for")
-        logprobs = np.stack([each.chosen for each in found if each.chosen is not None])
-        check_candidates(logprobs, candidate_ids)
-        return logprobs
+            raise VersionMismatchError(f"{self._name}: holds weights {other}, not the {expected_version} asked for")
+        return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        await self._weights.update(snapshot, deadline=deadline)
-        self._names.updated()
+        with self._standstill.loading(), self._names.updating(snapshot.version):
+            await self._weights.update(snapshot, deadline=deadline)
         self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
 
     @property
@@ -245,23 +241,33 @@ class SglangBackend:
         return self._settings.sleep_while_training
 
     async def sleep(self, *, deadline: float) -> None:
+        self._standstill.sleeping(True)
         await sleep_sglang(self._server, self._weights.flush, deadline=deadline)
 
     async def wake(self, *, deadline: float) -> None:
         await wake_sglang(self._server, deadline=deadline)
+        self._standstill.sleeping(False)
+
+    async def ping(self, *, deadline: float) -> None:
+        names = self._names.now()
+        await self._standstill.ping(
+            lambda: ask_sglang(self._server, names, deadline=deadline),
+            lambda: self._server.endpoint.get(READY, deadline=deadline),
+        )
 
     async def _probe(self, info: ServerInfo, deadline: float) -> Capabilities:
         """What the server offers, where it can be found out by asking it."""
         files = self._server.files
         served = info.max_req_input_len  # one more than it takes
-        self._max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
-        if self._settings.launch is None:
+        max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
+        self._limits = Limits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
+        if self._settings.is_attached:
             await check_ready(self._server, deadline=deadline)
         await check_vocabulary(self._server, info, deadline=deadline)
         self._names.start((await self._server.get(READY, ModelInfo, deadline=deadline)).weight_version)
         prompt_ids = await probe_prompt(self._server, deadline=deadline)
         top_k = min(PROBE_TOP_K, self._vocab_size)
-        count = min(PROBE_TOKENS, self._max_tokens - len(prompt_ids))
+        count = min(PROBE_TOKENS, max_tokens - len(prompt_ids))
         sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
         generated = await self.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
         scored = await self._score(prompt_ids, generated.token_ids, top_k, deadline)
@@ -270,12 +276,12 @@ class SglangBackend:
         noise = self._settings.logprob_noise_nats
         if noise is None:
             noise = noise_nats(differences(generated, scored.logprobs, *scored.top))
-        attached_student = self._role == "student" and self._settings.launch is None
+        attached_student = self._role == "student" and self._settings.is_attached
         return Capabilities(
             model=str(files.directory),
             vocab_size=self._vocab_size,
             vocab_fingerprint=files.vocabulary.fingerprint,
-            max_context_tokens=self._max_tokens,
+            max_context_tokens=max_tokens,
             max_top_k=self._vocab_size,
             max_generation_top_k=self._vocab_size,
             max_position_top_k=self._vocab_size,
@@ -297,8 +303,8 @@ class SglangBackend:
             empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
             return Scores(np.zeros(0, np.float32), TopK(*empty), self._capabilities.version or WeightVersion(0, 0))
         sequence = np.concatenate([prompt_ids, response_ids])
-        self._check(sequence, top_k=top_k)
-        self._check(prompt_ids)
+        self._limits.check(sequence, top_k=top_k)
+        self._limits.check(prompt_ids)
         body = {
             "input_ids": sequence.tolist(),
             "sampling_params": {"max_new_tokens": 0},
@@ -308,7 +314,13 @@ class SglangBackend:
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
         }
-        read = functools.partial(read_scores, names=self._names, response_ids=response_ids, vocab_size=self._vocab_size)
+        names = self._names.now()
+
+        def read(reply: bytes) -> Steps[Scores]:
+            found = yield from read_scores(reply, names, response_ids, vocab_size=self._vocab_size)
+            check_rows(response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
+            return found
+
         return await self._ask(body, read, deadline)
 
     async def _next_tokens(
@@ -325,13 +337,22 @@ class SglangBackend:
                 "return_logprob": True,
                 **(_output_top_k(top_k) if chosen is None else {"token_ids_logprob": chosen}),
             }
-            read = functools.partial(read_next_token, names=self._names, candidate_ids=chosen)
+
+            def read(reply: bytes) -> Steps[NextToken]:
+                found = yield from read_next_token(reply, names, chosen)
+                if found.top is not None:
+                    check_topk(*found.top, (1, top_k), self._vocab_size)
+                if found.chosen is not None:
+                    check_logprobs("candidate log-probabilities", found.chosen, found.chosen.shape)
+                return found
+
             async with places:
+                names = self._names.now()
                 return await self._ask(body, read, deadline)
 
         requests = list(asked)
         for prefix_ids, _ in requests:
-            self._check(prefix_ids, new_tokens=1, top_k=top_k)
+            self._limits.check(prefix_ids, new_tokens=1, top_k=top_k)
         return await gather(ask(*each) for each in requests)
 
     async def _ask(self, body: dict[str, Any], read: Callable[[bytes], Steps[T]], deadline: float) -> T:
@@ -340,53 +361,26 @@ class SglangBackend:
         The server aborts by prefix, so ids have one length. It would notice the closed connection after seconds.
         """
         request_id = uuid.uuid4().hex
+        size = Size(
+            prompt_tokens=len(body["input_ids"]),
+            max_completion_tokens=max(1, body["sampling_params"]["max_new_tokens"]),
+        )
         try:
-            return await self._server.ask_in_steps(GENERATE, {"rid": request_id, **body}, read, deadline=deadline)
+            return await self._server.ask_in_steps(
+                GENERATE, {"rid": request_id, **body}, read, deadline=deadline, size=size
+            )
         except (asyncio.CancelledError, DeadlineExceededError):
             soon = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
             with contextlib.suppress(RequestError):
                 await self._server.ask(ABORT, {"rid": request_id}, bytes, deadline=soon)
             raise
 
-    def _check(self, token_ids: IntArray, *, new_tokens: int = 0, top_k: int = 0) -> None:
-        """What the server would not survive, or not answer well. Raises `PermanentError`."""
-        if not len(token_ids):
-            raise PermanentError(f"{self._role}: a request needs at least one token")
-        self._check_ids(token_ids)
-        if not 0 <= top_k <= self._vocab_size:
-            raise PermanentError(f"{self._role}: top_k={top_k} is not one of 0 to {self._vocab_size} (the vocabulary)")
-        if self._max_tokens and len(token_ids) + new_tokens > self._max_tokens:
-            raise PermanentError(
-                f"{self._role}: {len(token_ids)} tokens and {new_tokens} new ones are more than the server's "
-                f"{self._max_tokens}: raise its --context-length or lower sampling.max_response_tokens"
-            )
-
-    def _check_ids(self, token_ids: IntArray) -> None:
-        outside = token_ids[(token_ids < 0) | (token_ids >= self._vocab_size)]
-        if outside.size:
-            raise PermanentError(
-                f"{self._role}: token {outside.flat[0]} is out of the vocabulary of {self._vocab_size}"
-            )
-
     def _check_temperature(self, temperature: float) -> None:
         if temperature != 1.0 and self._capabilities.generation_temperature == "one":
             raise PermanentError(
-                f"{self._role}: the server gives log-probabilities at temperature 1, not at {temperature:g}: start it "
+                f"{self._name}: the server gives log-probabilities at temperature 1, not at {temperature:g}: start it "
                 "without SGLANG_RETURN_ORIGINAL_LOGPROB or set sampling.temperature=1"
             )
-
-    def _check_end(self, generation: Generation, sampling: SamplingSettings) -> None:
-        last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
-        if generation.finish_reason == "stop" and last not in sampling.stop_token_ids:
-            raise PermanentError(
-                f"{self._role}: the server ends responses at token {last}, which is none of the end tokens "
-                f"{sampling.stop_token_ids}: name it in the model's generation_config.json (eos_token_id)"
-            )
-
-    def _prefix_lengths(self, prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[int]:
-        if positions.size and not 0 <= positions.min() <= positions.max() < len(response_ids):
-            raise PermanentError(f"{self._role}: positions are not all of the response's {len(response_ids)}")
-        return [branch_prefix_length(len(prompt_ids), position) for position in positions.tolist()]
 
 
 def _output_top_k(top_k: int) -> dict[str, Any]:

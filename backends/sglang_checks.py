@@ -1,6 +1,7 @@
 """What an SGLang server must be before it is asked anything else: ready, and of the model that the directory says.
 
-Raises `ConfigError` for one that is not. Asks only what the server survives.
+Raises `ConfigError` for one that is not. Asks only what the server survives. At the end: what is checked of one
+request and its reply.
 """
 
 from __future__ import annotations
@@ -10,27 +11,20 @@ import uuid
 import msgspec
 import numpy as np
 
-from spot_async.errors import ConfigError, PermanentError, RequestError, ThrottledError, TransientError
-from spot_async.types import IntArray
+from spot_async.alignment import branch_prefix_length
+from spot_async.errors import ConfigError, PermanentError, ThrottledError
+from spot_async.types import Generation, IntArray, SamplingSettings
 
 from .remote import RemoteServer
 from .sglang_weights import ServerInfo
 
 GENERATE = "/generate"
 CHOSEN_IDS_CHECKED = (0, 5, 14)  # by the server; before, one out of the vocabulary ended it
-DUPLICATE_ID = b"Duplicate request ID"
 PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
 
 
 class Tokenized(msgspec.Struct):
     tokens: list[int]
-
-
-def read_error(role: str, status: int, content: bytes) -> RequestError | None:
-    """The same request is still there after its connection broke and it was sent again; under another id it is new."""
-    if status == 400 and DUPLICATE_ID in content:
-        return TransientError(f"{role}: the server still has an earlier sending of the request")
-    return None
 
 
 async def check_ready(server: RemoteServer, *, deadline: float) -> None:
@@ -39,7 +33,7 @@ async def check_ready(server: RemoteServer, *, deadline: float) -> None:
         await server.endpoint.get("/ready", deadline=deadline)
     except ThrottledError:
         raise ConfigError(
-            f"{server.role}.backend: the server is paused, or still starting (GET /ready is 503): where an earlier run "
+            f"{server.section}: the server is paused, or still starting (GET /ready is 503): where an earlier run "
             "left it paused, POST /continue_generation; a student gets this run's weights before it is used"
         ) from None
     except PermanentError:  # an older server or a router, which does not know the path
@@ -87,3 +81,20 @@ async def probe_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
             "directory of the model that is served"
         )
     return np.array(ours, np.int32)
+
+
+def prefix_lengths(name: str, prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[int]:
+    """Of the context of each response position's decision. Raises `PermanentError` for positions that there are not."""
+    if positions.size and not 0 <= positions.min() <= positions.max() < len(response_ids):
+        raise PermanentError(f"{name}: positions are not all of the response's {len(response_ids)}")
+    return [branch_prefix_length(len(prompt_ids), position) for position in positions.tolist()]
+
+
+def check_end(name: str, generation: Generation, sampling: SamplingSettings) -> None:
+    """Whether one of the request's own tokens ended the response, which the served model's do as well."""
+    last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
+    if generation.finish_reason == "stop" and last not in sampling.stop_token_ids:
+        raise PermanentError(
+            f"{name}: the server ends responses at token {last}, which is none of the end tokens "
+            f"{sampling.stop_token_ids}: name it in the model's generation_config.json (eos_token_id)"
+        )

@@ -16,15 +16,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.errors import PoisonedReplyError, TransientError, VersionMismatchError
+from spot_async.errors import PoisonedReplyError, TransientError
 from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
 
+from .held_weights import SentNames
 from .stepwise import Steps
 
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
 FirstEntry = tuple[float | None, int, Any]  # of input tokens: the first one has no log-probability
 Rows = list[list[Entry] | None]
-INITIAL = WeightVersion(0, 0)
 NO_ROWS = msgspec.Raw(b"[]")
 ROWS_END = b"]],"
 STEP_BYTES = 1 << 16  # of nested rows, read in one step
@@ -91,38 +91,11 @@ class NextToken(NamedTuple):
     version: WeightVersion
 
 
-class WeightNames:
-    """Which versions the names stand for that a server calls its weights by."""
-
-    def __init__(self, role: str) -> None:
-        self._role = role
-        self._initial: str | None = None
-
-    def start(self, name: str | None) -> None:
-        """What the server calls the weights that it starts with."""
-        self._initial = name
-
-    def updated(self) -> None:
-        """From now on all names are of weights that were sent."""
-        self._initial = None
-
-    def version(self, name: str | None) -> WeightVersion:
-        """Raises `VersionMismatchError` for a student's weights that were not sent. Other models have one version."""
-        if self._role != "student" or name is None or name == self._initial:
-            return INITIAL
-        try:
-            return WeightVersion.parse(name)
-        except ValueError:
-            raise VersionMismatchError(
-                f"{self._role}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
-            ) from None
-
-
 _decoder = msgspec.json.Decoder(Reply)
 _rows_decoder = msgspec.json.Decoder(Rows)
 
 
-def read_generation(body: bytes, names: WeightNames, *, top_k: int) -> Steps[Generation]:
+def read_generation(body: bytes, names: SentNames, *, top_k: int) -> Steps[Generation]:
     """A whole response. Raises `TransientError` for one that the server ended by itself."""
     reply = _read(body)
     meta = reply.meta_info
@@ -143,7 +116,7 @@ def read_generation(body: bytes, names: WeightNames, *, top_k: int) -> Steps[Gen
     )
 
 
-def read_scores(body: bytes, names: WeightNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
+def read_scores(body: bytes, names: SentNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
     """Log-probabilities that were asked for from the last prompt token on; that token's own row is dropped."""
     meta = _read(body).meta_info
     entries = (meta.input_token_logprobs or [])[1:]
@@ -163,7 +136,7 @@ def read_scores(body: bytes, names: WeightNames, response_ids: IntArray, *, voca
     )
 
 
-def read_next_token(body: bytes, names: WeightNames, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
+def read_next_token(body: bytes, names: SentNames, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
     """The first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
     reply = _read(body)
     meta = reply.meta_info
@@ -205,7 +178,7 @@ def _finish_reason(meta: MetaInfo) -> FinishReason:
     return "stop" if finish.type == "stop" else "length"
 
 
-def _version_spans(meta: MetaInfo, names: WeightNames, count: int) -> tuple[VersionSpan, ...]:
+def _version_spans(meta: MetaInfo, names: SentNames, count: int) -> tuple[VersionSpan, ...]:
     """Servers before 0.5.19 name one version. They cannot switch in the middle of a response either."""
     if not meta.weight_versions:
         return (VersionSpan(0, count, names.version(meta.weight_version)),)

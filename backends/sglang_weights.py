@@ -85,7 +85,7 @@ class SglangWeights:
                 "replicas, which SGLang does not update so; start it with --dp-size 1 or set it to disk"
             )
         else:
-            sender = WeightSender(settings, role=server.role, log_directory=log_directory)
+            sender = WeightSender(settings, name=server.name, log_directory=log_directory)
             ranks = info.tp_size * info.pp_size
             self._transport = DistributedTransport(self._control, settings, sender, ranks, self._holds_requests)
 
@@ -119,7 +119,7 @@ class SglangWeights:
                     await self._control.post("/continue_generation", {}, _soon())
             elif isinstance(error, RequestError):
                 raise PermanentError(
-                    f"{self._server.role}: the update ended half-way, so the server holds parts of two models and "
+                    f"{self._server.name}: the update ended half-way, so the server holds parts of two models and "
                     f"stays paused: restart it, or POST /continue_generation and resume the run, which sends it whole "
                     f"weights first. What ended the update: {error}"
                 ) from error
@@ -135,7 +135,7 @@ class Control:
     async def post(self, path: str, body: dict[str, Any], deadline: float, *, resend: bool = True) -> None:
         outcome = await self._server.post(path, body, Outcome, deadline=deadline, resend=resend)
         if not outcome.success:
-            raise PermanentError(f"{self._server.role}{path}: {outcome.message}")
+            raise PermanentError(f"{self._server.name}{path}: {outcome.message}")
 
     async def flush(self, deadline: float) -> None:
         """Empty the prefix cache. Refused while requests still leave, so asked until it is done."""
@@ -154,7 +154,7 @@ class Control:
         path = "/model_info"
         served = (await self._server.get(path, ModelInfo, deadline=deadline)).weight_version
         if served != str(version):
-            raise PoisonedReplyError(f"{self._server.role}{path}: serves weights {served} after an update to {version}")
+            raise PoisonedReplyError(f"{self._server.name}{path}: serves weights {served} after an update to {version}")
 
     async def name(self, version: WeightVersion, deadline: float) -> None:
         """Give the weights that it holds a name; without the last key it would abort all requests."""

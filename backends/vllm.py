@@ -29,17 +29,19 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    Traffic,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
 )
 
-from .remote import RemoteServer
-from .replies import check_candidates, check_generation, check_scores
+from .health import Standstill, ask_vllm
+from .held_weights import INITIAL, SentNames, WeightNames
+from .limits import Limits
+from .remote import RemoteBackend, RemoteServer
+from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
 from .sleeping import check_vllm, sleep_vllm, wake_vllm
-from .vllm_client import VllmClient, check_temperature, prefixes, read_error
+from .vllm_client import Sampled, VllmClient, check_temperature, prefixes, read_error
 from .vllm_launch import vllm_command
 from .vllm_probes import Found, probe
 from .vllm_replies import NamedSpan
@@ -49,12 +51,11 @@ PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile f
 CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
 SINGLE_REQUESTS = 128  # in flight at once, of all positions and tokens that are asked for one by one
 LAUNCHED_MAX_LOGPROBS = 64
-INITIAL = WeightVersion(0, 0)
 
 T = TypeVar("T")
 
 
-class VllmBackend:
+class VllmBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
     class Settings(TransferSettings):
@@ -62,7 +63,7 @@ class VllmBackend:
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
-        self._role = role
+        self._name = settings.server_name(role)
         self._is_student = role == "student"
         # One more than is asked for: the sampled token takes a place among those of its position.
         make_command = functools.partial(
@@ -84,8 +85,8 @@ class VllmBackend:
         self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
         self._singles = asyncio.Semaphore(SINGLE_REQUESTS)
         self._found: Found
-        # What the server called its weights before it got any from us; None once it has.
-        self._initial_weights: str | None = None
+        self._names = WeightNames(self._name, is_student=self._is_student)
+        self._standstill = Standstill()
         self._updates = 0
 
     async def __aenter__(self) -> Self:
@@ -93,14 +94,14 @@ class VllmBackend:
         try:
             deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
             self._found = await self._server.alongside(probe(self._client, deadline=deadline))
-            self._initial_weights = self._found.weights
+            self._names.start(self._found.weights)
             if self.sleeps_while_training:
                 await check_vllm(self._server, deadline=deadline)
             if self._is_student and not self._found.takes_weights:
-                structlog.get_logger().warning("takes no weights", role=self._role, needs=self._found.weights_need)
-            elif self._is_student and self._settings.launch is not None:
+                structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)
+            elif self._is_student and not self._settings.is_attached:
                 await self._updater.name(str(INITIAL), deadline=deadline)
-                self._initial_weights = str(INITIAL)
+                self._names.start(str(INITIAL))
         except BaseException as error:
             await self._server.__aexit__(None, None, None)
             if isinstance(error, PermanentError):  # of a first request: the server's flags, key or model
@@ -118,10 +119,6 @@ class VllmBackend:
 
     async def watch(self) -> None:
         await self._server.watch()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._server.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """What start-up found."""
@@ -144,7 +141,7 @@ class VllmBackend:
             logprob_convention="truncated" if found.processed else "untruncated",
             score_temperature="one",
             generation_temperature="request" if found.processed else "one",
-            version=None if takes_weights and self._settings.launch is None else INITIAL,
+            version=None if takes_weights and self._settings.is_attached else INITIAL,
             server=f"vllm {found.version}",
         )
 
@@ -153,6 +150,12 @@ class VllmBackend:
         """A scored sequence needs room for the one token that vLLM always samples."""
         scores = not self._is_student or self._found.chosen_tokens
         return self._found.max_model_len - scores
+
+    @property
+    def _limits(self) -> Limits:
+        found, vocab_size = self._found, self._server.files.vocab_size
+        max_top_k = min(found.max_logprobs, vocab_size)
+        return Limits(self._name, vocab_size, found.max_model_len, max_top_k, "--max-model-len", "--max-logprobs")
 
     @property
     def _candidate_support(self) -> CandidateSupport:
@@ -169,12 +172,7 @@ class VllmBackend:
         session: str | None = None,
         deadline: float,
     ) -> Generation:
-        room = self._found.max_model_len - len(prompt_ids)
-        if sampling.max_tokens > room:  # vLLM would sample fewer and say nothing
-            raise PermanentError(
-                f"{self._role}: {len(prompt_ids)} prompt tokens + {sampling.max_tokens} exceed the context of "
-                f"{self._found.max_model_len} tokens: shorten them or raise the server's --max-model-len"
-            )
+        self._limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
         parameters: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -183,30 +181,36 @@ class VllmBackend:
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # only those given end a response
         }
-        reply = await self._client.sample(
+        names, vocab_size = self._names.now(), self._server.files.vocab_size
+
+        def make(reply: Sampled) -> Generation:
+            generation = Generation(
+                token_ids=reply.token_ids,
+                logprobs=reply.logprobs,
+                finish_reason=cast(FinishReason, reply.finish_reason),
+                version_spans=_version_spans(names, reply.spans, len(reply.token_ids)),
+                topk_ids=reply.topk_ids if top_k else None,
+                topk_logprobs=reply.topk_logprobs if top_k else None,
+            )
+            return check_generation(generation, sampling, top_k=top_k, vocab_size=vocab_size)
+
+        return await self._client.sample_as(
+            make,
             prompt_ids.tolist(),
             parameters,
             top_k=top_k,
-            logprobs=min(top_k + 1, self._server.files.vocab_size) if top_k else 0,
+            logprobs=min(top_k + 1, vocab_size) if top_k else 0,
             deadline=deadline,
         )
-        generation = Generation(
-            token_ids=reply.token_ids,
-            logprobs=reply.logprobs,
-            finish_reason=cast(FinishReason, reply.finish_reason),
-            version_spans=self._version_spans(reply.spans, len(reply.token_ids)),
-            topk_ids=reply.topk_ids if top_k else None,
-            topk_logprobs=reply.topk_logprobs if top_k else None,
-        )
-        return check_generation(generation, sampling, top_k=top_k, vocab_size=self._server.files.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
         """At temperature 1: vLLM's scores of given tokens know no other."""
-        check_temperature(self._role, temperature)
+        check_temperature(self._name, temperature)
         if not len(prompt_ids):
-            raise PermanentError(f"{self._role}: prompt_ids is empty: the first response token has nothing before it")
+            raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
+        self._limits.check(np.concatenate([prompt_ids, response_ids]), new_tokens=1, top_k=top_k)  # always sampled
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
@@ -216,7 +220,7 @@ class VllmBackend:
         else:
             logprobs = np.zeros(0, np.float32)
             topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
-        scores = bounded_scores(
+        return bounded_scores(
             logprobs,
             topk_ids,
             topk_logprobs,
@@ -225,8 +229,6 @@ class VllmBackend:
             noise_nats=self._found.noise_nats,
             version=INITIAL,
         )
-        check_scores(scores, response_ids, top_k=top_k, vocab_size=vocab_size)
-        return scores
 
     async def score_at(
         self,
@@ -239,7 +241,7 @@ class VllmBackend:
         deadline: float,
     ) -> ScoredPositions:
         """One request a position: vLLM serves a wide top-k of what it samples, and of a whole prompt or nothing."""
-        check_temperature(self._role, temperature)
+        check_temperature(self._name, temperature)
         rows = await self._one_by_one(
             functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
             for prefix in prefixes(prompt_ids, response_ids, positions)
@@ -263,11 +265,12 @@ class VllmBackend:
         deadline: float,
     ) -> FloatArray:
         """At temperature 1, as the student's own log-probabilities are."""
-        check_temperature(self._role, temperature)
+        check_temperature(self._name, temperature)
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
         if not (positions.min() >= 0 and positions.max() < len(response_ids)):
-            raise PermanentError(f"{self._role}: positions must lie in the response's {len(response_ids)} tokens")
+            raise PermanentError(f"{self._name}: positions must lie in the response's {len(response_ids)} tokens")
+        self._limits.check_ids(candidate_ids)
         if self._candidate_support == "batched":
             logprobs = await self._chosen_at_once(
                 prompt_ids, response_ids, positions, candidate_ids, expected_version, deadline
@@ -278,8 +281,8 @@ class VllmBackend:
             )
         else:
             raise ConfigError(
-                f"{self._role}.backend: no log-probabilities of chosen tokens with --logprobs-mode processed_logprobs: "
-                "start the server without it"
+                f"{self._server.section}: no log-probabilities of chosen tokens with --logprobs-mode "
+                "processed_logprobs: start the server without it"
             )
         check_candidates(logprobs, candidate_ids)
         return logprobs
@@ -289,6 +292,7 @@ class VllmBackend:
     ) -> FloatArray:
         """(N, k): one request a position for its top-k, then one for each token that is not among those."""
         top_k = min(self._found.max_logprobs, self._server.files.vocab_size, CANDIDATE_TOP_K)
+        names = self._names.now()
         widest = await self._one_by_one(
             functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline) for prefix in prefixes
         )
@@ -304,7 +308,7 @@ class VllmBackend:
             for n, token_id in missing
         )
         for row in (*widest, *singles):
-            self._expect(expected, self._version_spans(row.spans, 1))
+            self._expect(expected, _version_spans(names, row.spans, 1))
         for (n, token_id), row in zip(missing, singles, strict=True):
             found[n][token_id] = float(row.logprobs[0])
         rows = [[found[n][token_id] for token_id in tokens] for n, tokens in enumerate(candidate_ids.tolist())]
@@ -329,16 +333,16 @@ class VllmBackend:
             columns.append(len(row))
             row.extend(tokens)
         first, last = min(wanted), max(wanted)
-        updates = self._updates
-        served, spans = await self._client.chosen(
+        updates, names = self._updates, self._names.now()
+        served = await self._client.chosen(
             [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
             [wanted.get(position, []) for position in range(first, last + 1)],
             start=decision_row(len(prompt_ids), first),
+            check=lambda spans: self._expect(expected, _version_spans(names, spans, 1)),
             deadline=deadline,
         )
-        self._expect(expected, self._version_spans(spans, 1))
         if updates != self._updates:  # the version is that of the token after these rows
-            raise VersionMismatchError(f"{self._role}: the weights changed while candidates were scored")
+            raise VersionMismatchError(f"{self._name}: the weights changed while candidates were scored")
         count = candidate_ids.shape[1]
         return np.stack(
             [
@@ -350,20 +354,30 @@ class VllmBackend:
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """All or nothing, and without an answer lost: responses under way go on with the new weights."""
         if not self._found.takes_weights:
-            raise ConfigError(f"{self._role}.backend: the server takes no weights: it needs {self._found.weights_need}")
+            needs = self._found.weights_need
+            raise ConfigError(f"{self._server.section}: the server takes no weights: it needs {needs}")
         self._updates += 1
-        await self._updater.update(snapshot, deadline=deadline)
-        self._initial_weights = None
+        with self._standstill.loading(), self._names.updating(snapshot.version):
+            await self._updater.update(snapshot, deadline=deadline)
 
     @property
     def sleeps_while_training(self) -> bool:
         return self._settings.sleep_while_training
 
     async def sleep(self, *, deadline: float) -> None:
+        self._standstill.sleeping(True)
         await sleep_vllm(self._server, deadline=deadline)
 
     async def wake(self, *, deadline: float) -> None:
         await wake_vllm(self._server, deadline=deadline)
+        self._standstill.sleeping(False)
+
+    async def ping(self, *, deadline: float) -> None:
+        names = self._names.now()
+        await self._standstill.ping(
+            lambda: ask_vllm(self._client, names, deadline=deadline),
+            lambda: self._server.endpoint.get("/health", deadline=deadline),
+        )
 
     async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
         """As many at a time as one backend may have of these."""
@@ -377,20 +391,11 @@ class VllmBackend:
     def _expect(self, expected: WeightVersion, spans: Sequence[VersionSpan]) -> None:
         for span in spans:
             if span.version != expected:
-                raise VersionMismatchError(f"{self._role}: holds weights {span.version}, {expected} were asked for")
+                raise VersionMismatchError(f"{self._name}: holds weights {span.version}, {expected} were asked for")
 
-    def _version_spans(self, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
-        """Of a reply of `count` tokens. A server that names no weights is given none, so its are the initial ones."""
-        if not self._is_student or not spans:
-            return (VersionSpan(0, count, INITIAL),)
-        return tuple(VersionSpan(span.start, span.end, self._version(span.version)) for span in spans)
 
-    def _version(self, name: str) -> WeightVersion:
-        if name == self._initial_weights:
-            return INITIAL
-        try:
-            return WeightVersion.parse(name)
-        except ValueError:
-            raise VersionMismatchError(
-                f"{self._role}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
-            ) from None
+def _version_spans(names: SentNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
+    """Of a reply of `count` tokens. A server that names no weights is given none."""
+    if not spans:
+        return (VersionSpan(0, count, names.version(None)),)
+    return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in spans)

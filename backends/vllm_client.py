@@ -6,7 +6,6 @@ Numbers as the server gives them: no versions, no entropies, no capabilities. Th
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,11 +13,22 @@ import numpy as np
 
 from spot_async.alignment import branch_prefix_length
 from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.spending.prices import Size
 from spot_async.types import FloatArray, IntArray
 
 from .remote import RemoteServer
+from .replies import check_logprobs, check_rows
 from .stepwise import Steps
-from .vllm_replies import Answer, CompletionsRoute, Dialect, GenerateRoute, NamedSpan, read_prompt_row, read_table
+from .vllm_replies import (
+    Answer,
+    CompletionsRoute,
+    Dialect,
+    GenerateRoute,
+    NamedSpan,
+    read_npy,
+    read_prompt_row,
+    read_table,
+)
 
 UNFINISHED = frozenset({"abort", "error"})  # replies of status 200 that end before the response does
 SCALE_OUT = b"--enable-scale-out"
@@ -91,14 +101,30 @@ class VllmClient:
         self, prompt: list[int], parameters: Mapping[str, Any], *, top_k: int, logprobs: int, deadline: float
     ) -> Sampled:
         """`parameters` are vLLM's SamplingParams. The sampled token's place is one of the `logprobs` asked for."""
+        return await self.sample_as(
+            lambda sampled: sampled, prompt, parameters, top_k=top_k, logprobs=logprobs, deadline=deadline
+        )
 
-        def read(answer: Answer) -> Steps[Sampled]:
+    async def sample_as(
+        self,
+        make: Callable[[Sampled], T],
+        prompt: list[int],
+        parameters: Mapping[str, Any],
+        *,
+        top_k: int,
+        logprobs: int,
+        deadline: float,
+    ) -> T:
+        """What `make` says of the response; what it raises is said of this reply."""
+
+        def read(answer: Answer) -> Steps[T]:
             token_ids = np.array(answer.token_ids, np.int32)
             if len(answer.token_rows) != len(token_ids):
                 raise PoisonedReplyError(f"{len(answer.token_rows)} log-probabilities of {len(token_ids)} tokens")
             table = yield from read_table(answer.token_rows, self.route.read_row, width=logprobs + 1)
-            top = table.top(top_k)
-            return Sampled(token_ids, table.of_tokens(token_ids), *top, answer.finish_reason, answer.spans)
+            top, own = table.top(top_k), table.of_tokens(token_ids)
+            check_rows(token_ids, own, *top, top_k=top_k, vocab_size=self.server.files.vocab_size)
+            return make(Sampled(token_ids, own, *top, answer.finish_reason, answer.spans))
 
         return await self._ask(prompt, {**parameters, "logprobs": logprobs}, read, deadline=deadline)
 
@@ -112,9 +138,11 @@ class VllmClient:
             # Row i is the distribution that token i was read against: its own decision, one after decision_row.
             rows = answer.prompt_rows[branch_prefix_length(len(prompt), 0) :]
             table = yield from read_table(rows, read_prompt_row, width=top_k + 1)
-            logprobs = table.of_tokens(np.array(response, np.int32))
+            response_ids = np.array(response, np.int32)
+            scored = Scored(table.of_tokens(response_ids), *table.top(top_k))
             yield
-            return Scored(logprobs, *table.top(top_k))
+            check_rows(response_ids, *scored, top_k=top_k, vocab_size=self.server.files.vocab_size)
+            return scored
 
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
         return await self._ask(prompt + response, parameters, read, deadline=deadline)
@@ -124,7 +152,7 @@ class VllmClient:
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "allowed_token_ids": [token_id]}
         sampled = await self.sample(prefix, parameters, top_k=0, logprobs=0, deadline=deadline)
         if sampled.token_ids.tolist() != [token_id]:
-            raise PoisonedReplyError(f"{self.server.role}: sampled {sampled.token_ids} where {token_id} alone may be")
+            raise PoisonedReplyError(f"{self.server.name}: sampled {sampled.token_ids} where {token_id} alone may be")
         return sampled
 
     async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:
@@ -133,21 +161,29 @@ class VllmClient:
         return await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
 
     async def chosen(
-        self, token_ids: list[int], rows: list[list[int]], *, start: int, deadline: float
-    ) -> tuple[FloatArray, Sequence[NamedSpan]]:
+        self,
+        token_ids: list[int],
+        rows: list[list[int]],
+        *,
+        start: int,
+        check: Callable[[Sequence[NamedSpan]], None] = lambda spans: None,
+        deadline: float,
+    ) -> FloatArray:
         """Log-probabilities (R, k) of `rows`' ids at the output rows from `start` on; short rows end in -inf.
 
-        Servers with the V2 model runner, 0.32 or later; a `PermanentError` from others.
+        `check` is given the weights that the reply names. Servers with the V2 model runner, 0.32 or later; a
+        `PermanentError` from others.
         """
 
-        def read(answer: Answer) -> Steps[tuple[FloatArray, Sequence[NamedSpan]]]:
+        def read(answer: Answer) -> Steps[FloatArray]:
+            check(answer.spans)
             if answer.chosen is None:
                 raise PoisonedReplyError("no log-probabilities of the chosen tokens")
-            array = np.load(io.BytesIO(base64.b64decode(answer.chosen)), allow_pickle=False)
             yield
-            if array.shape != (len(rows), max(map(len, rows))) or array.dtype != np.float32:
-                raise PoisonedReplyError(f"{array.dtype} {array.shape} for {len(rows)} rows of chosen tokens")
-            return array, answer.spans
+            array = read_npy(base64.b64decode(answer.chosen), (len(rows), max(map(len, rows))))
+            asked = np.arange(array.shape[1]) < np.array([len(row) for row in rows])[:, None]
+            check_logprobs("log-probabilities of chosen tokens", array[asked], (int(asked.sum()),))
+            return array
 
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprob_token_ids": rows}
         return await self._ask(token_ids, {**parameters, "prompt_logprob_start": start}, read, deadline=deadline)
@@ -167,12 +203,13 @@ class VllmClient:
             return (yield from read(answer))
 
         body = self.route.body(self.model, token_ids, parameters)
-        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline)
+        size = Size(prompt_tokens=len(token_ids), max_completion_tokens=parameters["max_tokens"])
+        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline, size=size)
 
     def _check_finished(self, answer: Answer) -> None:
         if answer.finish_reason in UNFINISHED:
             raise TransientError(
-                f"{self.server.role}{self.route.path}: the server gave up after {len(answer.token_ids)} tokens "
+                f"{self.server.name}{self.route.path}: the server gave up after {len(answer.token_ids)} tokens "
                 f"(finish reason {answer.finish_reason!r})"
             )
         if answer.finish_reason not in ("stop", "length"):

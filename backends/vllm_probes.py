@@ -95,7 +95,7 @@ async def _software_version(client: VllmClient, deadline: float) -> str:
         return str((await client.server.get("/version", dict[str, Any], deadline=deadline))["version"])
     except (PermanentError, PoisonedReplyError, KeyError):
         raise ConfigError(
-            f"{client.server.role}.backend: {client.server.endpoint.name} does not answer as vLLM does (GET /version); "
+            f"{client.server.section}: {client.server.endpoint.name} does not answer as vLLM does (GET /version); "
             "for another server use kind: sglang or openai"
         ) from None
 
@@ -108,7 +108,7 @@ async def _refuse_paused(client: VllmClient, deadline: float) -> None:
         return
     if is_paused:
         raise ConfigError(
-            f"{client.server.role}.backend: the server is paused, perhaps by an update that failed: restart it"
+            f"{client.server.section}: the server is paused, perhaps by an update that failed: restart it"
         )
 
 
@@ -135,7 +135,7 @@ async def _compare_tokenizers(client: VllmClient, deadline: float) -> None:
             return
         if reply["tokens"] != tokenizer.encode(text, add_special_tokens=False):
             raise ConfigError(
-                f"{client.server.role}: the tokenizers of {client.server.files.directory} and of the served model "
+                f"{client.server.name}: the tokenizers of {client.server.files.directory} and of the served model "
                 f"{client.model} differ: they read {text!r} as different tokens"
             )
 
@@ -152,7 +152,7 @@ async def _compare_vocabulary_sizes(client: VllmClient, deadline: float) -> None
     if await _accepts(client, size - 1, deadline) and not await _accepts(client, size, deadline):
         return
     raise ConfigError(
-        f"{client.server.role}: the served model {client.model} has another vocabulary than the {size} tokens of "
+        f"{client.server.name}: the served model {client.model} has another vocabulary than the {size} tokens of "
         f"{client.server.files.directory}/config.json"
     )
 
@@ -189,7 +189,7 @@ async def _has_chosen_tokens(client: VllmClient, deadline: float) -> bool:
     prompt, response = _prompt(client, 0), _prompt(client, 1)
     start = decision_row(len(prompt), 0)
     try:
-        chosen, _ = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
+        chosen = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
     except (PermanentError, PoisonedReplyError):  # refused, or not known and so left out of the reply
         return False
     scored = await client.score(prompt, response, top_k=0, deadline=deadline)
@@ -225,7 +225,7 @@ async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> floa
     )
     if noise > NOISE_MARGIN * LARGEST_NOISE_NATS:
         raise ConfigError(
-            f"{client.server.role}.backend: log-probabilities of sampled tokens and of the same tokens scored "
+            f"{client.server.section}: log-probabilities of sampled tokens and of the same tokens scored "
             f"differ by up to {noise / NOISE_MARGIN:.2f} nats: start the server with --logprobs-mode raw_logprobs"
         )
     return noise

@@ -6,6 +6,7 @@ others are skipped over, not parsed. Anything unexpected raises `PoisonedReplyEr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,11 @@ from .stepwise import Steps
 ROWS_PER_STEP = 256  # half a millisecond at 16 log-probabilities a row
 CLAMPED = -9000.0  # vLLM writes -9999 in place of -inf and NaN
 TOKEN_ID_PREFIX = "token_id:"
+NPY_HEADER = re.compile(
+    rb"\x93NUMPY(?:\x01\x00..|\x02\x00....)\{'descr': '<f4', 'fortran_order': False, "
+    rb"'shape': \((?P<rows>[0-9]{1,9}), (?P<columns>[0-9]{1,9})\), \} *\n",
+    re.DOTALL,
+)
 # What a request leaves out of these, the server takes from the model's generation_config.json.
 NEUTRAL = {
     "top_p": 1.0,
@@ -227,6 +233,17 @@ def read_table(rows: Sequence[msgspec.Raw], read_row: Callable[[msgspec.Raw], En
     if bool(((logprobs < CLAMPED) & np.isfinite(logprobs)).any()):
         raise PoisonedReplyError("log-probabilities of -9999, which the server writes where it has no number")
     return Table(ids, logprobs)
+
+
+def read_npy(content: bytes, shape: tuple[int, int]) -> FloatArray:
+    """A .npy file, version 1 or 2, of float32 numbers in C order: numpy's own reader believes what its header says."""
+    header = NPY_HEADER.match(content)
+    if header is None:
+        raise PoisonedReplyError("numbers that are no .npy file of float32")
+    if (found := (int(header["rows"]), int(header["columns"]))) != shape:
+        raise PoisonedReplyError(f"numbers of shape {found} for {shape} chosen tokens")
+    array: FloatArray = np.frombuffer(content, "<f4", count=shape[0] * shape[1], offset=header.end()).reshape(shape)
+    return array
 
 
 def _only(choices: list[Any]) -> Any:

@@ -21,6 +21,7 @@ import pydantic
 from pydantic import Field
 
 from spot_async.concurrency import both
+from spot_async.config import as_list
 from spot_async.errors import ConfigError, RequestError
 from spot_async.types import WeightSnapshot
 
@@ -41,7 +42,7 @@ class TransferSettings(SleepSettings):
 
     @pydantic.model_validator(mode="after")
     def _check_weights(self) -> Self:
-        check_reachable(self.weights, self.url)
+        check_reachable(self.weights, as_list(self.url), servers=len(self.servers()))
         return self
 
 
@@ -61,7 +62,7 @@ def make_updater(server: RemoteServer, settings: WeightSettings, *, run_director
     if settings.transport == "disk":
         transport = DiskTransport(server)
     else:
-        sender = WeightSender(settings, role=server.role, log_directory=run_directory / "logs")
+        sender = WeightSender(settings, name=server.name, log_directory=run_directory / "logs")
         transport = TransferTransport(server, settings, sender)
     return WeightUpdater(server, transport)
 

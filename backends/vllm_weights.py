@@ -96,7 +96,7 @@ class WeightUpdater:
             await self._post("/pause?mode=keep", None, deadline)
         except NoSuchRouteError:
             raise ConfigError(
-                f"{self._server.role}.backend: the server takes no weights: start it with {DEVELOPER_MODE} in its "
+                f"{self._server.section}: the server takes no weights: start it with {DEVELOPER_MODE} in its "
                 "environment"
             ) from None
 
@@ -113,16 +113,16 @@ class WeightUpdater:
         await self._transport.send(snapshot, layout, deadline)
         flushed = await self._post("/reset_prefix_cache", None, deadline)
         if flushed.get("success") is False:
-            raise TransientError(f"{self._server.role}/reset_prefix_cache: the server could not drop its prefix cache")
+            raise TransientError(f"{self._server.name}/reset_prefix_cache: the server could not drop its prefix cache")
         held = (await self._server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version")
         if held != str(snapshot.version):
-            raise PoisonedReplyError(f"{self._server.role}: holds weights {held} after an update to {snapshot.version}")
+            raise PoisonedReplyError(f"{self._server.name}: holds weights {held} after an update to {snapshot.version}")
         self._confirmed = snapshot
         self._may_be_mixed = False
 
     async def _restore(self, error: RequestError | asyncio.CancelledError) -> None:
         """Back to the weights before. Raises `ProcessDiedError` where that cannot be done; a cancellation stays one."""
-        role, cause = self._server.role, str(error) or "the update was cancelled"
+        name, cause = self._server.name, str(error) or "the update was cancelled"
         before, deadline = self._confirmed, self._recovery_deadline()
         try:
             layout = await check_snapshot(before.directory, self._server.files.directory)
@@ -130,19 +130,19 @@ class WeightUpdater:
             await self._load(before, layout, deadline)
         except (RequestError, ConfigError, DataError) as second:
             if isinstance(error, asyncio.CancelledError):
-                structlog.get_logger().error("the server stays paused: restart it", role=role, cause=str(second))
+                structlog.get_logger().error("the server stays paused: restart it", role=name, cause=str(second))
                 return
             raise ProcessDiedError(
-                f"{role}: the server took no new weights and must be restarted, it stays paused: {cause}; then {second}"
+                f"{name}: the server took no new weights and must be restarted, it stays paused: {cause}; then {second}"
             ) from error
-        structlog.get_logger().warning("went back to the weights before", role=role, cause=cause)
+        structlog.get_logger().warning("went back to the weights before", role=name, cause=cause)
 
     async def _resume_after_failure(self) -> None:
         """What failed first is what the caller is told."""
         try:
             await self._resume()
         except RequestError as second:
-            structlog.get_logger().warning("the server may stay paused", role=self._server.role, cause=str(second))
+            structlog.get_logger().warning("the server may stay paused", role=self._server.name, cause=str(second))
 
     async def _resume(self) -> None:
         await self._post("/resume", None, self._recovery_deadline())

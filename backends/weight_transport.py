@@ -57,19 +57,25 @@ class WeightSettings(Section):
     device: str | None = Field(None, description="of the sending process; default: `cuda:0` for nccl, `cpu` for gloo")
 
 
-def check_reachable(settings: WeightSettings, url: str | None) -> None:
-    """Refuse a distributed transport in which a server elsewhere would look for us on its own machine.
+def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: int) -> None:
+    """Refuse a distributed transport in which a server elsewhere would look for us on its own machine, or several
+    at one port.
 
-    Raises ValueError. `url` is None for a server that we start.
+    Raises ValueError. `urls` are those of the servers that we do not start.
     """
-    if settings.transport != "distributed" or url is None:
+    if settings.transport != "distributed":
         return
-    host = httpx.URL(url).host
-    if is_loopback(settings.address) and not is_loopback(host):
+    if settings.port is not None and servers > 1:
         raise ValueError(
-            f"weights.address={settings.address} means the server's own machine to {host}: give this machine's address "
-            f"as {host} reaches it, or weights.transport=disk"
+            f"weights.port={settings.port}: {servers} servers get their weights from as many ports: remove it for free "
+            "ones"
         )
+    for host in (httpx.URL(url).host for url in urls):
+        if is_loopback(settings.address) and not is_loopback(host):
+            raise ValueError(
+                f"weights.address={settings.address} means the server's own machine to {host}: give this machine's "
+                f"address as {host} reaches it, or weights.transport=disk"
+            )
 
 
 class WeightTransport(Protocol):
@@ -162,9 +168,9 @@ def endpoint(channel_directory: str) -> str:
 class WeightSender:
     """A sending process. Every error of it is a `TransientError`; after one, stop it. It can be started again."""
 
-    def __init__(self, settings: WeightSettings, *, role: str, log_directory: Path) -> None:
+    def __init__(self, settings: WeightSettings, *, name: str, log_directory: Path) -> None:
         self._settings = settings
-        self._name = f"{role}-weights"
+        self._name = f"{name}-weights"
         self._log_path = log_directory / f"{self._name}.log"
         self._resources = AsyncExitStack()
         self._socket: zmq.asyncio.Socket

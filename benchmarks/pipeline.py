@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spot_async.config import PromptConfig, SamplingConfig, StagesConfig
+from spot_async.errors import RequestError
 from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
 from spot_async.policies.spot import SpotPolicy, SpotSettings
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
@@ -30,8 +31,8 @@ class Silence:
     def iteration_finished(self, result: IterationResult) -> None:
         pass
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
-        raise AssertionError(reason)
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
+        raise error
 
 
 @functools.cache
@@ -54,7 +55,9 @@ def make_orchestrator(
             capacity_prompts=batch_size,
             capacity_bytes=1 << 30,
             max_response_tokens=max_response_tokens,
+            vocab_size=VOCAB,
             weight_update_timeout_s=60.0,
+            max_dead_share=0.0,
         ),
         prompts=PromptSchedule(
             sources, batch_size=batch_size, run_seed=0, shuffle=True, epochs=None, iterations=iterations

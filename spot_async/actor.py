@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import structlog
 
-from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError
+from spot_async.errors import DeadlineExceededError, FailureClass, RequestError
 from spot_async.mailbox import Mailbox, Priority
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
 from spot_async.retry import RetryPolicy
+from spot_async.spending.hedging import WasSent, hedged
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
 S = TypeVar("S")
@@ -33,18 +34,32 @@ class StageCounters:
     completed: int = 0
     failed: int = 0
     retried: int = 0
+    hedged: int = 0  # sent once more since they were slow
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
+    permanent: int = 0  # sendings that failed, by class
+    throttled: int = 0
+    transient: int = 0
+    poisoned: int = 0
+
+    def count_failure(self, error: RequestError) -> None:
+        setattr(self, error.failure_class, getattr(self, error.failure_class) + 1)
 
 
-@dataclass
-class _Request:
-    """Times of one request, on the loop's clock."""
+@dataclass(eq=False)
+class OpenRequest:
+    """One request that a stage holds, with times on the loop's clock; also for whoever asks what a run waits for."""
 
     errand: Errand
     asked_s: float
     started_s: float | None = None  # its first lease was granted
     deadline: float = 0.0
+    attempts: int = 0  # sendings so far
+    replica: str | None = None  # that has it; None while it waits for one, empty where there is only one
+
+    @property
+    def priority(self) -> Priority:
+        return self.errand.priority
 
 
 class Stage(Generic[S]):
@@ -63,16 +78,19 @@ class Stage(Generic[S]):
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
+        hedge_after_s: float | None = None,
     ) -> None:
         self.name = name
         self.concurrency = concurrency
         self.counters = StageCounters()
         self.timeline: Timeline = Timelines()
+        self.open: set[OpenRequest] = set()  # waiting or in flight
         self._pool = pool
         self._askers: Counter[int] = Counter()  # requests here, by prompt
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
+        self.hedge_after_s = hedge_after_s
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
@@ -106,16 +124,19 @@ class Stage(Generic[S]):
         `DeadlineExceededError` at the deadline.
         """
         self._askers[priority[0]] += 1
+        this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time())
+        self.open.add(this)
         try:
-            return await self._serve(Errand(self.name, priority, session, tokens), request)
+            return await self._serve(this, request)
         finally:
+            self.open.remove(this)
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(self, errand: Errand, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _serve(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        this = _Request(errand, loop.time())
+        errand = this.errand
         await self._acquire(errand.priority)
         outcome = "cancelled"
         try:
@@ -134,31 +155,65 @@ class Stage(Generic[S]):
         self.counters.completed += 1
         return result
 
-    async def _attempt(self, this: _Request, request: Callable[[S, float], Awaitable[T]]) -> T:
-        failures: Counter[bool] = Counter()  # by whether the endpoint asked to wait: that uses up no attempts
+    async def _attempt(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
+        failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
-                async with await self._lease(this) as service:
-                    return await self._send(request, service, this.deadline)
+                if self.hedge_after_s is None:
+                    return await self._send_leased(this, request)
+                return await self._hedged(this, request, self.hedge_after_s)
             except RequestError as error:
-                is_throttled = isinstance(error, ThrottledError)
-                failures[is_throttled] += 1
-                delay_s = self._retry.delay_s(error, failures[is_throttled], self._jitter())
+                failures[error.failure_class] += 1
+                self.counters.count_failure(error)
+                error.stage, error.attempts = self.name, failures.total()
+                delay_s = self._retry.delay_s(error, failures[error.failure_class], self._jitter())
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= this.deadline:
                     raise
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
             await asyncio.sleep(delay_s)
 
-    async def _lease(self, this: _Request) -> Lease[S]:
+    async def _hedged(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:
+        """Sent once more when it is slow, elsewhere where there is another server."""
+        asked_of: list[str] = []
+
+        async def first(was_sent: WasSent) -> T:
+            def leased(lease: Lease[S]) -> None:
+                asked_of.append(lease.replica)
+                was_sent(this.deadline - asyncio.get_running_loop().time())
+
+            return await self._send_leased(this, request, leased)
+
+        async def second() -> T:
+            self.counters.hedged += 1
+            errand = replace(this.errand, failed_on={*this.errand.failed_on, *asked_of})
+            return await self._send_leased(replace(this, errand=errand), request)
+
+        return await hedged(first, second, after_s)
+
+    async def _send_leased(
+        self,
+        this: OpenRequest,
+        request: Callable[[S, float], Awaitable[T]],
+        leased: Callable[[Lease[S]], None] = lambda _: None,
+    ) -> T:
+        lease = await self._lease(this)
+        async with lease as service:
+            leased(lease)
+            return await self._send(request, service, this.deadline)
+
+    async def _lease(self, this: OpenRequest) -> Lease[S]:
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._leasing += 1
         try:
+            this.replica = None
             lease = await self._pool.lease(this.errand)
         finally:
             self._leasing -= 1
+        this.attempts += 1
+        this.replica = lease.replica
         granted = loop.time()
         if this.started_s is None:
             this.started_s = granted

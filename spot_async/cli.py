@@ -1,7 +1,7 @@
 """The `spot-async` command: reads arguments, prints outcomes, and turns failures into one line and a code.
 
-Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 130 and 143 stopped by
-Ctrl-C or SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 3 it stalled, 4 its budget is
+spent, 130 and 143 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import importlib.metadata
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -21,12 +22,14 @@ from rich.text import Text
 from spot_async.concurrency import root_cause
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError
 from spot_async.inspection.terminal import counted
 from spot_async.memory import tune_gc
 from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
+
+EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
 
 app = typer.Typer(
     name="spot-async",
@@ -65,42 +68,59 @@ def common(
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
+    ] = None,
+) -> None:
     """Train a student from a teacher, and evaluate it before and after.
 
     Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
     samples.jsonl (what the policy saw), the resolved configuration and all logs.
     """
     from spot_async.preflight import plan_training  # imports transformers: not for --help
+    from spot_async.spending.estimate import estimate_run, show_estimates
 
     try:
         settings = load_config(config, overrides or ())
         path = RunDirectory.choose_path(settings, config.stem)
         RunDirectory.check_unused(path)
         plan = plan_training(settings)
+        estimates = estimate_run(settings, plan, earlier)
         if dry_run:
             show_plan(settings, path, plan)
+            show_estimates(screen, estimates)
             return
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
     from spot_async.runtime import train as run_training
+    from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
-    outcome = run_until_stopped(run_training(settings, plan, directory, screen), directory)
+    show_estimates(screen, estimates)
+    training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
+    outcome = run_until_stopped(training, directory)
     if outcome.after is not None:
         screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
         if note := unverified_note(outcome.after):
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states}", highlight=False)
+    for role, spent in outcome.spending.get("spending", {}).items():
+        screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
     screen.print(Text(f"run directory: {path}"))
     screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
         screen.print(Text(f"best student: {path / 'best'}"))
+    if outcome.spent is not None:
+        fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
 
 
 @app.command("eval")
@@ -131,7 +151,8 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
     from spot_async.runtime import evaluate_student
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
-    result = run_until_stopped(evaluate_student(settings, student, sources, directory, screen), directory)
+    evaluation = evaluate_student(settings, student, sources, directory, screen, exit_process=hung(directory))
+    result = run_until_stopped(evaluation, directory)
     screen.print(evaluation_table(None, result))
     if note := unverified_note(result):
         screen.print(note)
@@ -183,6 +204,50 @@ def doctor(
 
 
 @app.command()
+def tune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.tuned.yaml beside CONFIG")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="longest time the ramp of one server may take")] = 20.0,
+    limit_requests: Annotated[int | None, typer.Option(min=1, help="sent to one server at most")] = None,
+    paid: Annotated[
+        bool, typer.Option("--paid", help="also ramp endpoints whose settings name prices or rate limits")
+    ] = False,
+    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
+) -> None:
+    """Find how many requests in flight each of a run's servers pays for, and write the limits that follow.
+
+    Asks for a few prompts as the run would, then sends those requests again, more and more of them at a time, to one
+    server after the other. The file that is written is a configuration to train with: it has CONFIG as its base.
+    """
+    from spot_async.preflight import plan_training
+    from spot_async.tuning.results import check_output
+    from spot_async.tuning.running import TuneOptions, check_options, without_files
+
+    output = output or config.with_name(f"{config.stem}.tuned.yaml")
+    options = TuneOptions(seconds, limit_requests, paid)
+    try:
+        settings = without_files(load_config(config, overrides or ()))
+        check_output(config, output)
+        check_options(settings, options)
+        plan = plan_training(settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.scratch import working_directory
+    from spot_async.tuning import command
+
+    try:
+        with working_directory(directory) as path:
+            command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
+    except (SpotError, BaseExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=exit_code(cause))
+
+
+@app.command()
 def conformance(
     backend: Annotated[str, typer.Option(metavar="KIND", help="an installed backend, or `module:Class`")],
     model: Annotated[str, typer.Option(metavar="DIR", help="the model it serves, which is also loaded here")],
@@ -216,7 +281,7 @@ def conformance(
         failed = command.run(screen, config, directory, role=role, tolerance_nats=tolerance, device=device)
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
-        fail(cause, code=2 if isinstance(cause, ConfigError | DataError) else 1)
+        fail(cause, code=exit_code(cause))
     if failed:
         raise typer.Exit(1)
 
@@ -251,7 +316,11 @@ def inspect_run(
 
 
 @app.command()
-def report(run: RunPath, html: PagePath = None) -> None:
+def report(
+    run: RunPath,
+    html: PagePath = None,
+    tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="also show this .json file of `tune`")] = None,
+) -> None:
     """Write one page about a run: curves, what was probed, where the time went and what to change about it.
 
     It goes to RUN/report.html unless --html says otherwise.
@@ -259,7 +328,7 @@ def report(run: RunPath, html: PagePath = None) -> None:
     from spot_async.inspection import commands
 
     try:
-        commands.write_report(screen, run, html)
+        commands.write_report(screen, run, html, tuning)
     except DataError as error:
         fail(error, code=2)
 
@@ -332,7 +401,24 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
-        fail(cause, code=2 if isinstance(cause, ConfigError) else 1, note=saved(directory))
+        fail(cause, code=exit_code(cause), note=saved(directory))
+
+
+def hung(directory: RunDirectory) -> Callable[[str], None]:
+    """How a stalled run ends whose event loop does not: past all locks and buffers, another thread may hold them."""
+
+    def exit_process(message: str) -> None:
+        show_cursor = "\x1b[?25h" if screen.is_terminal else ""
+        with suppress(OSError):
+            os.write(2, f"{show_cursor}error: {message}\n{saved(directory)}\n".encode())
+        os._exit(EXIT_CODES[StalledError])  # the kernel ends the children with us
+
+    return exit_process
+
+
+def exit_code(error: SpotError) -> int:
+    """What the process ends with after a failure; docs/watchdog.md lists them all."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
 def saved(directory: RunDirectory) -> str:

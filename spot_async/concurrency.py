@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from spot_async.errors import ProcessDiedError, SpotError, TrainerError
+from spot_async.errors import BudgetSpentError, ProcessDiedError, SpotError, StalledError, TrainerError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,6 +29,18 @@ async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) ->
     return results[0], results[1]
 
 
+@asynccontextmanager
+async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Each of them runs while inside, and is cancelled on leaving. What one raises ends the inside, as a group."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each(), name=each.__qualname__) for each in loops]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
 def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first leaf of a group: what failed first, the others followed from it."""
     error: BaseException = failures
@@ -47,9 +60,12 @@ def root_cause(error: BaseException) -> SpotError:
     """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
     failures = leaves(error)
     for failure in failures:
+        if isinstance(failure, StalledError):  # what hung may end in any way once it is cancelled
+            return failure
+    for failure in failures:
         if not isinstance(failure, SpotError):
             raise error
-    for kind in (ProcessDiedError, TrainerError, SpotError):
+    for kind in (ProcessDiedError, TrainerError, BudgetSpentError, SpotError):
         for failure in failures:
             if isinstance(failure, kind):
                 return failure

@@ -8,7 +8,7 @@ checked against model directories and data is `preflight.py`. Keys whose value n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import msgspec
 import pydantic
@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, S
 
 from spot_async import registry
 from spot_async.retry import DEFAULT_ATTEMPTS
+
+if TYPE_CHECKING:
+    from spot_async.spending.account import Account
 
 CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
 
@@ -68,16 +71,20 @@ class PluginSettings(Section):
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
     _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
 
-    def replicas(self) -> Sequence[Self]:
-        """One settings object for each server of a backend."""
+    def servers(self) -> Sequence[Self]:
+        """One settings object for each server of a backend; several are made by `numbered`."""
         return (self,)
+
+    def open_account(self, role: str) -> Account | None:
+        """What all servers of a backend share: limits, prices, a ledger and a budget. None where nothing is counted."""
+        return None
 
     def server_name(self, role: str) -> str:
         """What a server of a backend is called in messages, logs and metrics: its role, numbered if one of several."""
         return role if self._number is None else f"{role}-{self._number}"
 
-    def _numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
-        """For `replicas`: these settings with other values for each of several servers. One server has no number."""
+    def numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
+        """For `servers`: these settings with other values for each of several. A single one has no number."""
         copies = [self.model_copy(update=dict(each)) for each in servers]
         if len(copies) > 1:
             for number, each in enumerate(copies, 1):
@@ -140,7 +147,36 @@ class RunConfig(Section):
     samples_every: int = Field(
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
     )
+    max_dead_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the prompts that may be given up before the run stops, after a batch of them",
+    )
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
+    stall_timeout_s: NonNegativeFloat | None = Field(
+        None,
+        description="silence without anything committed after which the run ends with a report and exit code 3; "
+        "default: what the deadlines of a prompt's stages and `recovery_timeout_s` allow, and a minute; 0 for never",
+    )
+    verdict_every_s: NonNegativeFloat = Field(
+        60.0, description="time between two lines that say what holds the run up; 0 for none"
+    )
+
+
+class ServingConfig(Section):
+    """What is done about a role's servers while the run goes on."""
+
+    max_in_flight: PositiveInt = Field(
+        512, description="most requests of all stages at one server; less while it is overloaded"
+    )
+    stall_s: PositiveFloat = Field(
+        20.0, description="a server that has requests and answered none for as long is asked whether it lives"
+    )
+    restarts: int = Field(3, ge=0, description="how often one server that ended is started again within an hour")
+    recovery_timeout_s: PositiveFloat = Field(
+        600.0, description="longest time without any server that serves; starting one again has to fit in"
+    )
 
 
 class ModelConfig(Section):
@@ -150,6 +186,23 @@ class ModelConfig(Section):
     backend: BackendSettings = Field(
         default_factory=dict, validate_default=True, description="how the model is served; a backend's own settings"
     )
+    serving: ServingConfig = Field(ServingConfig(), description="what is done about servers that fail or are slow")
+
+
+class TeacherConfig(ModelConfig):
+    """The model that is learned from, and what is kept of its answers."""
+
+    cache: str | None = Field(
+        None,
+        description="file that keeps its scores, so that none is asked for twice; runs may share it",
+    )
+    replay: bool = Field(False, description="ask nobody: all scores must be in the cache, and no teacher is started")
+
+    @pydantic.model_validator(mode="after")
+    def _check_replay(self) -> Self:
+        if self.replay and self.cache is None:
+            raise ValueError("replay=true needs cache, the file of an earlier run")
+        return self
 
 
 class DataConfig(Section):
@@ -260,11 +313,21 @@ class StageConfig(Section):
     )
 
 
+class ScoreStageConfig(StageConfig):
+    """Requests that a second server may answer as well."""
+
+    hedge_after_s: PositiveFloat | None = Field(
+        None,
+        description="one that is not answered by then is sent once more, to another server where there is one, and the "
+        "first answer counts: for few slow answers; both are paid for. Default: never",
+    )
+
+
 class StagesConfig(Section):
     """What a prompt's coroutine asks for, each with limits of its own."""
 
     rollout: StageConfig = Field(StageConfig(), description="responses of the student")
-    score: StageConfig = Field(StageConfig(), description="the teacher's log-probabilities of a response")
+    score: ScoreStageConfig = Field(ScoreStageConfig(), description="the teacher's log-probabilities of a response")
     candidates: StageConfig = Field(StageConfig(), description="the student's log-probabilities of chosen tokens")
     probe: StageConfig = Field(StageConfig(concurrency=256), description="continuations after a teacher candidate")
     verify: StageConfig = Field(StageConfig(timeout_s=60.0), description="verdicts on responses and branches")
@@ -317,7 +380,7 @@ class Config(Section):
     version: int = Field(CONFIG_VERSION, ge=1, description="of this file's format")
     run: RunConfig = Field(RunConfig(), description="where the run writes, and its seed")
     student: ModelConfig = Field(description="the model that is trained")
-    teacher: ModelConfig | None = Field(None, description="the model that is learned from; not every policy needs one")
+    teacher: TeacherConfig | None = Field(None, description="the model that is learned from, if the policy needs one")
     reference: ModelConfig | None = Field(
         None, description="frozen model of `training.reference_kl`; default: the initial student, served like it"
     )

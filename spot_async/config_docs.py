@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -121,16 +121,28 @@ def _rows(
             continue
         inner = defaults.get(name)
         if inner is None and name in defaults:
-            yield f"`{key}`", "section or `null`", "`null`", NONE, field.description
+            form = "section, a list of them or `null`" if _may_be_list(field) else "section or `null`"
+            yield f"`{key}`", form, "`null`", NONE, field.description
         yield from _rows(section, inner, f"{key}.")
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The plain section that a field holds; None for values and for plug-ins' settings."""
-    for candidate in (field.annotation, *get_args(field.annotation)):
+    for candidate in _types(field.annotation):
         if isinstance(candidate, type) and issubclass(candidate, Section) and not issubclass(candidate, PluginSettings):
             return candidate
     return None
+
+
+def _may_be_list(field: FieldInfo) -> bool:
+    return any(get_origin(each) is list for each in _types(field.annotation))
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _types(part)
 
 
 def _is_plugin(field: FieldInfo) -> bool:
@@ -164,8 +176,9 @@ def _type_text(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
 
 def _schema_text(schema: dict[str, Any]) -> str:
     """A JSON schema in words: `integer > 0`, `"a" or "b"`, `number or null`."""
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_schema_text(each) for each in schema["anyOf"]))
+    for alternatives in ("anyOf", "oneOf"):
+        if alternatives in schema:
+            return " or ".join(dict.fromkeys(_schema_text(each) for each in schema[alternatives]))
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:

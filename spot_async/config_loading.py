@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spot_async.config import Config, PluginSettings, PluginSettingsError
+from spot_async.config import ONE, SEVERAL, Config, PluginSettings, PluginSettingsError
 from spot_async.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
@@ -134,7 +134,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 def _describe(errors: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[str]:
     for error in errors.errors(include_url=False):
-        location = (*prefix, *map(str, error["loc"]))
+        location = (*prefix, *(str(part) for part in error["loc"] if part not in (ONE, SEVERAL)))
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, PluginSettingsError):
             yield from _describe(cause.errors, cause.schema, location)
@@ -163,6 +163,8 @@ def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[B
     """The section that a location leads to, through optional annotations."""
     current: type[BaseModel] | None = schema
     for key in location:
+        if key in (ONE, SEVERAL) or isinstance(key, int):  # the same section, one of a list
+            continue
         field = current.model_fields.get(str(key)) if current else None
         if field is None:
             return None

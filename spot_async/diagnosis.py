@@ -7,14 +7,16 @@ what a policy may not go without is `preflight.py`. A fact that could not be ask
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 
 from spot_async import probes
+from spot_async.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, RequestError
@@ -22,16 +24,14 @@ from spot_async.model_files import ModelFiles
 from spot_async.preflight import TrainPlan, check_capabilities
 from spot_async.probes import Asked, Noise
 from spot_async.protocols import Backend, Generator, Scorer
-from spot_async.types import Capabilities, IntArray, LogprobTemperature
+from spot_async.spending.teacher_cache import ReplayedTeacher
+from spot_async.types import Capabilities, IntArray, LogprobTemperature, WeightVersion
 from spot_async.vocabulary import Vocabulary
 
 CAPABILITIES_TIMEOUT_S = 60.0
 PROMPTS = 3
 RESPONSE_TOKENS = 24
-TOP_K = 16
 SLOW_ROUND_TRIP_S = 0.25
-NOISY_NATS = 0.05  # bfloat16 is within it
-OTHER_ROWS_NATS = 1.0  # more than rounding makes of one row: these are other rows
 PROMPTS_READ = 64
 UNKNOWN_SHARE = 0.5
 
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, role by role, and what follows from it. Every line names the key to change."""
+    """What was found, and what follows from it. Every line names the key to change."""
 
-    capabilities: dict[str, Capabilities]
-    roles: dict[str, dict[str, Fact]]
+    capabilities: dict[str, Capabilities]  # by role: what all its servers offer
+    roles: dict[str, dict[str, Fact]]  # facts by server: a role's name, numbered where it has several
     refusals: list[str]
     warnings: list[str]
 
@@ -55,25 +55,57 @@ class Diagnosis:
 
 
 async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backend]) -> Diagnosis:
-    """Ask every service of a run, by role. Raises a `RequestError` when a service does not answer at all."""
-    names = list(backends)
-    said = dict(zip(names, await gather(capabilities(backends[name]) for name in names), strict=True))
-    refusals: list[str] = []
+    """Ask every server of a run. Raises a `RequestError` when one does not answer at all."""
+    servers = {role: servers_of(role, backend) for role, backend in backends.items()}
+    every = {name: backend for each in servers.values() for name, backend in each.items()}
+    said = dict(zip(every, await gather(capabilities(backend) for backend in every.values()), strict=True))
+    first = next(iter(servers["student"]))
+    asked = await _asked(plan, every[first], said[first])
+    agreements = {role: await agreement(role, each, said, asked) for role, each in servers.items()}
+    together = {role: found.together for role, found in agreements.items()}
+    refusals = [line for found in agreements.values() for line in found.refusals]
     try:
-        check_capabilities(config, plan.policy.needs, said)
+        check_capabilities(config, plan.policy.needs, together)
     except ConfigError as error:
         refusals += str(error).splitlines()
-    asked = await _asked(plan, backends["student"], said["student"])
-    examinations = [_Examination(role, backends[role], said[role], config, plan, asked) for role in names]
+    examinations = [
+        _Examination(role, name, backend, said[name], config, plan, asked)
+        for role, each in servers.items()
+        for name, backend in each.items()
+    ]
     await gather(each.run() for each in examinations)
     for each in examinations:  # one after the other: they would wait for each other's processors
         await each.time()
+        if len(servers[each.role]) > 1:
+            each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
+    warnings = plan_warnings(plan) + [line for found in agreements.values() for line in found.warnings]
     return Diagnosis(
-        capabilities=said,
-        roles={each.role: each.facts for each in examinations},
+        capabilities=together,
+        roles={each.name: each.facts for each in examinations},
         refusals=refusals + [line for each in examinations for line in each.refusals],
-        warnings=plan_warnings(plan) + [line for each in examinations for line in each.warnings],
+        warnings=warnings + [line for each in examinations for line in each.warnings],
     )
+
+
+async def compare_students(
+    plan: TrainPlan, student: Backend, found: Capabilities, warn: Callable[[str], None]
+) -> Capabilities:
+    """What the student's servers offer together, once this run's weights are on all of them.
+
+    Servers that may have held any weights could not be compared before. Raises ConfigError where they differ by more
+    than noise.
+    """
+    servers = servers_of("student", student)
+    if len(servers) < 2 or not holds_unknown_weights(found):
+        return found
+    said = {name: msgspec.structs.replace(found, version=WeightVersion(0, 0)) for name in servers}
+    first = next(iter(servers))
+    compared = await agreement("student", servers, said, await _asked(plan, servers[first], said[first]))
+    if compared.refusals:
+        raise ConfigError("\n".join(compared.refusals))
+    for warning in compared.warnings:
+        warn(warning)
+    return msgspec.structs.replace(compared.together, version=found.version)
 
 
 async def capabilities(backend: Backend) -> Capabilities:
@@ -117,9 +149,10 @@ async def _asked(plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
 
 @dataclass
 class _Examination:
-    """One role's facts while they are gathered."""
+    """One server's facts while they are gathered."""
 
     role: str
+    name: str
     backend: Any
     said: Capabilities
     config: Config
@@ -142,6 +175,7 @@ class _Examination:
         files = self._files
         student = self.plan.student
         self.facts |= {
+            "role": self.role,
             "backend": self._model.backend.kind,
             "server": said.server,
             "model": said.model,
@@ -199,7 +233,7 @@ class _Examination:
         self.facts["seeds_probed"] = honours
         if honours is False and self.role == "student":
             self.warnings.append(
-                "student.backend does not honour seeds: a run cannot be repeated (vLLM does; SGLang needs "
+                f"{self.section} does not honour seeds: a run cannot be repeated (vLLM does; SGLang needs "
                 "--enable-deterministic-inference)"
             )
         if self._scores:
@@ -216,7 +250,7 @@ class _Examination:
         self.facts["round_trip_s"] = seconds
         if seconds is not None and seconds > SLOW_ROUND_TRIP_S:
             self.warnings.append(
-                f"{self.role}.backend answers the smallest request after {seconds:.2f} s: place it nearer, or raise "
+                f"{self.section} answers the smallest request after {seconds:.2f} s: place it nearer, or raise "
                 "the concurrency of its stages"
             )
 
@@ -227,7 +261,7 @@ class _Examination:
             return
         if noise.largest > NOISY_NATS:
             self.warnings.append(
-                f"{self.role}.backend: the same row differs by up to {noise.largest:.2g} nats between requests: serve "
+                f"{self.section}: the same row differs by up to {noise.largest:.2g} nats between requests: serve "
                 "it in a wider type, or without what batches requests differently"
             )
         stated = getattr(self._model.backend, "logprob_noise_nats", None)
@@ -241,7 +275,7 @@ class _Examination:
         self.facts["disagreement_nats"] = nats
         if nats is not None and nats > OTHER_ROWS_NATS:
             self.refusals.append(
-                f"{self.role}.backend: log-probabilities of tokens as they were sampled and as they are scored differ "
+                f"{self.section}: log-probabilities of tokens as they were sampled and as they are scored differ "
                 f"by {nats:.2g} nats: these are not the same rows; use another {self.role}.backend.kind, or version"
             )
 
@@ -253,8 +287,7 @@ class _Examination:
             if said is None or seen is None or said == seen:
                 continue
             line = (
-                f"{self.role}.backend says that its log-probabilities are at {_words(said)}, but they are at "
-                f"{_words(seen)}"
+                f"{self.section} says that its log-probabilities are at {_words(said)}, but they are at {_words(seen)}"
             )
             if temperature != 1.0:
                 self.refusals.append(f"{line}: set sampling.temperature={temperature:g} to 1")
@@ -266,17 +299,27 @@ class _Examination:
         try:
             return await asking
         except RequestError as error:
-            self.warnings.append(f"{self.role}.backend could not be asked for {what}: {error}")
+            self.warnings.append(f"{self.section} could not be asked for {what}: {error}")
             return None
 
     @property
+    def section(self) -> str:
+        """Where its settings stand; with its name where a role has several servers."""
+        return f"{self.role}.backend" + (f" ({self.name})" if self.name != self.role else "")
+
+    @property
     def _scores(self) -> bool:
-        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer)
+        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer) and not self._is_replayed
 
     @property
     def _samples(self) -> bool:
         """A teacher may have no such method, and forget to say so."""
-        return self.said.generation and isinstance(self.backend, Generator)
+        return self.said.generation and isinstance(self.backend, Generator) and not self._is_replayed
+
+    @property
+    def _is_replayed(self) -> bool:
+        """Nobody is there to be asked: what was found when somebody was is all that is known."""
+        return isinstance(self.backend, ReplayedTeacher)
 
     @property
     def _model(self) -> ModelConfig:

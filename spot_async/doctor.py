@@ -13,26 +13,31 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.config import Config
-from spot_async.diagnosis import Diagnosis, Fact, diagnose
+from spot_async.diagnosis import Diagnosis, Fact
 from spot_async.preflight import TrainPlan
 from spot_async.run_directory import RunDirectory
-from spot_async.runtime import make_backends, running, watched
+from spot_async.runtime import diagnose_servers, make_backends, running
 
 Facts = Mapping[str, Fact]
 
 
 async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
     """Everything but the trainer, for as long as it takes to ask; logs go under `directory`."""
-    backends = make_backends(config, plan, RunDirectory(directory)).by_role()
-    async with running(*backends.values()):
-        return await watched(diagnose(config, plan, backends), [each.watch for each in backends.values()])
+    backends = make_backends(config, plan, RunDirectory(directory))
+    async with running(*backends.by_role().values()):
+        return await diagnose_servers(config, plan, backends)
 
 
 def show(screen: Console, diagnosis: Diagnosis) -> None:
     """The table, then what follows from it."""
-    table = Table("", *diagnosis.roles, box=box.SIMPLE_HEAD, pad_edge=False)
+    by_role: dict[str, dict[str, Facts]] = {}
+    for name, facts in diagnosis.roles.items():
+        by_role.setdefault(str(facts["role"]), {})[name] = facts
+    table = Table("", *by_role, box=box.SIMPLE_HEAD, pad_edge=False)
     for label, words in ROWS:
-        table.add_row(label, *(Text(words(facts)) for facts in diagnosis.roles.values()))
+        cells = [_cell({name: words(facts) for name, facts in servers.items()}) for servers in by_role.values()]
+        if any(cells):
+            table.add_row(label, *map(Text, cells))
     screen.print(table)
     for warning in diagnosis.warnings:
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
@@ -42,8 +47,18 @@ def show(screen: Console, diagnosis: Diagnosis) -> None:
         screen.print("safe to train with")
 
 
+def _cell(said: Mapping[str, str]) -> str:
+    """What all of a role's servers have in common, or a line for each thing that only some have."""
+    names: dict[str, list[str]] = {}
+    for name, words in said.items():
+        names.setdefault(words, []).append(name)
+    if len(names) == 1:
+        return next(iter(names))
+    return "\n".join(f"{', '.join(those)}: {words}" for words, those in names.items())
+
+
 def as_json(diagnosis: Diagnosis) -> str:
-    """For machines: facts by role (null where unknown), refusals and warnings."""
+    """For machines: facts by server (null where unknown), refusals and warnings."""
     found = {"roles": diagnosis.roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
@@ -152,6 +167,7 @@ ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("temperature of scores", _temperature("score_temperature", "scores nothing")),
     ("temperature of samples", _temperature("generation_temperature", "samples nothing")),
     ("repeatability", _repeatability),
+    ("servers apart", lambda facts: _nats(facts["servers_differ_nats"]) if "servers_differ_nats" in facts else ""),
     ("samples against scores", lambda facts: _nats(facts.get("disagreement_nats"))),
     ("seeds honoured", _seeds),
     ("prefix caching", lambda facts: _yes(facts["prefix_caching"])),

@@ -5,6 +5,13 @@ never turned into a reward: it is raised as one of these and handled by its clas
 not a `SpotError` is a bug and stops the run with its trace.
 """
 
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, Self
+
 
 class SpotError(Exception):
     """Root of everything spot-async raises on purpose."""
@@ -22,8 +29,45 @@ class StorageError(SpotError):
     """The run directory cannot be written: full disk, quota, or gone."""
 
 
+class FailureClass(StrEnum):
+    """What another sending of a failed request would change; each class has a budget of its own (`retry.py`)."""
+
+    PERMANENT = "permanent"
+    THROTTLED = "throttled"
+    TRANSIENT = "transient"
+    POISONED = "poisoned"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What was sent and what came back, as far as people need it to see why a request failed. Holds no secrets."""
+
+    endpoint: str  # address of the server
+    method: str
+    path: str
+    sent_bytes: int
+    sent: Any  # the request's body as plain values, long lists and texts cut; sampling settings are in it
+    status: int | None = None  # None where there was no reply
+    received: str = ""  # head of the reply's body
+
+
 class RequestError(SpotError):
-    """A request to a backend failed. Subclasses say whether sending it again can help."""
+    """A request to a backend failed. Subclasses say whether sending it again can help.
+
+    Where it failed is filled in on the way up: the exchange at the edge, the stage and how often it sent the request
+    by the stage. None of it is part of the message.
+    """
+
+    failure_class: ClassVar[FailureClass] = FailureClass.PERMANENT
+    exchange: Exchange | None = None
+    stage: str | None = None
+    attempts: int = 1
+
+    def reworded(self, message: str) -> Self:
+        """The same failure under another message."""
+        again = copy.copy(self)
+        again.args = (message,)
+        return again
 
 
 class PermanentError(RequestError):
@@ -35,7 +79,9 @@ class VersionMismatchError(PermanentError):
 
 
 class ThrottledError(RequestError):
-    """The endpoint asks to be left alone for a while (429, 503)."""
+    """The endpoint asks to be left alone for a while (429, 503, 529)."""
+
+    failure_class = FailureClass.THROTTLED
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -44,6 +90,8 @@ class ThrottledError(RequestError):
 
 class TransientError(RequestError):
     """A reset, a 5xx or a time-out: a later attempt may succeed."""
+
+    failure_class = FailureClass.TRANSIENT
 
 
 class DeadlineExceededError(TransientError):
@@ -61,6 +109,8 @@ class ServerRestartedError(TransientError):
 class PoisonedReplyError(RequestError):
     """A reply whose numbers cannot be true (NaN, rows missing, tokens out of the vocabulary)."""
 
+    failure_class = FailureClass.POISONED
+
 
 class ProcessDiedError(SpotError):
     """A supervised child process ended although the run still needs it."""
@@ -68,3 +118,15 @@ class ProcessDiedError(SpotError):
 
 class TrainerError(SpotError):
     """The trainer stopped: non-finite loss or gradient, full disk, or a bug in a rank."""
+
+
+class ReplayMissError(SpotError):
+    """A run without its teacher needs what the cache does not hold."""
+
+
+class StalledError(SpotError):
+    """Nothing was committed for so long that nothing will be; the watchdog says what the run waited for."""
+
+
+class BudgetSpentError(SpotError):
+    """What the run may spend on requests is spent. Everything finished until then is saved."""

@@ -17,10 +17,11 @@ class PromptState(StrEnum):
     LEFT_OUT = "left_out"  # in a batch, but without evidence: none of its samples was trained on
     DEAD = "dead"  # a request of it failed for good
     LEFT_OVER = "left_over"  # finished, but its batch never filled
+    UNPAID = "unpaid"  # it needed a request that the budget has no money for
 
 
 _ALLOWED = {
-    PromptState.RUNNING: {PromptState.QUEUED, PromptState.DEAD},
+    PromptState.RUNNING: {PromptState.QUEUED, PromptState.DEAD, PromptState.UNPAID},
     PromptState.QUEUED: {PromptState.TRAINED, PromptState.LEFT_OUT, PromptState.LEFT_OVER},
 }
 

@@ -41,3 +41,8 @@ class Mailbox:
                 self._waiting.remove(ticket)
                 return ticket
         return None
+
+    def put_back(self, priority: Priority, ticket: int) -> None:
+        """It was popped, but cannot be served yet: it waits on as if it had not been."""
+        heapq.heappush(self._heap, (priority, ticket))
+        self._waiting.add(ticket)

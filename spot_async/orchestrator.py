@@ -19,8 +19,10 @@ import structlog
 
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
-from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError
+from spot_async.dead_letters import FILE_NAME
+from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.runner import EvaluationResult
+from spot_async.feed_guard import check_feed
 from spot_async.ledger import Ledger, PromptState
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.retry import RetryPolicy
@@ -29,9 +31,9 @@ from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, WeightVersion
 
+WEIGHT_UPDATE_TIMEOUT_S = 600.0
 LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
-MAX_DEAD_SHARE = 0.1  # of the prompts finished so far, once there are a batch of them
 UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
 
 
@@ -45,7 +47,9 @@ class OrchestratorSettings:
     capacity_prompts: int
     capacity_bytes: int
     max_response_tokens: int
+    vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
+    max_dead_share: float  # of the prompts finished so far, once there are a batch of them
 
 
 @dataclass
@@ -79,7 +83,7 @@ class RunObserver(Protocol):
 
     def iteration_finished(self, result: IterationResult) -> None: ...
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None: ...
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None: ...
 
 
 @dataclass
@@ -89,10 +93,12 @@ class OrchestratorState:
     iteration: int = 0  # finished ones
     waiting_for: str = "the first prompts"
     ledger: Ledger = field(default_factory=Ledger)
+    spent: BudgetSpentError | None = None  # why nothing is admitted any more
+    running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
 
 class Orchestrator:
-    """One run of a policy. `run` returns when all iterations are done or the prompts ran out."""
+    """One run of a policy. `run` returns when all iterations are done, or the prompts or the money ran out."""
 
     def __init__(
         self,
@@ -118,10 +124,10 @@ class Orchestrator:
         self._observer = observer
         self._evaluate = evaluate
         self._sleepers = sleepers
-        self._credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
+        self.credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
         self._gate = AdmissionGate(
             self.state.ledger,
-            self._credits,
+            self.credits,
             batch_size=settings.batch_size,
             max_staleness=settings.max_staleness,
         )
@@ -151,27 +157,48 @@ class Orchestrator:
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 size_bytes = self._worst_case_bytes(prompt)
-                while not self._gate.is_open(version=self._version.step, worst_case_bytes=size_bytes):
+                while self.state.spent is None and not self._gate.is_open(
+                    version=self._version.step, worst_case_bytes=size_bytes
+                ):
                     self._gate_changed.clear()
                     await self._gate_changed.wait()
+                if self.state.spent is not None:
+                    break
                 self.state.ledger.admit(prompt.ordinal)
-                self._credits.reserve(prompt.ordinal, size_bytes)
+                self.credits.reserve(prompt.ordinal, size_bytes)
                 group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
         self.queue.close()
 
     async def _supervise(self, prompt: Prompt) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
+        self.state.running[prompt.ordinal] = prompt
         try:
             samples = await self._policy.supervise(prompt, self.stages.for_prompt(prompt))
         except RequestError as error:
             self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
             self._bury(prompt, error)
             return
+        except BudgetSpentError as error:
+            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "unpaid"))
+            self._stop_admitting(prompt, error)
+            return
+        finally:
+            del self.state.running[prompt.ordinal]
         self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
         self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
         self.queue.put(prompt.ordinal, samples)
         self._unanswered_in_a_row = 0
+
+    def _stop_admitting(self, prompt: Prompt, error: BudgetSpentError) -> None:
+        """There is no money for what this prompt needs: those under way finish, and no other begins."""
+        if self.state.spent is None:
+            structlog.get_logger().warning("budget spent", error=str(error))
+        self.state.spent = error
+        self.state.ledger.move(prompt.ordinal, PromptState.UNPAID)
+        self.credits.release(prompt.ordinal)
+        self.queue.put(prompt.ordinal, None)
+        self._gate_changed.set()
 
     def _bury(self, prompt: Prompt, error: RequestError) -> None:
         """Give up a prompt whose request fails for good; another takes its place in the batch.
@@ -181,18 +208,22 @@ class Orchestrator:
         reason = str(error)
         ledger = self.state.ledger
         ledger.move(prompt.ordinal, PromptState.DEAD)
-        self._credits.release(prompt.ordinal)
+        self.credits.release(prompt.ordinal)
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()
-        self._observer.prompt_died(prompt, reason)
+        self._observer.prompt_died(prompt, error)
         if isinstance(error, TransientError | ThrottledError):
             self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW:
                 raise SpotError(f"{self._unanswered_in_a_row} prompts in a row went unanswered, the last one: {reason}")
         dead = ledger.count(PromptState.DEAD)
         finished = dead + ledger.count(PromptState.QUEUED) + ledger.consumed
-        if finished >= self._settings.batch_size and dead > MAX_DEAD_SHARE * finished:
-            raise SpotError(f"{dead} of {finished} prompts failed for good, the last one with: {reason}")
+        most = self._settings.max_dead_share
+        if finished >= self._settings.batch_size and dead > most * finished:
+            raise SpotError(
+                f"{dead} of {finished} prompts failed for good, more than run.max_dead_share={most:g} allows "
+                f"({FILE_NAME} has them all), the last one with: {reason}"
+            )
 
     async def _train_batches(self) -> None:
         loop = asyncio.get_running_loop()
@@ -212,6 +243,10 @@ class Orchestrator:
             started = loop.time()
             self.state.waiting_for = "the trainer"
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
+            settings = self._settings
+            check_feed(
+                trained, vocab_size=settings.vocab_size, live=self._version, max_staleness=settings.max_staleness
+            )
             async with self._asleep():
                 report = await self._trainer.train(iteration, trained)
             times.train = self._phase_ended(iteration, "train", started, ordinals)
@@ -235,7 +270,7 @@ class Orchestrator:
             for ordinal, group in batch:
                 has_trained = any(sample.supervision is not None for sample in group)
                 self.state.ledger.move(ordinal, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
-                self._credits.release(ordinal)
+                self.credits.release(ordinal)
             self.state.iteration = iteration + 1
             self._gate_changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from spot_async import registry
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config, ModelConfig, Place
 from spot_async.errors import ConfigError
 from spot_async.model_files import ModelFiles, read_model
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
@@ -23,6 +23,7 @@ from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyNeeds
 from spot_async.vocabulary import stop_token_ids
+from spot_async.watchdog.limits import SilenceLimits, silence_limits
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class TrainPlan:
     filtered: int  # problems whose prompts are too long
     policy: Policy
     evaluation: Sequence[PromptSource]  # empty without an evaluation section
+    silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -78,6 +80,7 @@ def plan_training(config: Config) -> TrainPlan:
     if isinstance(policy, ScheduleChecker):
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
+    silence = silence_limits(config, policy.needs)
     return TrainPlan(
         student=student,
         teacher=teacher,
@@ -88,6 +91,7 @@ def plan_training(config: Config) -> TrainPlan:
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=plan_evaluation(config, student) if config.evaluation is not None else (),
+        silence=silence,
     )
 
 
@@ -96,6 +100,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
+    silence_limits(config, PolicyNeeds())
     problems = load_problems(Path(config.evaluation.problems), "evaluation.problems")
     renderer = PromptRenderer(student.vocabulary, config.prompt)
     room = student.max_context_tokens - config.evaluation.max_response_tokens
@@ -219,6 +224,10 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
     kind = config.policy.kind
     if needs.teacher and config.teacher is None:
         raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
+    if needs.teacher_responses and config.teacher is not None and config.teacher.replay:
+        raise ConfigError(
+            f"teacher.replay: policy {kind} asks the teacher for responses, which no cache holds: give policy.load"
+        )
     if config.training.reference_kl > 0 and not needs.reference:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
@@ -242,7 +251,7 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
 
 def check_places(config: Config, needs: PolicyNeeds) -> None:
     """Whether every server that is needed has a place of its own, and this machine what its settings name."""
-    fixed = config.student.backend.place
+    fixed = next(filter(None, places(config.student)), None)
     if needs.reference and config.reference is None and fixed is not None:
         raise ConfigError(
             f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
@@ -250,7 +259,7 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
         )
     served = {
         "student": config.student,
-        "teacher": config.teacher if needs.teacher else None,
+        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
         "reference": config.reference if needs.reference else None,
     }
     first_at: dict[str, str] = {}
@@ -258,16 +267,21 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
         if model is None:
             continue
         model.backend.check_machine(f"{role}.backend")
-        place = model.backend.place
-        if place is None or (other := first_at.setdefault(place.address, role)) == role:
-            continue
-        if other == "student":
-            raise ConfigError(
-                f"{role}.backend.{place.setting}: the student is served there, whose weights change; give the {role} a "
-                "server of its own"
-            )
-        if not place.is_attached:
-            raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+        for place in filter(None, places(model)):
+            if (other := first_at.setdefault(place.address, role)) == role:
+                continue
+            if other == "student":
+                raise ConfigError(
+                    f"{role}.backend.{place.setting}: the student is served there, whose weights change; give the "
+                    f"{role} a server of its own"
+                )
+            if not place.is_attached:
+                raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+
+
+def places(model: ModelConfig) -> Sequence[Place | None]:
+    """Of each of the model's servers."""
+    return [each.place for each in model.backend.servers()]
 
 
 def _check_sleep(config: Config) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,30 @@ async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> No
         return row
 
     return await _noise(read)
+
+
+async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_top_k: int) -> list[FloatArray]:
+    """Rows to compare with another server's of the same model: scores of the responses, and the distributions after
+    the prompts as they come with a sampled token. A top-k of 0 leaves them out. Unknown positions are NaN."""
+    rows = []
+    for n in range(len(asked.prompts)):
+        if score_top_k:
+            scores = await _score(server, asked, n, top_k=score_top_k)
+            unknown = slice(0) if scores.valid is None else ~scores.valid
+            values = np.column_stack([scores.logprobs, scores.topk_logprobs])
+            values[unknown] = np.nan
+            rows.append(values)
+        if generation_top_k:
+            reply = await _generate(server, asked.prompts[n], asked, seed=SEED, max_tokens=1, top_k=generation_top_k)
+            assert reply.topk_logprobs is not None
+            rows.append(reply.topk_logprobs[:1])
+    return rows
+
+
+def largest_difference_nats(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> float:
+    """Between two servers' `readings`; 0 where they have no position in common."""
+    differences = np.concatenate([np.abs(one - two).ravel() for one, two in zip(first, other, strict=True)])
+    return float(np.nanmax(differences, initial=0.0))
 
 
 async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature | None:

@@ -91,13 +91,11 @@ class ChildProcess:
 
     def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
         """The end of the child's log."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - size))
-            return log.read().decode(errors="replace")
+        return _tail(self.log_path, size)
 
     def last_lines(self, count: int) -> list[str]:
         """The log's last lines that say something, without terminal colours and overwritten progress bars."""
-        return _readable(self.log_tail())[-count:]
+        return log_lines(self.log_path, count)
 
     def earlier_errors(self, count: int, before: int) -> list[str]:
         """What exceptions said before the last lines, each once: the cause is often far above its consequences."""
@@ -136,6 +134,17 @@ class ChildProcess:
         for pid in below:  # those in sessions of their own too
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def log_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a log that say something, as `ChildProcess.last_lines`. Raises OSError."""
+    return _readable(_tail(path, LOG_TAIL_BYTES))[-count:]
+
+
+def _tail(path: Path, size: int) -> str:
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - size))
+        return log.read().decode(errors="replace")
 
 
 def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:

@@ -7,9 +7,10 @@ at any await and must then stop the work they started.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
+from spot_async.spending.account import Account
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -170,6 +171,16 @@ class HealthCheck(Protocol):
         ...
 
 
+@runtime_checkable
+class Replicated(Protocol):
+    """Optional for a backend that stands for several servers of its role: each of them, to be asked for itself."""
+
+    @property
+    def backends(self) -> Mapping[str, Backend]:
+        """By name, as they are now; there once it has been entered."""
+        ...
+
+
 class RateLimit(Protocol):
     """What an endpoint allows a minute, over all stages of a role. Pure: times are passed in."""
 
@@ -180,6 +191,13 @@ class RateLimit(Protocol):
     def take(self, now_s: float, tokens: int) -> None:
         """Such a request is sent now."""
         ...
+
+
+@runtime_checkable
+class Billed(Protocol):
+    """Optional for a backend whose requests are counted, limited or cost money."""
+
+    account: Account  # shared by all replicas of a role: set before the backend is entered
 
 
 class Verifier(Protocol):

@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import msgspec
 
-from spot_async.errors import DeadlineExceededError, RequestError, ThrottledError, TransientError
+from spot_async.errors import DeadlineExceededError, FailureClass, RequestError, ThrottledError
 
 DEFAULT_ATTEMPTS = 8  # 12 to 24 s of them: longer than a connection that drops or a server that reloads
+POISONED_ATTEMPTS = 2  # a reply is damaged once on its way, or always by what the request is
 BASE_DELAY_S = 0.25
 MAX_DELAY_S = 8.0
 MAX_DOUBLINGS = 16  # past the largest delay; more would overflow at last
+TOLD_SPREAD = 0.1  # of the time that an endpoint asks for: its clients are not to come back all at once
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
-    """Delays grow exponentially, with jitter: at most `attempts` transient failures, throttling without limit.
+    """Each class of failure has a budget of its own, and failures are counted by class:
 
-    The request's deadline, which the caller knows, ends both.
+    * permanent: sent once.
+    * throttled: without limit, after as long as the endpoint asks for.
+    * transient: at most `attempts` times, with delays that grow exponentially, with jitter.
+    * poisoned: once more, elsewhere where there is another server.
+
+    The request's deadline, which the caller knows, ends them all.
     """
 
     attempts: int
 
     def delay_s(self, error: RequestError, failures: int, jitter: float) -> float | None:
-        """Seconds to wait after the `failures`-th failure (from 1) of this error's kind, None to give up.
+        """Seconds to wait after the `failures`-th failure (from 1) of this error's class, None to give up.
 
-        `jitter` is uniform in [0, 1). A throttled endpoint is left alone for as long as it asks.
+        `jitter` is uniform in [0, 1).
         """
         if isinstance(error, DeadlineExceededError):
             return None
         doublings = min(failures - 1, MAX_DOUBLINGS)
         backoff_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0**doublings) * (0.5 + jitter / 2)
-        if isinstance(error, ThrottledError):
-            return max(backoff_s, error.retry_after_s or 0.0)
-        if isinstance(error, TransientError) and failures < self.attempts:
-            return backoff_s
-        return None  # permanent and poisoned too: the same request would fail again
+        match error.failure_class:
+            case FailureClass.THROTTLED:
+                told_s = error.retry_after_s if isinstance(error, ThrottledError) else None
+                return max(backoff_s, (told_s or 0.0) * (1.0 + TOLD_SPREAD * jitter))
+            case FailureClass.TRANSIENT:
+                return backoff_s if failures < self.attempts else None
+            case FailureClass.POISONED:
+                return backoff_s if failures < min(POISONED_ATTEMPTS, self.attempts) else None
+            case _:
+                return None

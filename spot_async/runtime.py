@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from rich.console import Console
 
 from spot_async import registry
-from spot_async.concurrency import gather
+from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
-from spot_async.diagnosis import capabilities, diagnose
+from spot_async.diagnosis import Diagnosis, capabilities, compare_students, diagnose
+from spot_async.errors import BudgetSpentError, RequestError
 from spot_async.evaluation.runner import EvaluationResult, evaluate
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.model_files import ModelFiles
+from spot_async.monitoring import Phases, make_live_verdict
 from spot_async.orchestrator import (
+    WEIGHT_UPDATE_TIMEOUT_S,
     IterationResult,
     LiveEvaluation,
     Orchestrator,
@@ -35,21 +39,29 @@ from spot_async.orchestrator import (
 from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.prompts import PromptSource
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory import RunDirectory
+from spot_async.servers import backend_factories
+from spot_async.spending.account import Account
+from spot_async.spending.records import SpendingLog
+from spot_async.spending.run_spending import RunSpending
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
+from spot_async.telemetry.live_verdict import replica_lines
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Prompt
+from spot_async.types import PolicyNeeds, Prompt
 from spot_async.vocabulary import Vocabulary
+from spot_async.watchdog.limits import silence_limits
+from spot_async.watchdog.monitor import Watchdog
 
 T = TypeVar("T")
-
-WEIGHT_UPDATE_TIMEOUT_S = 600.0
 
 
 class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
@@ -68,12 +80,15 @@ class ReferenceBackend(Backend, Scorer, Protocol):
 class Backends:
     """The inference services of a training run, by role; None where the policy asks for none."""
 
-    student: StudentBackend
-    teacher: TeacherBackend | None
-    reference: ReferenceBackend | None
+    student: StudentBackend | ReplicaPool[StudentBackend]
+    teacher: TeacherBackend | ReplicaPool[TeacherBackend] | None
+    reference: ReferenceBackend | ReplicaPool[ReferenceBackend] | None
 
     def by_role(self) -> dict[str, Backend]:
         return {role: backend for role, backend in vars(self).items() if backend is not None}
+
+    def pools(self) -> dict[str, ReplicaPool[Any]]:
+        return {role: each for role, each in self.by_role().items() if isinstance(each, ReplicaPool)}
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,8 @@ class TrainOutcome:
     after: EvaluationResult | None
     best: BestCheckpoint | None  # None without evaluations during the run
     prompts: dict[str, int]  # how many ended in which state
+    spent: BudgetSpentError | None = None  # why it ended early, with everything saved
+    spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
 
     @property
     def student(self) -> Path:
@@ -103,54 +120,90 @@ class Observers:
         for observer in self._observers:
             observer.iteration_finished(result)
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         for observer in self._observers:
-            observer.prompt_died(prompt, reason)
+            observer.prompt_died(prompt, error)
 
 
-async def train(config: Config, plan: TrainPlan, directory: RunDirectory, console: Console) -> TrainOutcome:
-    """One training run, evaluated before and after where the configuration says so."""
+async def train(
+    config: Config,
+    plan: TrainPlan,
+    directory: RunDirectory,
+    console: Console,
+    *,
+    exit_process: Callable[[str], None] | None = None,
+) -> TrainOutcome:
+    """One training run, evaluated before and after where the configuration says so.
+
+    `exit_process`: see `Watchdog`.
+    """
     screen = RunConsole(console, plan.schedule.iterations)
-    backends = make_backends(config, plan, directory)
+    spending = RunSpending(config, plan)
+    ledger_file = SpendingLog(directory, spending.accounts)
+    backends = make_backends(config, plan, directory, spending)
+    replicas = partial(replica_lines, backends.by_role())
+    watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
+    lag = LoopLag()
     student = backends.student
     trainer = TrainerProcess(trainer_settings(config, plan, directory))
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
+    stages.teacher_cache = spending.teacher_cache
     history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
 
     with ExitStack() as stack:
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        stack.callback(ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
         stack.enter_context(screen.live())
-        screen.phase(f"starting {', '.join(backends.by_role())} and trainer")
+        stack.enter_context(watchdog)
+        stack.enter_context(lag.measuring())
+        phases = Phases(screen, watchdog)
+        phases.begin(f"starting {', '.join(backends.pools())} and trainer")
 
         async def run() -> TrainOutcome:
-            screen.phase("checking the servers")
-            diagnosis = await diagnose(config, plan, backends.by_role())
+            phases.begin("checking the servers")
+            diagnosis = await diagnose_servers(config, plan, backends)
             diagnosis.raise_if_unsafe()
             for warning in diagnosis.warnings:
                 screen.warn(warning)
             stages.capabilities = diagnosis.capabilities
-            await send_initial_weights(config.student, student, stages.capabilities["student"], screen.phase)
+            await spending.teacher_asked(diagnosis.capabilities)
+            ledger_file.write(iteration=0)
+            await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
+            student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
+            stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str) -> EvaluationResult | None:
-                return await measure(config, plan.evaluation, vocabulary, student, directory, screen, when)
+                return await measure(config, plan.evaluation, vocabulary, student, directory, phases, when)
 
             async def evaluate_live(iteration: int) -> EvaluationResult | None:
                 if not evaluation_is_due(config, iteration):
                     return None
                 result = await evaluated(f"{iteration:06d}")
-                screen.phase(f"training with {config.policy.kind}", orchestrator)
+                phases.begin(f"training with {config.policy.kind}", orchestrator)
                 return result
 
             before = await evaluated("before")
-            log = RunLog(directory, stages, sinks, samples_every=config.run.samples_every, backends=backends.by_role())
-            observer = Observers(log, history, screen)
+            log = RunLog(
+                directory,
+                stages,
+                sinks,
+                samples_every=config.run.samples_every,
+                backends=backends.by_role(),
+                loop_lag=lag,
+                spending=spending.metrics(),
+            )
+            observer = Observers(log, ledger_file, history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
-            screen.phase(f"training with {config.policy.kind}", orchestrator)
-            with trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext():
-                await orchestrator.run()
+            orchestrator.report_to(watchdog)
+            phases.begin(f"training with {config.policy.kind}", orchestrator)
+            verdicts = make_live_verdict(config, orchestrator, backends.by_role(), screen)
+            trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
+            with trace:
+                async with alongside(verdicts.speak):
+                    await orchestrator.run()
             iterations, ledger = orchestrator.state.iteration, orchestrator.state.ledger
             after = history.result_after(iterations)
             if after is not None:  # the same weights, problems and seeds: asking again would give it again
@@ -160,11 +213,21 @@ async def train(config: Config, plan: TrainPlan, directory: RunDirectory, consol
                 if after is not None and history.best is not None:
                     history.add(iterations, after, (directory.path / "student").resolve())
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
-            return TrainOutcome(directory.path, iterations, before, after, history.best, prompts)
+            return TrainOutcome(
+                directory.path,
+                iterations,
+                before,
+                after,
+                history.best,
+                prompts,
+                spent=orchestrator.state.spent,
+                spending=spending.summary(),
+            )
 
         servers = list(backends.by_role().values())
-        async with running(*servers, trainer, verifier):
+        async with alongside(watchdog.watch), running(*spending.resources, *servers, trainer, verifier):
             outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
+            watchdog.phase_began("stopping")
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
@@ -176,19 +239,24 @@ async def evaluate_student(
     sources: Sequence[PromptSource],
     directory: RunDirectory,
     console: Console,
+    *,
+    exit_process: Callable[[str], None] | None = None,
 ) -> EvaluationResult:
-    """Only the student's server and one evaluation."""
+    """Only the student's server and one evaluation. `exit_process`: see `Watchdog`."""
     screen = RunConsole(console, 0)
-    student = cast(StudentBackend, make_backend(config.student, "student", directory))
-    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live():
-        screen.phase("starting the student")
+    watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
+    student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory)
+    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live(), watchdog:
+        phases = Phases(screen, watchdog)
+        phases.begin("starting the student")
 
         async def run() -> EvaluationResult | None:
-            await send_initial_weights(config.student, student, await capabilities(student), screen.phase)
-            return await measure(config, sources, student_files.vocabulary, student, directory, screen, "")
+            await send_initial_weights(config.student, student, await capabilities(student), phases.begin)
+            return await measure(config, sources, student_files.vocabulary, student, directory, phases, "")
 
-        async with running(student):
+        async with alongside(watchdog.watch), running(student):
             result = await watched(run(), [student.watch])
+            watchdog.phase_began("stopping")
     assert result is not None
     directory.write_summary({"evaluation": evaluation_summary(result)})
     return result
@@ -212,15 +280,15 @@ async def measure(
     config: Config,
     sources: Sequence[PromptSource],
     vocabulary: Vocabulary,
-    generator: Generator,
+    generator: Generator | ServicePool[Generator],
     directory: RunDirectory,
-    screen: RunConsole,
+    phases: Phases,
     when: str,
 ) -> EvaluationResult | None:
     """One evaluation, its responses written; None when the configuration has no evaluation."""
     if config.evaluation is None:
         return None
-    screen.phase(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
+    phases.begin(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
     settings = config.evaluation.verifier
     async with registry.load("verifiers", settings.kind)(settings) as verifier:
         result = await evaluate(
@@ -229,7 +297,8 @@ async def measure(
             generator=generator,
             verifier=verifier,
             vocabulary=vocabulary,
-            on_progress=screen.progress,
+            on_progress=phases.judged,
+            on_stages=phases.evaluates_with,
         )
     write_responses(directory, when, result)
     structlog.get_logger().info("evaluated", when=when, avg=result.figures("all").avg, tokens=result.tokens)
@@ -247,18 +316,39 @@ def evaluation_is_due(config: Config, iteration: int) -> bool:
     return every > 0 and iteration % every == 0
 
 
-def make_backend(config: ModelConfig, role: str, directory: RunDirectory) -> Backend:
-    backend: Backend = registry.load("backends", config.backend.kind)(
-        config.backend, role=role, model=config.model, run_directory=directory.path
+async def diagnose_servers(config: Config, plan: TrainPlan, backends: Backends) -> Diagnosis:
+    """Ask servers that were entered. One that ends of a question is not started again: it says what is wrong."""
+    pools = backends.pools().values()
+    watches = [server.watch for pool in pools for server in pool.backends.values()]
+    return await watched(diagnose(config, plan, backends.by_role()), watches)
+
+
+def make_pool(
+    model: ModelConfig, role: str, directory: RunDirectory, account: Account | None = None
+) -> ReplicaPool[Any]:
+    """All servers of a role, not yet started. What is asked of them is charged to the `account`."""
+    places = [each.place for each in model.backend.servers()]
+    return ReplicaPool(
+        role,
+        backend_factories(model, role, directory.path, account),
+        model.serving,
+        are_ours=not any(place is not None and place.is_attached for place in places),
+        rate_limit=account.rate_limit if account is not None and account.is_limited else None,
     )
-    return backend
 
 
-def make_backends(config: Config, plan: TrainPlan, directory: RunDirectory) -> Backends:
-    """What the plan says must be served, not yet started."""
+def make_backends(
+    config: Config, plan: TrainPlan, directory: RunDirectory, spending: RunSpending | None = None
+) -> Backends:
+    """What the plan says must be served, not yet started. What is asked of it is charged to `spending`."""
+    spending = spending or RunSpending(config, plan)
 
     def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
-        return make_backend(model, role, directory) if needed and model is not None else None
+        if not needed or model is None:
+            return None
+        if role == "teacher" and spending.replayed_teacher is not None:
+            return spending.replayed_teacher
+        return make_pool(model, role, directory, spending.accounts.get(role))
 
     return Backends(
         student=make("student", config.student, True),
@@ -306,7 +396,9 @@ def make_orchestrator(
             capacity_prompts=config.queue_capacity_prompts,
             capacity_bytes=config.queue.capacity_bytes,
             max_response_tokens=config.sampling.max_response_tokens,
+            vocab_size=plan.student.vocab_size,
             weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
+            max_dead_share=config.run.max_dead_share,
         ),
         prompts=plan.schedule,
         policy=plan.policy,
@@ -345,6 +437,8 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
         "best": best_summary(outcome.best),
+        **outcome.spending,
+        **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
     }
 
 

@@ -1,6 +1,6 @@
 """The servers of a role: what they are called, and how a backend object for each of them is made.
 
-Starts none. A role has several where its backend's settings say so (`PluginSettings.replicas`); each gets a backend
+Starts none. A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend
 object of its own, which knows nothing of the others. Entering a fresh object starts or attaches the server again.
 """
 
@@ -12,23 +12,29 @@ from typing import TypeAlias
 
 from spot_async import registry
 from spot_async.config import ModelConfig, PluginSettings
-from spot_async.protocols import Backend
+from spot_async.protocols import Backend, Billed
+from spot_async.spending.account import Account
 
 MakeBackend: TypeAlias = Callable[[], Backend]  # a new object each time, not entered
 
 
-def backend_factories(model: ModelConfig, role: str, run_directory: Path) -> dict[str, MakeBackend]:
+def backend_factories(
+    model: ModelConfig, role: str, run_directory: Path, account: Account | None = None
+) -> dict[str, MakeBackend]:
     """What makes a backend for each of the role's servers, by the server's name.
 
-    `student`, or `student-1`, `student-2`, ... where there are several: the name that logs and errors have too.
+    `student`, or `student-1`, `student-2`, ... where there are several: the name that logs and errors have too. All
+    of them, and those that are made anew, charge one `account`.
     """
     backend = registry.load("backends", model.backend.kind)
 
     def factory(settings: PluginSettings) -> MakeBackend:
         def make() -> Backend:
             made: Backend = backend(settings, role=role, model=model.model, run_directory=run_directory)
+            if account is not None and isinstance(made, Billed):
+                made.account = account
             return made
 
         return make
 
-    return {each.server_name(role): factory(each) for each in model.backend.replicas()}
+    return {each.server_name(role): factory(each) for each in model.backend.servers()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -25,6 +25,7 @@ from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Sco
 from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.retry import RetryPolicy
 from spot_async.seeds import derive_seed
+from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.timeline import Timeline
 from spot_async.types import (
     Capabilities,
@@ -43,6 +44,7 @@ from spot_async.vocabulary import Vocabulary, stop_token_ids
 
 S = TypeVar("S")
 T = TypeVar("T")
+Kept = TypeVar("Kept", TokenScores, ScoredPositions)
 
 STAGE_SERVERS = {
     "rollout": "student",
@@ -90,6 +92,7 @@ class Stages:
         self.run_seed = run_seed
         self.student = student
         self.capabilities: Mapping[str, Capabilities] = {}  # by role, once the backends were asked
+        self.teacher_cache: TeacherCache | None = None  # where the teacher's scores are kept
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
         # What ends a response is one decision, whichever token each model spells it with. A teacher that only
@@ -110,6 +113,7 @@ class Stages:
                 retry=RetryPolicy(stage_config.attempts),
                 mailbox_capacity=max_running_prompts * requests_per_prompt,
                 jitter=jitter,
+                hedge_after_s=getattr(stage_config, "hedge_after_s", None),
             )
 
         samples, probes = max_samples_per_prompt, max(1, max_probes_per_prompt)
@@ -172,36 +176,56 @@ class BoundStages:
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         scored_ids = self._as_teacher_ends(response_ids)
-        scores = await _given(self._stages.score, self._stages.services.scorer, "teacher_top_k").ask(
-            (self._prompt.ordinal,),
-            lambda scorer, deadline: scorer.score(
-                self._prompt.token_ids,
-                scored_ids,
-                top_k=top_k,
-                temperature=self._stages.sampling.temperature,
-                deadline=deadline,
+        stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
+        scores = await self._kept(
+            TokenScores,
+            (scored_ids, top_k),
+            lambda: stage.ask(
+                (self._prompt.ordinal,),
+                lambda scorer, deadline: scorer.score(
+                    self._prompt.token_ids,
+                    scored_ids,
+                    top_k=top_k,
+                    temperature=self._stages.sampling.temperature,
+                    deadline=deadline,
+                ),
+                session=self._session,
+                tokens=len(self._prompt.token_ids) + len(scored_ids),
             ),
-            session=self._session,
-            tokens=len(self._prompt.token_ids) + len(scored_ids),
         )
         return msgspec.structs.replace(scores, topk_ids=self._with_swapped_ends(scores.topk_ids))
 
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
         scored_ids = self._as_teacher_ends(response_ids)
-        rows = await _given(self._stages.score, self._stages.services.scorer, "teacher_top_k").ask(
-            (self._prompt.ordinal,),
-            lambda scorer, deadline: _scoring_positions(scorer).score_at(
-                self._prompt.token_ids,
-                scored_ids,
-                positions,
-                top_k=top_k,
-                temperature=self._stages.sampling.temperature,
-                deadline=deadline,
+        stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
+        rows = await self._kept(
+            ScoredPositions,
+            (scored_ids, top_k, positions),
+            lambda: stage.ask(
+                (self._prompt.ordinal,),
+                lambda scorer, deadline: _scoring_positions(scorer).score_at(
+                    self._prompt.token_ids,
+                    scored_ids,
+                    positions,
+                    top_k=top_k,
+                    temperature=self._stages.sampling.temperature,
+                    deadline=deadline,
+                ),
+                session=self._session,
+                tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
             ),
-            session=self._session,
-            tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
         )
         return msgspec.structs.replace(rows, topk_ids=self._with_swapped_ends(rows.topk_ids))
+
+    async def _kept(
+        self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
+    ) -> Kept:
+        """The teacher's answer. One that the cache has costs no turn and no request."""
+        cache, prompt = self._stages.teacher_cache, self._prompt
+        if cache is None:
+            return await ask()
+        key = (prompt.token_ids, *asked, self._stages.sampling.temperature)
+        return await cache.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         scores = await _given(self._stages.reference, self._stages.services.reference, "reference").ask(

@@ -31,7 +31,7 @@ class PromptSpan:
     ordinal: int
     started_s: float
     ended_s: float
-    outcome: str  # "queued", or "dead"
+    outcome: str  # "queued", "dead", or "unpaid"
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,10 @@ class Traffic(msgspec.Struct, kw_only=True):
     requests: int = 0  # attempts, whatever came of them
     sent_bytes: int = 0
     received_bytes: int = 0
+    # As the replies state them, or as the requests had them where they do not; of servers that others than us write
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts', those that the server had in its cache
+    completion_tokens: int = 0
 
 
 class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,8 @@ def _decode_array(expected: type, value: Any) -> object:
     dtype, shape, data = value
     if dtype not in ARRAY_DTYPES:
         raise ValueError(f"array dtype {dtype!r} is not one of {sorted(ARRAY_DTYPES)}")
+    if any(length < 0 for length in shape):  # numpy takes one for "as many as there are"
+        raise ValueError(f"array shape {shape} has a negative length")
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 

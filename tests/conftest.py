@@ -380,3 +380,21 @@ def running_server() -> Callable[..., AbstractContextManager[str]]:
             process.wait()
 
     return running
+
+
+@pytest.fixture(scope="session")
+def paid_endpoint() -> Callable[..., AbstractContextManager[str]]:
+    """The address of `paid_endpoint.py` while it runs, a process of its own: `paid_endpoint("--vocabulary", "48")`."""
+
+    @contextlib.contextmanager
+    def running(*options: str) -> Iterator[str]:
+        command = [sys.executable, str(Path(__file__).parent / "paid_endpoint.py"), *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+            process.wait()
+
+    return running

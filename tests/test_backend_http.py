@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.backends.http import HttpEndpoint, error_message
+from spot_async.backends.failures import error_message
+from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.replies import check_generation, check_scored_positions, check_scores
 from spot_async.errors import (
     DeadlineExceededError,
@@ -63,7 +64,7 @@ async def test_a_status_decides_what_may_be_done_about_it(status: int, headers: 
         with pytest.raises(kind, match=rf"^teacher/x: HTTP {status}: some reason$") as caught:
             await endpoint.get("/x", deadline=soon())
     if isinstance(caught.value, ThrottledError):
-        assert caught.value.retry_after_s == (7.0 if status == 429 else None)
+        assert caught.value.retry_after_s == (7.0 if status == 429 else 0.0)
 
 
 async def test_an_endpoint_that_is_not_there_is_transient_and_a_silent_one_ends_at_the_deadline() -> None:
@@ -84,7 +85,7 @@ async def test_an_endpoint_that_is_not_there_is_transient_and_a_silent_one_ends_
 def generation(**changes: object) -> Generation:
     honest = {
         "token_ids": np.array([3, 4, 5], np.int32),
-        "logprobs": np.array([-1.0, -0.5, -2.0], np.float32),
+        "logprobs": np.array([-3.0, -4.5, -2.0], np.float32),
         "finish_reason": "stop",
         "version_spans": (VersionSpan(0, 1, WeightVersion(0, 0)), VersionSpan(1, 3, WeightVersion(0, 1))),
         "topk_ids": np.array([[1, 2]] * 3, np.int32),
@@ -115,6 +116,11 @@ def check(reply: Generation) -> Generation:
         ({"topk_ids": None}, "no top-k"),
         ({"topk_ids": np.zeros((3, 1), np.int32)}, "topk_ids have shape"),
         ({"topk_logprobs": np.array([[-1.0, -0.5]] * 3, np.float32)}, "do not descend"),
+        ({"logprobs": np.array([-1, -np.inf, -1], np.float32)}, "logprobs hold minus infinity"),
+        ({"topk_ids": np.array([[1, 1]] * 3, np.int32)}, "name a token twice"),
+        ({"topk_logprobs": np.array([[-0.1, -0.5]] * 3, np.float32)}, "exceed 1 together"),
+        ({"topk_ids": np.array([[3, 2]] * 3, np.int32)}, "contradict each other at token 0"),
+        ({"logprobs": np.array([-3.0, -0.8, -2.0], np.float32)}, "contradict each other at token 1"),
     ],
 )
 def test_a_poisoned_generation_is_rejected(change: dict[str, object], message: str) -> None:
@@ -136,6 +142,9 @@ def test_a_response_whose_last_allowed_token_is_a_stop_token_has_stopped() -> No
         ({"entropy": np.array([np.nan, 1.0], np.float32)}, "entropy is not between"),
         ({"entropy_upper": np.array([4.1, 1.0], np.float32)}, "entropy_upper is not between 0 and log 53"),
         ({"entropy_lower": np.array([1.0, 1.5], np.float32)}, "outside its own bounds"),
+        ({"valid": np.array([True], np.bool_)}, "valid have shape"),
+        ({"valid": np.array([1.0, 0.0], np.float32)}, "not true or false"),
+        ({"logprobs": np.array([-0.5, -1.0], np.float32)}, "contradict each other at token 0"),
     ],
 )
 def test_poisoned_scores_are_rejected(change: dict[str, object], message: str) -> None:

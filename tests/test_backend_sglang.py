@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from spot_async.backends.held_weights import WeightNames
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.probing import LEAST_NOISE_NATS, differences, noise_nats, temperature_convention
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang_checks import check_ready, check_vocabulary
 from spot_async.backends.sglang_launch import sglang_command
-from spot_async.backends.sglang_replies import STEP_BYTES, WeightNames, read_generation, read_next_token, read_scores
+from spot_async.backends.sglang_replies import STEP_BYTES, read_generation, read_next_token, read_scores
 from spot_async.backends.sglang_weights import Control, DistributedTransport, ServerInfo, SglangWeights
 from spot_async.backends.stepwise import run_at_once
 from spot_async.backends.weight_transport import Tensor, WeightSettings
@@ -33,15 +34,15 @@ from spot_async.errors import (
     PermanentError,
     PoisonedReplyError,
     RequestError,
+    ServerRestartedError,
     TransientError,
-    VersionMismatchError,
 )
 from spot_async.types import Capabilities, Generation, SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 
 RECORDED = Path(__file__).parent / "data" / "sglang_0.5.23" / "replies.json"
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
 VOCAB = 512
-NAMES = WeightNames("student")
+NAMES = WeightNames("student", is_student=True).now()
 PROMPT = np.array([263, 301, 88, 17, 402], np.int32)
 RESPONSE = np.array([511, 88, 83, 300, 511], np.int32)  # with the last token of the vocabulary
 
@@ -98,17 +99,23 @@ def test_only_the_vocabularys_last_token_may_come_back_as_0() -> None:
 
 
 def test_a_students_weights_are_those_it_started_with_until_it_is_sent_some_and_then_only_those() -> None:
-    names = WeightNames("student")
+    names = WeightNames("student", is_student=True)
     names.start("default")
-    assert names.version("default") == names.version(None) == V0  # some servers name none
+    before = names.now()
+    assert before.version("default") == before.version(None) == V0  # some servers name none
     for name in ("checkpoint-3", ""):
-        with pytest.raises(VersionMismatchError, match=f"student: the server calls its weights '{name}'.*restarted"):
-            names.version(name)
-    names.updated()
-    assert names.version("0.1") == V1
-    with pytest.raises(VersionMismatchError, match="'default', which this run never sent"):
-        names.version("default")
-    assert WeightNames("teacher").version("default") == WeightNames("teacher").version("7.7") == V0
+        with pytest.raises(ServerRestartedError, match=f"student: the server calls its weights '{name}'.*restarted"):
+            before.version(name)
+    with names.updating(V1):
+        assert before.version("default") == V0
+    assert before.version("0.1") == names.now().version("0.1") == V1  # a response under way has tokens of both
+    for name in ("default", None):
+        with pytest.raises(ServerRestartedError, match=f"{name!r}, which this run never sent"):
+            names.now().version(name)
+    with pytest.raises(ServerRestartedError, match=r"holds weights 0\.0 and was last given 0\.1"):
+        names.now().version("0.0")
+    teachers = WeightNames("teacher", is_student=False).now()
+    assert teachers.version("default") == teachers.version("7.7") == V0
 
 
 def test_chosen_tokens_come_in_the_order_that_they_were_asked_for_in() -> None:
@@ -338,7 +345,7 @@ async def test_a_request_that_the_server_still_has_an_earlier_sending_of_is_wort
 ) -> None:
     refusal = {"error": {"message": "Duplicate request ID detected: 0123"}}
     async with connected(model, tmp_path, generate=[(400, json.dumps(refusal).encode())]) as (backend, _):
-        with pytest.raises(TransientError, match="student: the server still has an earlier sending"):
+        with pytest.raises(TransientError, match="student/generate: HTTP 400: Duplicate request ID"):
             await backend.generate(PROMPT, SamplingSettings(max_tokens=4, stop_token_ids=(), seed=0), deadline=soon())
 
 
@@ -370,7 +377,7 @@ async def test_start_up_compares_vocabularies_and_notes_what_the_weights_are_cal
             async with backend:
                 pass
     assert [body["token_ids_logprob"] for path, body in stand_in.asked if path == "/generate"] == [[511], [512]]
-    assert backend._names.version("default") == V0
+    assert backend._names.now().version("default") == V0
 
 
 async def test_a_server_that_knows_no_readiness_is_taken_for_ready(model: Path, tmp_path: Path) -> None:
@@ -567,7 +574,7 @@ async def test_a_student_that_was_restarted_after_an_update_is_no_student_of_thi
         before = await backend.generate(PROMPT, sampling, deadline=soon())
         assert before.version_spans == (VersionSpan(0, 6, V0),)
         await backend.update_weights(WeightSnapshot(directory=str(model), version=V1), deadline=soon())
-        with pytest.raises(VersionMismatchError, match=r"calls its weights 'default'.*was it restarted"):
+        with pytest.raises(ServerRestartedError, match=r"calls its weights 'default'.*was it restarted"):
             await backend.generate(PROMPT, sampling, deadline=soon())
 
 

@@ -41,6 +41,7 @@ from spot_async.errors import (
     PermanentError,
     PoisonedReplyError,
     ProcessDiedError,
+    ServerRestartedError,
     TransientError,
     VersionMismatchError,
 )
@@ -357,7 +358,10 @@ async def test_weights_that_this_run_never_sent_are_noticed(connect: Connect) ->
         sampling = SamplingSettings(max_tokens=2, stop_token_ids=(), seed=1)
         assert (await backend.generate(PROMPT, sampling, deadline=soon())).version_spans == (VersionSpan(0, 2, V1),)
         stand_in.weights = "default"  # as after a restart
-        with pytest.raises(VersionMismatchError, match="'default', which this run never sent: was it restarted"):
+        with pytest.raises(ServerRestartedError, match="'default', which this run never sent: was it restarted"):
+            await backend.generate(PROMPT, sampling, deadline=soon())
+        stand_in.weights = str(V0)  # as after an update by another run
+        with pytest.raises(ServerRestartedError, match=r"holds weights 0\.0 and was last given 0\.1"):
             await backend.generate(PROMPT, sampling, deadline=soon())
 
 

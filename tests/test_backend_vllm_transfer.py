@@ -88,7 +88,7 @@ class Sender(WeightSender):
     """Remembers what it is told; no process."""
 
     def __init__(self, settings: WeightSettings, log_directory: Path) -> None:
-        super().__init__(settings, role="student", log_directory=log_directory)
+        super().__init__(settings, name="student", log_directory=log_directory)
         self.told: list[Any] = []
         self.fails = False
 
@@ -241,7 +241,7 @@ def test_an_address_that_the_server_cannot_reach_is_refused() -> None:
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="for a torch without NCCL")
 async def test_a_torch_without_nccl_is_named(tmp_path: Path) -> None:
-    sender = WeightSender(WeightSettings(transport="distributed"), role="student", log_directory=tmp_path)
+    sender = WeightSender(WeightSettings(transport="distributed"), name="student", log_directory=tmp_path)
     await sender.start(deadline=soon())
     try:
         with pytest.raises(TransientError, match="cannot make an NCCL id: this torch is built without NCCL"):

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import re
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
+from spot_async import registry
+from spot_async.actor import Stage
+from spot_async.config import Config
+from spot_async.errors import ThrottledError
+from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, judge
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import ReplicaStatus
+from spot_async.replicas.service_pool import pool_of
+from spot_async.retry import RetryPolicy
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.stages import STAGE_SERVERS
+from spot_async.telemetry.live_verdict import LiveVerdict
+from spot_async.timeline import PhaseSpan, Timelines
+from spot_async.types import Traffic
 
 
 def test_the_sentence_names_server_share_and_stages():
@@ -38,6 +57,7 @@ PROBE = {"probe": 9.0, "verify": 1.0}
         (RunTimes(9.0, 1.0, 0.0, {"score": 4.0, "rollout": 5.0}), "Student and teacher bound", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}), "mostly for rollout (100 %).", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"mystery": 9.0}), "for what was not recorded", ""),
+        (RunTimes(9.0, 1.0, 0.0, {"nothing": 8.0, "score": 1.0}), "Policy bound: the trainer waited 90 %", "own code"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 3.0, 100)}, 64), "Student", "raise stages.probe"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "Student", "64 slots were full"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(3.0, 0.0, 100)}, 64), "Student", "a few long ones"),
@@ -49,3 +69,181 @@ def test_every_bottleneck_has_its_words_and_its_keys(times, sentence, advice):
     verdict = judge(times)
     assert sentence in verdict.sentence
     assert advice in " ".join(verdict.advice)
+
+
+FULL_PROBES = StageUse(100.0, 31.0, 100, asked_per_s=13.1, latency_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "brief"),
+    [
+        (RunTimes(4.0, 6.0, 0.1), "trainer bound: it trains 59 % of the time; raise training.ranks"),
+        (RunTimes(3.0, 3.0, 4.0), "weight-update bound: it takes 40 % of the time"),
+        (
+            RunTimes(6.2, 3.8, 0.0, {"score": 6.2}, {"score": StageUse(8.0, 31.0, 8)}, 64),
+            "teacher bound: score queue 31 deep, 8 of 8 in flight, trainer idle 62 %; "
+            "add teacher replicas (teacher.backend) or raise stages.score.concurrency",
+        ),
+        (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": FULL_PROBES}, 64), "raise stages.probe.concurrency to 131"),
+        (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "64 slots are full"),
+        (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(3.0, 0.0, 100)}, 64), "a few long ones"),
+        (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(40.0, 0.0, 100)}, 64), "the server is at its speed"),
+        (RunTimes(9.0, 1.0, 0.0, PROBE), "student bound: trainer idle 90 %, mostly for probe"),
+        (RunTimes(0.0, 0.0, 0.0), ""),
+    ],
+)
+def test_the_same_verdict_fits_on_a_line(times, brief):
+    assert brief in judge(times).brief
+    assert bool(brief) == bool(judge(times).brief)
+
+
+def test_servers_that_are_down_and_endpoints_that_refuse_come_before_any_limit_of_ours():
+    use = StageUse(4.0, 31.0, 4, throttled_share=0.3)
+    times = RunTimes(9.0, 1.0, 0.0, {"score": 9.0}, {"score": use}, 64, {"teacher": ServerUse(2, 0, 4)})
+    assert "throttled by the endpoint, which lets in 4 at a time (30 % of what is sent" in judge(times).brief
+    assert "throttled" in judge(times).advice[0]
+    times = RunTimes(9.0, 1.0, 0.0, {"score": 9.0}, {"score": use}, 64, {"teacher": ServerUse(2, 1, 4)})
+    assert "1 of 2 replicas of the teacher are down" in judge(times).brief
+    calm = StageUse(4.0, 31.0, 4, throttled_share=0.01)
+    times = RunTimes(9.0, 1.0, 0.0, {"score": 9.0}, {"score": calm}, 64, {"student": ServerUse(2, 1, 4)})
+    assert "throttled" not in judge(times).brief
+    assert "down" not in judge(times).brief
+
+
+def key_exists(schemas: list[Any], key: str) -> bool:
+    """Whether some schema (a plug-in's, where the key leads to one) has the key."""
+    name, _, rest = key.partition(".")
+    for schema in schemas:
+        field = schema.model_fields.get(name)
+        if field is None:
+            continue
+        group = {"backend": "backends", "policy": "policies", "verifier": "verifiers"}.get(name)
+        if group is not None:
+            inner = [registry.load(group, each).Settings for each in registry.names(group)]
+        else:
+            inner = [each for each in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                     if hasattr(each, "model_fields")]  # fmt: skip
+        if not rest or key_exists(inner, rest):
+            return True
+    return False
+
+
+def test_every_key_that_is_advised_is_a_key_of_the_configuration():
+    uses = [None, FULL_PROBES, StageUse(99.0, 0.0, 100, 64), StageUse(3.0, 0.0, 100), StageUse(40.0, 0.0, 100),
+            StageUse(4.0, 9.0, 4, throttled_share=0.5)]  # fmt: skip
+    verdicts = [judge(RunTimes(4.0, 6.0, 0.1)), judge(RunTimes(3.0, 3.0, 4.0))]
+    for stage, use in itertools.product(STAGE_SERVERS, uses):
+        stages = {stage: use} if use is not None else {}
+        servers = {STAGE_SERVERS[stage]: ServerUse(2, 1, 4)}
+        verdicts.append(judge(RunTimes(9.0, 1.0, 0.0, {stage: 9.0}, stages, 64, servers)))
+    words = " ".join(" ".join([verdict.sentence, verdict.brief, *verdict.advice]) for verdict in verdicts)
+    keys = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", words))
+    assert {"stages.score.concurrency", "teacher.backend.url", "verifier.workers"} <= keys
+    assert {key for key in keys if not key_exists([Config], key)} == set()
+
+
+class Run:
+    """What a live verdict reads of an orchestrator; one stage, `score`, whose requests take `latency_s` each."""
+
+    def __init__(self, *, concurrency: int, latency_s: float) -> None:
+        self.latency_s = latency_s
+        self.score = Stage(
+            "score",
+            pool_of(None),
+            concurrency=concurrency,
+            timeout_s=1e6,
+            retry=RetryPolicy(8),
+            mailbox_capacity=1000,
+            jitter=lambda: 0.0,
+        )
+        self.refusals = 0
+        self.stages = SimpleNamespace(all=(self.score,))
+        self.state = SimpleNamespace(waiting_for="supervision")
+        self.timelines = Timelines()
+        self.score.timeline = self.timelines
+
+    def report_to(self, timeline):
+        self.timelines.add(timeline)
+
+    async def ask(self, ordinal: int) -> None:
+        async def answer(service, deadline):
+            if self.refusals > 0:
+                self.refusals -= 1
+                raise ThrottledError("429", retry_after_s=1.0)
+            await asyncio.sleep(self.latency_s)
+
+        await self.score.ask((ordinal,), answer)
+
+    def phase_ended(self, name, started_s, ended_s, then):
+        self.timelines.phase_ended(PhaseSpan(1, name, started_s, ended_s))
+        self.state.waiting_for = then
+
+
+def live(run, verdicts, script):
+    """Run `script` while requests of prompts 0 to 38 are at the stage; a verdict every minute."""
+
+    async def main():
+        verdict = LiveVerdict(run, verdicts.append, every_s=60.0, batch_size=64)
+        async with asyncio.TaskGroup() as group:
+            speaking = group.create_task(verdict.speak())
+            for ordinal in range(39):
+                group.create_task(run.ask(ordinal))
+            await script()
+            speaking.cancel()
+
+    run_on_virtual_time(main())
+
+
+def test_the_last_minute_is_judged_although_no_request_of_it_has_ended():
+    verdicts = []
+    run = Run(concurrency=8, latency_s=300.0)
+    live(run, verdicts, lambda: asyncio.sleep(61.0))
+    assert verdicts == [
+        "teacher bound: score queue 31 deep, 8 of 8 in flight, trainer idle 100 %; "
+        "add teacher replicas (teacher.backend) or raise stages.score.concurrency"
+    ]
+
+
+def test_each_minute_is_judged_by_itself():
+    verdicts = []
+    run = Run(concurrency=8, latency_s=30.0)
+
+    async def script():
+        await asyncio.sleep(60.0)  # wait for the batch until here, and train from here on
+        run.phase_ended("wait for batch", 0.0, 60.0, "the trainer")
+        await asyncio.sleep(61.0)
+
+    live(run, verdicts, script)
+    assert [line.split(":")[0] for line in verdicts] == ["teacher bound", "trainer bound"]
+
+
+def test_a_throttled_minute_is_told_from_a_slow_one():
+    verdicts = []
+    run = Run(concurrency=8, latency_s=30.0)
+    run.refusals = 20
+    live(run, verdicts, lambda: asyncio.sleep(61.0))
+    assert "throttled by the endpoint (" in verdicts[0]
+
+
+def test_none_is_said_where_none_is_wanted():
+    async def main():
+        verdict = LiveVerdict(Run(concurrency=8, latency_s=1.0), pytest.fail, every_s=0.0, batch_size=64)
+        await verdict.speak()
+
+    run_on_virtual_time(main())
+
+
+def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_counted():
+    def replica(name, state, limit):
+        return ReplicaStatus(name, state, 0, limit, 0, 0, None, Traffic())
+
+    async def main():
+        run = Run(concurrency=64, latency_s=30.0)
+        replicas = {"teacher": [replica("a", State.SERVING, 3), replica("b", State.RECOVERING, 512)]}
+        verdict = LiveVerdict(run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: replicas)
+        await run.ask(0)
+        return verdict.judge()
+
+    verdict = run_on_virtual_time(main())
+    assert "1 of 3 in flight" in verdict.brief
+    assert "1 of 2 replicas of the teacher are down" in verdict.brief

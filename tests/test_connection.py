@@ -20,7 +20,7 @@ from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
 from spot_async.config_loading import dump_yaml, validate
-from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError
+from spot_async.errors import ConfigError, PermanentError, ThrottledError
 
 KEY = "sk-a-key-that-nobody-may-read"
 PROXY_VARIABLES = [
@@ -124,7 +124,7 @@ async def test_only_certificates_that_are_trusted_are_spoken_to(
             return await endpoint.get("/x", deadline=soon())
 
     async with http_server(hello, certificate) as url:
-        with pytest.raises(TransientError, match="certificate verify failed"):
+        with pytest.raises(PermanentError, match="certificate verify failed"):
             await ask(url, None)
         assert await ask(url, str(certificate)) == b"hello /x"
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from rich.console import Console
 from typer.testing import CliRunner
 
 from spot_async.backends.local import LocalBackend
 from spot_async.cli import app
 from spot_async.config_loading import load_config
-from spot_async.diagnosis import Diagnosis, diagnose
-from spot_async.errors import PermanentError
+from spot_async.diagnosis import Diagnosis, compare_students, diagnose
+from spot_async.doctor import show
+from spot_async.errors import ConfigError, PermanentError
 from spot_async.preflight import plan_training
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
 
@@ -93,10 +97,70 @@ class RefusesScores(Other):
         raise PermanentError("teacher/score: HTTP 400: no")
 
 
+def screen_text(found: Diagnosis) -> str:
+    out = io.StringIO()
+    show(Console(file=out, width=200), found)
+    return out.getvalue()
+
+
 async def diagnosis_of(services: Services, *overrides: str, **others: Other) -> Diagnosis:
     config = load_config(Path("configs/quickstart.yaml"), overrides)
     plan = await asyncio.to_thread(plan_training, config)
     return await diagnose(config, plan, {**services, **others})  # type: ignore[arg-type]
+
+
+class Shifted(Other):
+    nats = 3.0
+
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
+        return msgspec.structs.replace(scores, logprobs=scores.logprobs - np.float32(self.nats))
+
+    async def generate(self, *arguments: Any, **more: Any) -> Generation:
+        reply = await self.backend.generate(*arguments, **more)
+        return msgspec.structs.replace(reply, logprobs=reply.logprobs - np.float32(self.nats))
+
+
+class Pool(Other):
+    """A role of which the service is one of two servers."""
+
+    def __init__(self, role: str, first: LocalBackend, second: Other) -> None:
+        super().__init__(first)
+        self.backends = {f"{role}-1": first, f"{role}-2": second}
+
+
+@with_backends
+async def test_servers_of_a_role_are_compared_and_offer_what_each_of_them_does(services: Services) -> None:
+    teacher = services["teacher"]
+    second = Shifted(teacher, server="local 2", max_top_k=8)
+    found = await diagnosis_of(services, teacher=Pool("teacher", teacher, second))
+    assert list(found.roles) == ["student", "teacher-1", "teacher-2"]
+    assert found.roles["teacher-2"]["servers_differ_nats"] == pytest.approx(3.0, abs=1e-4)
+    apart, narrow = found.refusals
+    assert "teacher-2 gives log-probabilities up to 3 nats from those of teacher-1" in apart
+    assert "teacher.backend (local) serves top-8" in narrow
+    assert any("different software: teacher-1 local, teacher-2 local 2" in line for line in found.warnings)
+    shown = [re.sub(" +", " ", line).strip() for line in screen_text(found).splitlines()]
+    assert "server local teacher-1: local" in shown
+    assert "teacher-2: local 2" in shown
+    assert len([line for line in shown if line.startswith("context ")]) == 1  # what is equal is said once
+
+
+@with_backends
+async def test_attached_students_are_compared_once_they_hold_this_runs_weights(services: Services) -> None:
+    plan = await asyncio.to_thread(plan_training, load_config(Path("configs/quickstart.yaml")))
+    student = services["student"]
+    other = Shifted(student)
+    pool: Any = Pool("student", student, other)
+    offered = await Other(student, version=None).capabilities(deadline=asyncio.get_running_loop().time() + 60.0)
+    warnings: list[str] = []
+    with pytest.raises(ConfigError, match="student-2 gives log-probabilities up to 3 nats from those of student-1"):
+        await compare_students(plan, pool, offered, warnings.append)
+    other.nats = 0.25
+    after = await compare_students(plan, pool, offered, warnings.append)
+    assert after.logprob_noise_nats == pytest.approx(0.5, abs=1e-3)
+    assert after.version is None
+    assert len(warnings) == 1
 
 
 @with_backends

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from spot_async.config import ScoreStageConfig, StagesConfig
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
 from spot_async.library import stages_for
@@ -32,6 +33,11 @@ from spot_async.simulation.services import (
     SimulatedVerifier,
 )
 from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Prices
+from spot_async.spending.run_spending import RunSpendingMetrics
+from spot_async.spending.score_cache import CacheCounters
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog
 from spot_async.trainer.metrics import METRICS
 from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
@@ -145,6 +151,7 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
         reference=reference,
         verifier=verifier,
         capabilities=capabilities,
+        config=StagesConfig(score=ScoreStageConfig(hedge_after_s=60.0)),
     )
     server = SimpleNamespace(traffic=student.traffic)
     given = []
@@ -157,7 +164,9 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
             capacity_prompts=16,
             capacity_bytes=1 << 30,
             max_response_tokens=4096,
+            vocab_size=VOCAB_SIZE,
             weight_update_timeout_s=60.0,
+            max_dead_share=0.1,
         ),
         prompts=(
             Prompt(
@@ -169,7 +178,17 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
         stages=stages,
         trainer=Trainer(),
         weight_sinks=[student],
-        observer=RunLog(directory, stages, [sink], backends={"student": server, "teacher": SimpleNamespace()}),
+        observer=RunLog(
+            directory,
+            stages,
+            [sink],
+            backends={"student": server, "teacher": SimpleNamespace()},
+            spending=RunSpendingMetrics(
+                {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
+                SimpleNamespace(counters=CacheCounters(), size_bytes=0),
+            ),
+            loop_lag=LoopLag(),
+        ),
         evaluate=evaluate,
     )
     run_on_virtual_time(orchestrator.run())

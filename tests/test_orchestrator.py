@@ -53,8 +53,8 @@ class Journal:
     def iteration_finished(self, result):
         self.results.append(result)
 
-    def prompt_died(self, prompt, reason):
-        self.dead.append((prompt.ordinal, reason))
+    def prompt_died(self, prompt, error):
+        self.dead.append((prompt.ordinal, str(error)))
 
 
 def prompts(limit=None):
@@ -124,7 +124,9 @@ def build(
             capacity_prompts=capacity_prompts or batch_size,
             capacity_bytes=1 << 30,
             max_response_tokens=128,
+            vocab_size=VOCAB_SIZE,
             weight_update_timeout_s=60.0,
+            max_dead_share=0.1,
         ),
         prompts=prompts(prompt_limit),
         policy=policy,

@@ -293,7 +293,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
 
 def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path):
     run = tmp_path / "run"
-    command = train(run, "training.iterations=500")
+    command = train(run, "training.iterations=500", "teacher.serving.restarts=0")
     command.wait_for(run / "student" / "config.json")
     (teacher,) = [pid for pid, line in command.processes().items() if "serv" in line and "sum/teacher" in line]
     os.kill(teacher, signal.SIGKILL)

@@ -98,10 +98,12 @@ def alive(pid: int) -> bool:
 
 
 # One rank of two, which leaves its gradients behind. Steps are too small to move a weight.
+# The group is gone at the end: were its threads alive, the process could abort when the interpreter ends.
 RANK = """
-import json, sys
+import json, sys, weakref
 from pathlib import Path
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from spot_async import wire
 from spot_async.trainer.messages import Batch
@@ -111,12 +113,15 @@ from spot_async.trainer.settings import TrainerSettings
 
 cpu = torch.device("cpu")
 with process_group(sys.argv[1], cpu):
+    group = weakref.ref(dist.group.WORLD)
     for run in map(Path, sys.argv[2:]):
         trainer = StudentTrainer(TrainerSettings.load(run / "trainer.json"), Replicated(), cpu)
         report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
         rank = Replicated().rank
         save_file({n: p.grad for n, p in trainer.model.named_parameters()}, run / f"gradients-{rank}")
         (run / f"metrics-{rank}").write_text(json.dumps(report.metrics))
+if group() is not None:
+    sys.exit("the process group outlived its block")
 """
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -105,8 +105,9 @@ async def evaluate(
     verifier: Verifier,
     vocabulary: Vocabulary,
     on_progress: Callable[[int, int], None],
+    on_stages: Callable[[Sequence[Stage[Any]]], None] = lambda stages: None,
 ) -> EvaluationResult:
-    """Run one evaluation. `on_progress(finished, total)` is called after each response."""
+    """Run one evaluation. `on_progress(finished, total)` is called after each response, `on_stages` once before."""
 
     def stage(name: str, service: S | ServicePool[S]) -> Stage[S]:
         return Stage(
@@ -121,6 +122,7 @@ async def evaluate(
 
     generation_stage = stage("evaluation", generator)
     verification = stage("evaluation verify", verifier)
+    on_stages((generation_stage, verification))
     total = len(sources) * config.samples
     judged: dict[tuple[int, int], JudgedResponse] = {}
     jobs = ((j, i) for j in range(len(sources)) for i in range(config.samples))

@@ -1,11 +1,14 @@
 """Says in words what holds a run up, and what to change about it. Pure arithmetic on times that were measured.
 
 The trainer's own clock decides: whatever it mostly did, or waited for, is the bottleneck. Of a wait it asks
-which stage most prompts were at, whose server that stage keeps busy, and whether its limit was full.
+which stage most prompts were at, whose server that stage keeps busy, and whether its limit was full. By Little's law
+a stage needs as many requests in flight as come in while one is answered; a limit below that makes a queue. The
+report judges whole runs, the console the last minute: the same judge, with other measurements.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +19,7 @@ UPDATE_BOUND = 0.25
 CLEAR_SHARE = 0.6  # of the wait, from which on one server is named alone
 FULL = 0.75  # of a stage's limit: above, the limit holds requests back
 IDLE = 0.15  # of a batch: below, a few stragglers hold everybody up
+THROTTLED = 0.05  # of what is sent, from which on an endpoint's refusals are what holds a stage up
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,36 @@ class StageUse:
     queued: float  # mean requests that waited for their turn
     limit: int
     slots: int | None = None  # what the server takes at once, where it says so
+    asked_per_s: float | None = None  # requests that came in
+    latency_s: float | None = None  # mean of a request, from its turn to its answer
+    throttled_share: float = 0.0  # of what was sent: refused for now (429, 503)
+
+    @property
+    def needed(self) -> int | None:
+        """Requests in flight that would keep the queue from growing: Little's law."""
+        if self.asked_per_s is None or self.latency_s is None:
+            return None
+        return math.ceil(self.asked_per_s * self.latency_s)
+
+    @property
+    def has_full_slots(self) -> bool:
+        return self.slots is not None and self.in_flight >= FULL * self.slots and self.limit >= self.slots
+
+    @property
+    def has_full_limit(self) -> bool:
+        return self.in_flight >= FULL * self.limit and self.queued > 0
+
+    def has_stragglers(self, batch_size: int) -> bool:
+        return self.in_flight < IDLE * min(self.limit, batch_size)
+
+
+@dataclass(frozen=True)
+class ServerUse:
+    """The servers of one role at the end of the time that is judged."""
+
+    replicas: int
+    down: int  # of them, serve nothing
+    let_in: int  # requests that they are sent at a time at most, by what they showed that they can take
 
 
 @dataclass(frozen=True)
@@ -38,14 +72,16 @@ class RunTimes:
     waited_for_s: Mapping[str, float] = field(default_factory=dict)  # wait_s by stage
     stages: Mapping[str, StageUse] = field(default_factory=dict)
     batch_size: int = 1
+    servers: Mapping[str, ServerUse] = field(default_factory=dict)  # by role, where it is known
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence, and what would help, best first."""
+    """A sentence, and what would help, best first. The same in short, for a line now and then."""
 
     sentence: str
     advice: tuple[str, ...] = ()
+    brief: str = ""
 
 
 def judge(times: RunTimes) -> Verdict:
@@ -61,20 +97,30 @@ def judge(times: RunTimes) -> Verdict:
                 "more trainer processes or threads: training.ranks, training.threads",
                 "fuller forward passes: raise training.micro_batch_tokens as far as memory allows",
             ),
+            f"trainer bound: it trains {percent(train)} of the time; raise training.ranks or "
+            "training.micro_batch_tokens",
         )
     if update >= UPDATE_BOUND and update >= wait / 2:
         return Verdict(
             f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
             ("publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",),
+            f"weight-update bound: it takes {percent(update)} of the time; use a faster disk (run.directory) or raise "
+            "training.batch_size",
         )
     return _judge_wait(times, wait)
 
 
 def _judge_wait(times: RunTimes, share: float) -> Verdict:
+    waited_s = sum(times.waited_for_s.values())
+    if times.waited_for_s.get("nothing", 0.0) >= CLEAR_SHARE * waited_s > 0:
+        return Verdict(
+            f"Policy bound: the trainer waited {percent(share)} of the time, and no stage had anything to do.",
+            ("what prompts await there is no request: the policy's own code, or a limit of admission (queue)",),
+            f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
+        )
     known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in STAGE_SERVERS and seconds > 0}
     if not known:
         return Verdict(f"The trainer waited {percent(share)} of the time; for what was not recorded.")
-    waited_s = sum(times.waited_for_s.values())
     by_server: dict[str, float] = {}
     for stage, seconds in known.items():
         by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s
@@ -88,30 +134,72 @@ def _judge_wait(times: RunTimes, share: float) -> Verdict:
     )
     writes = known.get("teacher_response", 0.0) > known.get("score", 0.0)
     of_servers = SERVER_ADVICE | ({"teacher": TEACHER_WRITES_ADVICE} if writes else {})
-    advice = [*_stage_advice(stages[0], times), *(of_servers[server] for server in bound)]
+    advice = [*_trouble(stages[0], times), *_stage_advice(stages[0], times), *(of_servers[server] for server in bound)]
     if "student" in bound:
         most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
         advice.append(GENERATION_ADVICE[most_generated])
-    return Verdict(sentence, tuple(advice))
+    return Verdict(sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share)}")
+
+
+def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
+    """Servers that are down, and refusals: what no limit of ours would help against."""
+    server = STAGE_SERVERS[stage]
+    servers, use = times.servers.get(server), times.stages.get(stage)
+    found = []
+    if servers is not None and servers.down:
+        found.append(f"{servers.down} of {servers.replicas} replicas of the {server} are down: see logs/ for why")
+    if use is not None and use.throttled_share >= THROTTLED and server != "verifier":  # which is no endpoint
+        let_in = f", which lets in {servers.let_in} at a time" if servers is not None else ""
+        found.append(
+            f"throttled by the endpoint{let_in} ({percent(use.throttled_share)} of what is sent is refused for now): "
+            f"a higher rate limit there, or another endpoint in {server}.backend.url"
+        )
+    return tuple(found)
+
+
+def _brief(stage: str, times: RunTimes, share: float) -> str:
+    """Of a wait: queue, idleness, and the first thing to change."""
+    idle = f"trainer idle {percent(share)}"
+    use = times.stages.get(stage)
+    if use is None:
+        return f"{idle}, mostly for {stage}"
+    load = f"{stage} queue {use.queued:.0f} deep, {use.in_flight:.0f} of {use.limit} in flight, {idle}"
+    trouble = _trouble(stage, times)
+    return f"{load}; {trouble[0] if trouble else _remedy(stage, use, times.batch_size)}"
+
+
+def _remedy(stage: str, use: StageUse, batch_size: int) -> str:
+    """The key to change, by the same cases as `_stage_advice`."""
+    server = STAGE_SERVERS[stage]
+    more = "raise verifier.workers" if server == "verifier" else f"add {server} replicas ({server}.backend)"
+    if use.has_full_slots:
+        return f"the server's {use.slots} slots are full: {more}"
+    if use.has_full_limit:
+        up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
+        return f"{more} or raise stages.{stage}.concurrency{up_to}"
+    if use.has_stragglers(batch_size):
+        return "a few long ones hold the batch up: raise training.batch_size or lower sampling.max_response_tokens"
+    return f"the server is at its speed: {more}"
 
 
 def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
     use = times.stages.get(stage)
     if use is None:
         return ()
-    if use.slots is not None and use.in_flight >= FULL * use.slots and use.limit >= use.slots:
+    if use.has_full_slots:
+        assert use.slots is not None
         return (
             f"the server's {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
             f"({use.in_flight:.0f} {stage} requests in flight on average): "
             "a higher limit would only make them wait there",
         )
-    if use.in_flight >= FULL * use.limit and use.queued > 0:
+    if use.has_full_limit:
         return (
             f"the limit of {use.limit} requests was {_fullness(use.in_flight, use.limit)} "
             f"({use.in_flight:.0f} in flight, {use.queued:.0f} waiting on average): "
             f"if the server can take more, raise stages.{stage}.concurrency",
         )
-    if use.in_flight < IDLE * min(use.limit, times.batch_size):
+    if use.has_stragglers(times.batch_size):
         return (
             f"only {use.in_flight:.1f} {stage} requests were in flight on average: a few long ones hold each batch up; "
             "a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",
@@ -120,6 +208,14 @@ def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
         f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight on average): "
         "the server itself is at its speed",
     )
+
+
+def stage_load(busy_s: float, queued_s: float, over_s: float, limit: int) -> tuple[float, float]:
+    """Mean requests in flight and queued, from what all requests spent there together.
+
+    Requests of a stage run mostly while it is waited for; over that time, `over_s`, they are its load.
+    """
+    return min(busy_s / over_s, limit), queued_s / over_s
 
 
 def _fullness(in_flight: float, limit: int) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from spot_async.dead_letters import described
 from spot_async.errors import ConfigError, DataError
 from spot_async.inspection.reading import RunFiles, SampleSummary
 from spot_async.types import Verdict
@@ -15,6 +16,7 @@ from spot_async.types import Verdict
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
     """Print the samples of one iteration, the last one when none is named. Raises DataError without any."""
     from spot_async.inspection.terminal import counted, samples_table
+    from spot_async.inspection.view import visible
 
     if verdict is not None and verdict not in list(Verdict):
         raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
@@ -36,6 +38,8 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
     title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
     screen.print(samples_table(rows, title))
     screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
+    if dead := files.dead_letters():
+        screen.print(Text(visible(described(dead)), style="yellow"))
 
 
 def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> None:
@@ -57,14 +61,17 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found))
 
 
-def write_report(screen: Console, run: Path, html: Path | None) -> None:
-    """Write a run's report, by default into the run directory. Raises DataError."""
+def write_report(screen: Console, run: Path, html: Path | None, tuning: Path | None) -> None:
+    """Write a run's report, by default into the run directory, with what `tune` found where named. Raises DataError."""
     from spot_async.inspection.pages import report_page
     from spot_async.inspection.report import read_report
+    from spot_async.inspection.tuning_view import tuning_section
+    from spot_async.tuning.results import read_tuning
 
     files = RunFiles(run)
     refuse_evaluation(files)
-    write_page(screen, html or run / "report.html", report_page(read_report(files)))
+    more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
+    write_page(screen, html or run / "report.html", report_page(read_report(files, more)))
 
 
 def refuse_evaluation(files: RunFiles) -> None:

@@ -24,6 +24,7 @@ from spot_async.inspection.view import (
 
 if TYPE_CHECKING:
     from spot_async.inspection.report import Report
+    from spot_async.tuning.results import Tuning
 
 LONG_TEXT = 600  # characters of a probe that are shown unfolded
 
@@ -62,3 +63,20 @@ def sample_page(number: int, sample: SampleRecord, colourings: Sequence[Colourin
 def report_page(report: Report) -> str:
     """A whole run."""
     return _templates().get_template("report.html").render(report=report)
+
+
+def tuning_page(tuning: Tuning, name: str) -> str:
+    """What `tune` measured of a configuration's servers."""
+    from spot_async.inspection.tuning_view import HEADINGS, ramp_table, tuning_section
+
+    return (
+        _templates()
+        .get_template("tuning.html")
+        .render(
+            name=name,
+            tuning=tuning,
+            section=tuning_section(tuning),
+            headings=HEADINGS,
+            tables=[ramp_table(ramp) for ramp in tuning.ramps],
+        )
+    )

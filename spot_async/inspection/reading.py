@@ -6,7 +6,6 @@ a default; rendering decides what to do without it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+from spot_async.dead_letters import FILE_NAME, DeadLetter
 from spot_async.errors import DataError
 
 T = TypeVar("T")
@@ -129,10 +129,9 @@ class RunFiles:
         except msgspec.MsgspecError as error:
             raise DataError(f"{path}: {error}") from None
 
-    def dead_letters(self) -> Counter[str]:
-        """Prompts given up, by reason."""
-        rows = _lines(self.path / "dead_letters.jsonl", dict[str, Any])
-        return Counter(str(row.get("reason", "")) for row in rows)
+    def dead_letters(self) -> list[DeadLetter]:
+        """Prompts given up, in the order in which they were."""
+        return list(_lines(self.path / FILE_NAME, DeadLetter))
 
     def samples(self) -> Iterator[SampleSummary]:
         """All samples, in the order in which they were trained."""

@@ -7,12 +7,14 @@ there is left out, and the page says so.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
+from spot_async.dead_letters import described
 from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import Verdict, judge, percent
 from spot_async.inspection.reading import RunFiles
@@ -26,6 +28,7 @@ from spot_async.inspection.totals import (
     total,
 )
 from spot_async.inspection.view import visible
+from spot_async.spending.records import spending_words
 
 LENGTH_BINS = 16
 TOP_TOKENS = 14
@@ -69,8 +72,8 @@ class Report:
     sections: tuple[Section, ...]
 
 
-def read_report(files: RunFiles) -> Report:
-    """Read all files of a run. Raises DataError only for files that are damaged."""
+def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
+    """Read all files of a run; `more` follows its own sections. Raises DataError only for files that are damaged."""
     config, rows, summary = files.config(), files.metrics(), files.summary()
     statistics = SampleStatistics()
     for sample in files.samples():
@@ -82,6 +85,8 @@ def read_report(files: RunFiles) -> Report:
         response_section(rows, statistics),
         time_section(rows, config),
         optimiser_section(rows),
+        spending_section(rows),
+        *more,
     )
     return Report(
         name=files.path.resolve().name,
@@ -181,6 +186,9 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
              _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, from_zero=True)),
+            ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest.",
+             _lines(rows, {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"},
+                    from_zero=True)),
             ("Tokens generated per second", "Rollouts and probes, over the whole iteration.",
              _lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
         ),
@@ -201,6 +209,24 @@ def optimiser_section(rows: Rows) -> Section:
              _lines(rows, {"clipped": "train/clip_fraction"}, lambda share: f"{100 * share:.2g} %", from_zero=True)),
             ("Learning rate", "Of the iteration's updates.",
              _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True)),
+        ),
+    )  # fmt: skip
+
+
+def spending_section(rows: Rows) -> Section:
+    """What endpoints with prices were paid, and what the score cache saved."""
+    paid = {name.split("/")[1]: name for row in rows for name in row if name.endswith("/total_money")}
+    unknown = {role: f"spending/{role}/unknown" for role in paid}
+    hits = {"kept already": "score_cache/hits", "asked for": "score_cache/misses"}
+    return Section(
+        "Spending",
+        _present(
+            ("Money spent", "For answers, since the start of the run.", _lines(rows, paid, from_zero=True)),
+            ("Requests without an answer", "Of each iteration: billed or not, which only the provider knows.",
+             _lines(rows, unknown, from_zero=True) if any(row.get(name) for row in rows for name in unknown.values())
+             else None),
+            ("Teacher scores", "By iteration: those that the cache had, and those that were asked for.",
+             _lines(rows, hits, from_zero=True)),
         ),
     )  # fmt: skip
 
@@ -259,6 +285,8 @@ def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | No
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,
+        **{f"{role} spent": spending_words(spent) for role, spent in (summary or {}).get("spending", {}).items()},
+        "ended early": (summary or {}).get("ended_early"),
     }
     return tuple((name, visible(str(value))) for name, value in found.items() if value is not None)
 
@@ -275,8 +303,10 @@ def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mappi
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
     dead = files.dead_letters()
-    for reason, count in dead.most_common(3):
-        found.append(f"{count} prompts were given up: {visible(reason)}")
+    if dead:
+        found.append(visible(described(dead)))
+    for reason, count in Counter(each.reason for each in dead).most_common(3):
+        found.append(f"{count} of them: {visible(reason)}")
     return tuple(found)
 
 

@@ -94,6 +94,30 @@ def line_plot(
     return _figure(marks, drawn, lines=True)
 
 
+def level_plot(
+    series: Sequence[Series], *, x_name: str, marked: float | None = None, format_y: Format = short_number
+) -> Markup:
+    """Dots and lines over powers of two, from zero; `marked` is the x of a vertical line."""
+    drawn = _drawn([Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour) for each in series])
+    if not drawn:
+        return Markup('<p class="quiet">no data</p>')
+    low, high = _extent([x for each in drawn for x, _ in each.points])
+    x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
+    _, y, frame = _axes(None, (0.0, max(y for each in drawn for _, y in each.points)), format_y, x_name)
+    marks = [frame]
+    if marked is not None:
+        marks.append(Markup('<line class="mark" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(
+            x(math.log2(marked)), TOP, HEIGHT - BOTTOM))  # fmt: skip
+    for each in drawn:
+        if len(each.points) > 1:
+            marks.append(_path(each.points, x, y, f"line c{each.colour}", dots=False))
+        marks += [_path([point], x, y, f"line c{each.colour}", dots=True) for point in each.points]
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        marks.append(_text(x(power), HEIGHT - BOTTOM + 15, short_number(2**power), "middle"))
+    marks.append(_titles(drawn, x, format_y, lambda at: f"{round(2**at)} {x_name}"))
+    return _figure(marks, drawn, lines=True)
+
+
 def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:
     """Areas on top of each other; all series must have the same x."""
     drawn = _drawn(series)
@@ -241,7 +265,9 @@ def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale, style: str,
     return Markup('<polyline class="{}" points="{}"/>').format(style, path)
 
 
-def _titles(series: Sequence[Series], x: Scale, format_y: Format) -> Markup:
+def _titles(
+    series: Sequence[Series], x: Scale, format_y: Format, name: Format = lambda at: f"iteration {at:g}"
+) -> Markup:
     """A strip over each x that names all values there."""
     values: dict[float, list[str]] = {}
     for each in series:
@@ -250,9 +276,7 @@ def _titles(series: Sequence[Series], x: Scale, format_y: Format) -> Markup:
     xs = sorted(values)
     width = (WIDTH - LEFT - RIGHT) / max(1, len(xs))
     return Markup("").join(
-        _box(
-            "strip", x(at) - width / 2, TOP, width, HEIGHT - TOP - BOTTOM, f"iteration {at:g}: {', '.join(values[at])}"
-        )
+        _box("strip", x(at) - width / 2, TOP, width, HEIGHT - TOP - BOTTOM, f"{name(at)}: {', '.join(values[at])}")
         for at in xs
     )
 

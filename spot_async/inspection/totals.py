@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spot_async.inspection.bottleneck import RunTimes, StageUse
+from spot_async.inspection.bottleneck import RunTimes, StageUse, stage_load
 from spot_async.inspection.reading import SampleSummary
 from spot_async.stages import STAGE_SERVERS
 
@@ -55,7 +55,6 @@ def run_times(rows: Rows, config: Mapping[str, Any]) -> RunTimes:
     }
     stages: dict[str, StageUse] = {}
     for stage in stage_names(rows):
-        # Requests of a stage run mostly while it is waited for; over that time they are its load.
         over_s = waited_for.get(stage, 0.0)
         if over_s > 0:
             busy_s, queued_s = (
@@ -63,8 +62,8 @@ def run_times(rows: Rows, config: Mapping[str, Any]) -> RunTimes:
                 for what in ("in_flight", "queued")
             )
             limit = stage_limit(config, stage)
-            in_flight = min(busy_s / over_s, limit)
-            stages[stage] = StageUse(in_flight, queued_s / over_s, limit, stage_slots(config, stage))
+            in_flight, queued = stage_load(busy_s, queued_s, over_s, limit)
+            stages[stage] = StageUse(in_flight, queued, limit, stage_slots(config, stage))
     return RunTimes(
         wait_s=total(rows, "time/wait_for_batch_s"),
         train_s=total(rows, "time/train_s"),

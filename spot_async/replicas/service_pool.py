@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 
+from spot_async.errors import PermanentError
 from spot_async.mailbox import Priority
+
+SUSPECTED = 2  # losses
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
@@ -27,6 +30,24 @@ class Errand:
     failed_on: set[str] = field(default_factory=set)  # replicas, by name
     losses: int = 0  # replicas that ended or froze while they had it
 
+    @property
+    def is_suspected(self) -> bool:
+        """Perhaps it ends servers: it is sent where no other suspected one is, so that the next loss tells which."""
+        return self.losses >= SUSPECTED
+
+    @property
+    def is_convicted(self) -> bool:
+        return self.losses > SUSPECTED
+
+    def check(self) -> None:
+        """Raises `PermanentError` once there is no doubt left. Many requests are in flight as a server ends, and one of
+        them is to blame at most: without a last time alone, the company of a bad prompt would be given up with it."""
+        if self.is_convicted:
+            raise PermanentError(
+                f"{self.stage}: {self.losses} times a server ended or froze while it had this request, the last time "
+                "with no other such request beside it: it is not sent again"
+            )
+
 
 class Lease(Protocol[S_co]):
     """The right to send one request to one replica, from entering to leaving. To be entered at once.
@@ -35,8 +56,12 @@ class Lease(Protocol[S_co]):
     meanwhile takes the lease back: the request is cancelled, and leaving raises a `TransientError` in its place.
     """
 
-    replica: str  # its name; empty where there is only one
     work: int  # what the request amounted to, in the units of its stage; set before leaving
+
+    @property
+    def replica(self) -> str:
+        """Its name; empty where there is only one."""
+        ...
 
     async def __aenter__(self) -> S_co:
         """The replica's service."""

@@ -16,6 +16,7 @@ from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
     PoisonedReplyError,
+    ServerRestartedError,
     SpotError,
     ThrottledError,
     TransientError,
@@ -33,6 +34,9 @@ CANDIDATE_LOGPROBS = "/candidate_logprobs"
 UPDATE_WEIGHTS = "/update_weights"
 
 CONTENT_TYPE = "application/msgpack"
+# Names the process that a request is meant for: another one, such as the same server started again with other
+# weights, refuses it with `ServerRestartedError`.
+INSTANCE_HEADER = "X-Spot-Async-Instance"
 FRAME_HEADER = struct.Struct(">I")
 
 STATUS: dict[type[SpotError], int] = {
@@ -42,6 +46,7 @@ STATUS: dict[type[SpotError], int] = {
     ThrottledError: 503,
     DeadlineExceededError: 504,
     PoisonedReplyError: 500,
+    ServerRestartedError: 412,
     TransientError: 500,
 }
 SERVER_ERROR = 500
@@ -115,9 +120,14 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Also the answer to /health."""
+    version: WeightVersion
+
+
+class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to /health."""
 
     version: WeightVersion
+    instance: str  # of this process; see `INSTANCE_HEADER`
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async import wire
 from spot_async.concurrency import gather
-from spot_async.errors import DeadlineExceededError, PermanentError, SpotError
+from spot_async.errors import DeadlineExceededError, PermanentError, ServerRestartedError, SpotError
 from spot_async.serving import api, openai_api
 from spot_async.serving.disconnect import ClientGone, while_connected
 from spot_async.serving.openai_app import unauthorized
@@ -39,9 +40,10 @@ def build_app(
 ) -> Starlette:
     """The server's ASGI application; with `api_key`, requests must carry it as a bearer token."""
     updating = asyncio.Lock()
+    instance = uuid.uuid4().hex
 
     async def health(request: Request) -> Response:
-        return _reply(api.VersionReply(version=worker.version))
+        return _reply(api.HealthReply(version=worker.version, instance=instance))
 
     async def stats(request: Request) -> Response:
         return _reply(worker.stats())
@@ -79,6 +81,7 @@ def build_app(
         *more_routes,
     ]
     guards = [Middleware(_RequireKey, api_key=api_key)] if api_key else []
+    guards.append(Middleware(_RefuseOthersRequests, instance=instance))
     return Starlette(routes=routes, middleware=guards, exception_handlers={SpotError: _error_reply})
 
 
@@ -172,3 +175,22 @@ class _RequireKey:
             return unauthorized()
         body = api.ErrorReply(error=PermanentError.__name__, message="needs the server's API key as bearer token")
         return _reply(body, 401)
+
+
+class _RefuseOthersRequests:
+    """Refuses what was meant for another process at this address: see `api.INSTANCE_HEADER`."""
+
+    def __init__(self, app: ASGIApp, instance: str) -> None:
+        self._app = app
+        self._name = api.INSTANCE_HEADER.lower().encode()
+        self._instance = instance.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = dict(scope.get("headers", ())).get(self._name, self._instance)
+        if scope["type"] == "http" and wanted != self._instance:
+            error = ServerRestartedError(
+                "the server was restarted, and may hold other weights than the caller knows of"
+            )
+            await _error_reply(Request(scope), error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)

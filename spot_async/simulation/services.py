@@ -76,7 +76,7 @@ class SimulatedStudent:
         token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
         if length < sampling.max_tokens:
             token_ids[-1] = END_TOKEN
-        await asyncio.sleep(self.latency.of(length, rng))
+        await self._work(length, rng)
         return Generation(
             token_ids=token_ids,
             logprobs=-rng.random(length, dtype=np.float32),
@@ -101,13 +101,16 @@ class SimulatedStudent:
         if len(positions) and int(positions.max()) >= len(response_ids):
             raise ValueError("position outside the response")
         rng = _rng("candidates", prompt_ids.tobytes() + response_ids.tobytes(), self.version)
-        await asyncio.sleep(self.latency.of(0, rng))
+        await self._work(0, rng)
         logits = rng.normal(size=candidate_ids.shape)
         return np.asarray(logits - 1.0 - np.log(np.exp(logits).sum(-1, keepdims=True)), dtype=np.float32)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         await asyncio.sleep(self.latency.base_s)
         self.version = snapshot.version
+
+    async def _work(self, tokens: int, rng: np.random.Generator) -> None:
+        await asyncio.sleep(self.latency.of(tokens, rng))
 
 
 @dataclass

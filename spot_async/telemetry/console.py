@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.errors import RequestError
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
@@ -58,7 +59,7 @@ class RunConsole:
         """A new phase of the run begins."""
         self._phase, self._progress, self._orchestrator = name, None, orchestrator
         if not self.console.is_terminal:
-            self._say(name)
+            self.say(name)
 
     def progress(self, finished: int, total: int) -> None:
         self._progress = (finished, total)
@@ -78,15 +79,16 @@ class RunConsole:
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
             evaluation_words(result.evaluation),
         ]
-        self._say(" · ".join(part for part in parts if part))
+        self.say(" · ".join(part for part in parts if part))
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
-        self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {reason}", style="yellow"))
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
+        self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {error}", style="yellow"))
 
     def warn(self, line: str) -> None:
         self.console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """One line with the time since the start."""
         self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _elapsed(self) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from spot_async.errors import RequestError
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
@@ -42,7 +43,7 @@ class EvaluationHistory:
         if result.evaluation is not None:
             self.add(result.iteration, result.evaluation, Path(result.report.snapshot.directory))
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         pass
 
     def result_after(self, iteration: int) -> EvaluationResult | None:

@@ -18,11 +18,15 @@ from typing import Any, TextIO, cast
 import msgspec
 import structlog
 
+from spot_async.dead_letters import FILE_NAME, dead_letter
+from spot_async.errors import FailureClass, RequestError
 from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory import RunDirectory
+from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages import Stages
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.sinks import MetricSink
 from spot_async.types import Prompt, Sample
 
@@ -38,8 +42,12 @@ class RunLog:
         *,
         samples_every: int = 1,
         backends: Mapping[str, Backend] | None = None,
+        loop_lag: LoopLag | None = None,
+        spending: RunSpendingMetrics | None = None,
     ) -> None:
         """`backends`, by role: the traffic of those that count it is reported."""
+        self._spending = spending
+        self._loop_lag = loop_lag
         self._directory = directory
         self._samples_every = samples_every
         self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
@@ -55,6 +63,8 @@ class RunLog:
         elapsed_s = now_s - self._iteration_started_s
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
         metrics |= self._traffic_metrics()
+        metrics |= self._spending.take() if self._spending is not None else {}
+        metrics |= self._loop_lag.take() if self._loop_lag is not None else {}
         self._iteration_started_s = now_s
         if self._samples_every and result.iteration % self._samples_every == 0:
             lines = [sample_line(result.iteration, sample) for sample in result.samples]
@@ -64,12 +74,11 @@ class RunLog:
             sink.write(result.iteration, metrics)
         self._directory.point_student_to(Path(result.report.snapshot.directory))
 
-    def prompt_died(self, prompt: Prompt, reason: str) -> None:
-        self._directory.append(
-            "dead_letters.jsonl",
-            [{"ordinal": prompt.ordinal, "problem_id": prompt.problem.id, "reason": reason}],
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
+        self._directory.append(FILE_NAME, [dead_letter(prompt, error)])
+        structlog.get_logger().warning(
+            "prompt died", problem_id=prompt.problem.id, failure=error.failure_class.value, reason=str(error)
         )
-        structlog.get_logger().warning("prompt died", problem_id=prompt.problem.id, reason=reason)
 
     def _traffic_metrics(self) -> dict[str, float]:
         """What went to and came from each server since the last iteration, evaluations included."""
@@ -97,6 +106,10 @@ class RunLog:
             metrics[f"stage/{stage.name}/requests"] = float(requests)
             metrics[f"stage/{stage.name}/retried"] = float(now.retried - last.retried)
             metrics[f"stage/{stage.name}/failed"] = float(now.failed - last.failed)
+            if stage.hedge_after_s is not None:
+                metrics[f"stage/{stage.name}/hedged"] = float(now.hedged - last.hedged)
+            for failure in FailureClass:
+                metrics[f"stage/{stage.name}/{failure}"] = float(getattr(now, failure) - getattr(last, failure))
             if requests:
                 metrics[f"stage/{stage.name}/mean_latency_s"] = (now.busy_s - last.busy_s) / requests
             if elapsed_s > 0:

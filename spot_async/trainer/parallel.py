@@ -15,6 +15,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its functions keep the group of the moment as default arguments. Loading a model imports it: unless
+# that finds it imported before there is a group, the group and its threads live on in those defaults.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
@@ -40,7 +44,12 @@ def rank_device() -> torch.device:
 
 @contextmanager
 def process_group(channel_directory: str, device: torch.device) -> Iterator[None]:
-    """The ranks' group, met through a file; CPU tensors by gloo, GPU tensors by NCCL."""
+    """The ranks' group, met through a file; CPU tensors by gloo, GPU tensors by NCCL.
+
+    On leaving, the last reference to the group must go, for that is what joins gloo's threads. Such
+    a thread may still hold a tensor of the last collective; releasing one takes the interpreter's
+    lock, and a thread that asks for it while the interpreter ends aborts the process.
+    """
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",

@@ -198,7 +198,7 @@ async def test_the_longest_sequence_that_is_promised_is_served(
         np.testing.assert_allclose(scores.logprobs, wanted[np.arange(len(response)), response], atol=PARITY_NATS)
         empty = await backend.score(prompt, response[:0], top_k=4, temperature=1.0, deadline=soon())
         assert empty.topk_ids.shape == (0, 4)
-        with pytest.raises(PermanentError, match=f"more than the server's {limit}"):
+        with pytest.raises(PermanentError, match=f"exceed the server's context of {limit}"):
             await backend.generate(prompt, sampling(limit - 99), deadline=soon())
 
 
@@ -296,7 +296,7 @@ async def test_an_id_that_is_still_in_use_is_a_transient_error(
         monkeypatch.setattr("spot_async.backends.sglang.uuid.uuid4", lambda: same)
         first = asyncio.create_task(backend.generate(tokens(5, 1), sampling(1500, stop_token_ids=()), deadline=soon()))
         await wait_until(sglang_student, 1)
-        with pytest.raises(TransientError, match="still has an earlier sending"):
+        with pytest.raises(TransientError, match="Duplicate request ID"):
             await backend.generate(tokens(5, 1), sampling(4), deadline=soon())
         assert len((await first).token_ids) == 1500
 

@@ -303,7 +303,7 @@ async def test_an_aborted_response_is_no_response(backend: VllmBackend) -> None:
 
 
 async def test_what_does_not_fit_is_refused_before_vllm_would_cut_it_short(backend: VllmBackend) -> None:
-    with pytest.raises(PermanentError, match=r"160 prompt tokens \+ 1889 exceed the context of 2048"):
+    with pytest.raises(PermanentError, match=r"160 tokens and 1889 new ones exceed the server's context of 2048"):
         await backend.generate(PROMPT, sampling(max_tokens=CONTEXT - len(PROMPT) + 1), deadline=soon())
 
 

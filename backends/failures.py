@@ -1,0 +1,186 @@
+"""What a failed request is: one pure function from what came back, or did not, to the class of request error.
+
+The class decides what is done about it (`spot_async.retry`), and nothing else decides the class. An adapter may
+reword an error in its server's terms (`http.ReadError`); where its server means something else by a status than
+everybody does, that is said here.
+
+Statuses are those of the servers that adapters are for, measured with vLLM 0.32.0 and SGLang 0.5.23; what hosted
+endpoints add is from their documentation as of November 2026: OpenAI and Azure (`retry-after-ms`,
+`insufficient_quota`), Anthropic (529, `enforced_spend_limit_reached`), DeepSeek (402). Their `x-ratelimit-reset-*`
+headers are not read: they tell when a limit is whole again, which is long after the next request would fit in.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    PoisonedReplyError,
+    RequestError,
+    ThrottledError,
+    TransientError,
+)
+
+ERROR_EXCERPT_CHARACTERS = 300
+THROTTLED = (429, 503, 529)
+# Of the 4xx: time-outs, a lock that another request holds, a request that came too early.
+TRANSIENT = (408, 409, 425)
+NOT_IMPLEMENTED = (501, 505)
+NO_CREDIT = 402
+# Codes in the body of a 429 that no waiting helps: the money is gone.
+SPENT = frozenset(
+    {"insufficient_quota", "billing_not_active", "billing_hard_limit_reached", "enforced_spend_limit_reached"}
+)
+# SGLang, of a request whose connection broke and that was sent again: it still has the first.
+STILL_THERE = b"Duplicate request ID"
+NO_SUCH_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+# What reading a reply that was tampered with can raise, other than our own errors.
+UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, EOFError)
+
+
+@dataclass(frozen=True)
+class FailedReply:
+    """A reply that is none: any status but success."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
+
+    @property
+    def said(self) -> str:
+        """What the server says of it, as one short line."""
+        return " ".join(error_message(self.body).split())[:ERROR_EXCERPT_CHARACTERS]
+
+
+def classify(
+    request: str, failure: FailedReply | BaseException, *, has_answered: bool = True, now_s: float = 0.0
+) -> RequestError:
+    """The error that `request` (role and path) failed with.
+
+    An exception is that of connecting, sending, or reading a reply. `has_answered`: whether the endpoint ever did.
+    A host without an address, or one that speaks no TLS, is then trouble that passes, and otherwise a wrong setting.
+    `now_s` is Unix time, for replies that do not give theirs.
+    """
+    if isinstance(failure, FailedReply):
+        return _of_status(request, failure, now_s)
+    return _of_exception(request, failure, has_answered)
+
+
+def _of_status(request: str, reply: FailedReply, now_s: float) -> RequestError:
+    status, message = reply.status, f"{request}: HTTP {reply.status}: {reply.said}"
+    if status == NO_CREDIT or (status == 429 and not SPENT.isdisjoint(_codes(reply.body))):
+        return PermanentError(f"{message}; the account has no credit left")
+    if status in THROTTLED:
+        return ThrottledError(message, retry_after_s(reply.headers, now_s))
+    if status in TRANSIENT or (status == 400 and STILL_THERE in reply.body):
+        return TransientError(message)
+    if status < 500 or status in NOT_IMPLEMENTED:
+        return PermanentError(message)
+    return TransientError(message)
+
+
+def _of_exception(request: str, error: BaseException, has_answered: bool) -> RequestError:
+    causes = list(_causes(error))
+    message = f"{request}: {type(error.__cause__ or error).__name__}: {error}"
+    if isinstance(error, TimeoutError):
+        return DeadlineExceededError(f"{request}: no reply before the deadline")
+    for cause in causes:
+        match cause:
+            case ssl.SSLCertVerificationError() | aiohttp.ClientConnectorCertificateError():
+                return PermanentError(f"{message}: its certificate is not trusted: see ca_certificates")
+            case aiohttp.ClientHttpProxyError(status=407):
+                return PermanentError(f"{message}: the proxy wants a password")
+            case ssl.SSLError() | aiohttp.ClientConnectorSSLError() if not has_answered:
+                return PermanentError(f"{message}: is it http, not https?")
+            case socket.gaierror() if cause.errno in NO_SUCH_HOST and not has_answered:
+                return PermanentError(f"{message}: there is no such host")
+    if isinstance(error, aiohttp.ClientError | OSError) or any(
+        isinstance(each, aiohttp.ClientError) for each in causes
+    ):
+        return TransientError(message)
+    if isinstance(error, UNREADABLE):
+        return PoisonedReplyError(f"{request}: cannot read the reply: {type(error).__name__}: {error}")
+    return TransientError(message)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and what it stands for, outermost first."""
+    while error is not None:
+        yield error
+        if isinstance(error, aiohttp.ClientConnectorError):  # keeps what the system said as a value
+            yield error.os_error
+        elif isinstance(error, aiohttp.ClientConnectorCertificateError):
+            yield error.certificate_error
+        error = error.__cause__
+
+
+def error_message(body: bytes) -> str:
+    """What a JSON error body says, in any of the shapes that inference servers use; else the body as text."""
+    reply = _json(body)
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+        if isinstance(message, str):
+            return message
+    return body.decode(errors="replace")
+
+
+def _codes(body: bytes) -> set[str]:
+    """What an error body calls its error, in any of the places that hosted endpoints use."""
+    reply = _json(body)
+    error = reply.get("error") if isinstance(reply, dict) else None
+    if not isinstance(error, dict):
+        return set()
+    details = error.get("details")
+    named = [error.get("code"), error.get("type"), details.get("error_code") if isinstance(details, dict) else None]
+    return {each for each in named if isinstance(each, str)}
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
+    """Seconds that an endpoint asks to be left alone for; nonsense counts as no advice.
+
+    In milliseconds (`retry-after-ms`), or as `Retry-After` has it: seconds, or a date, which is read against the
+    server's own clock where it gives that.
+    """
+    milliseconds = _number(headers.get("retry-after-ms"))
+    if milliseconds is not None:
+        return milliseconds / 1000.0
+    told = headers.get("retry-after")
+    seconds = _number(told)
+    if seconds is not None or told is None:
+        return seconds
+    until_s, sent_s = _date_s(told), _date_s(headers.get("date"))
+    return None if until_s is None else max(0.0, until_s - (now_s if sent_s is None else sent_s))
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if 0.0 <= number < math.inf else None
+
+
+def _date_s(text: str | None) -> float | None:
+    try:
+        return email.utils.parsedate_to_datetime(text).timestamp() if text else None
+    except (ValueError, TypeError, OverflowError):
+        return None

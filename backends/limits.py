@@ -1,0 +1,51 @@
+"""What a server would not survive, or answer only in part: found before a request is sent. Pure.
+
+Some servers end over one token that is not in their vocabulary; others sample fewer tokens than they were asked for,
+and say nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spot_async.errors import PermanentError
+from spot_async.types import IntArray
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one server. Checks raise `PermanentError`."""
+
+    server: str  # its name, in messages
+    vocab_size: int
+    max_tokens: int  # that one request may hold, given and new ones
+    max_top_k: int
+    longer: str  # option that allows more tokens
+    wider: str = ""  # option that allows a larger top-k
+
+    def check(self, token_ids: IntArray, *, new_tokens: int = 0, top_k: int = 0) -> None:
+        """A request of `token_ids` for `new_tokens` more."""
+        if not len(token_ids):
+            raise PermanentError(f"{self.server}: a request needs at least one token")
+        self.check_ids(token_ids)
+        if not 0 <= top_k <= self.max_top_k:
+            advice = f": raise {self.wider}" if self.wider and top_k <= self.vocab_size else ""
+            raise PermanentError(f"{self.server}: top_k={top_k} is not one of 0 to {self.max_top_k}{advice}")
+        if len(token_ids) + new_tokens > self.max_tokens:
+            raise PermanentError(
+                f"{self.server}: {len(token_ids)} tokens and {new_tokens} new ones exceed the server's context of "
+                f"{self.max_tokens} tokens: raise its {self.longer} or lower sampling.max_response_tokens"
+            )
+
+    def check_generation(self, prompt_ids: IntArray, *, new_tokens: int, top_k: int) -> None:
+        """A request for a response."""
+        if new_tokens < 1:
+            raise PermanentError(f"{self.server}: max_tokens={new_tokens}: a response has at least one token")
+        self.check(prompt_ids, new_tokens=new_tokens, top_k=top_k)
+
+    def check_ids(self, token_ids: IntArray) -> None:
+        outside = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
+        if outside.size:
+            raise PermanentError(
+                f"{self.server}: token {outside.flat[0]} is out of the vocabulary of {self.vocab_size}"
+            )

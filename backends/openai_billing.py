@@ -1,0 +1,25 @@
+"""How large a request to an OpenAI-compatible endpoint is, before anybody has counted its tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spot_async.spending.prices import Size
+
+LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
+TEMPLATE_TOKENS = 256  # more than a chat template or a provider's own system message adds
+
+
+def request_size(body: Mapping[str, Any], prompt_tokens: int) -> Size:
+    """Of a completion or chat; `prompt_tokens` is as our own tokenizer counts them.
+
+    A text is tokenised by the endpoint: no token is shorter than a byte, and templates and start tokens come on top.
+    """
+    longest = max([body.get(key) or 0 for key in LENGTH_KEYS])
+    prompt = body.get("prompt")
+    if prompt is None:
+        prompt = "".join(str(each.get("content", "")) for each in body["messages"])
+    at_most = len(prompt.encode()) + TEMPLATE_TOKENS if isinstance(prompt, str) else None
+    # Some generate a token where none is asked for, and say so in the reply's usage.
+    return Size(prompt_tokens=prompt_tokens, max_completion_tokens=max(1, longest), max_prompt_tokens=at_most)

@@ -1,0 +1,108 @@
+"""Whether the servers of one role are one to their callers: the same model, and the same numbers for the same rows.
+
+Asks servers that are running; what follows for a run is said in the words of `diagnosis`, which does the asking of
+single servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from spot_async import probes
+from spot_async.concurrency import gather
+from spot_async.errors import ConfigError, RequestError
+from spot_async.probes import Asked
+from spot_async.protocols import Backend, Generator, Replicated, Scorer
+from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
+from spot_async.types import Capabilities
+
+TOP_K = 16
+NOISE_MARGIN = 2.0  # a short probe sees less of it than a long run
+NOISY_NATS = 0.05  # bfloat16 is within it
+OTHER_ROWS_NATS = 1.0  # more than rounding makes of one row: these are other rows
+
+
+@dataclass
+class Agreement:
+    """What was found of one role's servers, together."""
+
+    together: Capabilities  # what all of them offer, the noise between them included
+    largest_nats: float | None = None  # difference between servers; None where there is one, or it cannot be asked for
+    refusals: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def servers_of(role: str, backend: Backend) -> Mapping[str, Backend]:
+    """By name; a backend that stands for no others is its role's only server."""
+    return backend.backends if isinstance(backend, Replicated) else {role: backend}
+
+
+async def agreement(role: str, servers: Mapping[str, Any], said: Mapping[str, Capabilities], asked: Asked) -> Agreement:
+    """Whether `servers` of a role, by name, agree. `said` is what each says of itself."""
+    found = Agreement(combined([said[name] for name in servers]))
+    if len(servers) < 2:
+        return found
+    first = next(iter(servers))
+    for name in servers:
+        try:
+            check_same(said[first], name, said[name], VOCABULARY)
+        except ConfigError as error:
+            found.refusals.append(f"{role}.backend: {error}")
+    for what, values in (
+        ("models of different names", [said[name].model for name in servers]),
+        ("different software", [said[name].server for name in servers]),
+    ):
+        if len(set(values)) > 1:
+            listed = ", ".join(f"{name} {value}" for name, value in zip(servers, values, strict=True))
+            found.warnings.append(f"{role}.backend: its servers have {what}: {listed}")
+    if found.refusals:
+        return found
+    if holds_unknown_weights(found.together):
+        found.warnings.append(
+            f"{role}.backend: its servers hold unknown weights until the first are sent: their numbers are not compared"
+        )
+        return found
+    await _compare(role, servers, asked, found)
+    return found
+
+
+def holds_unknown_weights(said: Capabilities) -> bool:
+    return said.weight_update and said.version is None
+
+
+async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: Agreement) -> None:
+    together = found.together
+    scores = isinstance(next(iter(servers.values())), Scorer)
+    samples = isinstance(next(iter(servers.values())), Generator) and together.generation
+    top_k = min(TOP_K, together.max_top_k) if scores else 0
+    generation_top_k = min(TOP_K, together.max_generation_top_k) if samples else 0
+    if not (top_k or generation_top_k):
+        return
+    try:
+        first, *others = await gather(
+            probes.readings(each, asked, score_top_k=top_k, generation_top_k=generation_top_k)
+            for each in servers.values()
+        )
+    except RequestError as error:
+        found.warnings.append(f"{role}.backend: its servers could not be compared: {error}")
+        return
+    names = list(servers)
+    nats = [probes.largest_difference_nats(first, other) for other in others]
+    found.largest_nats = max(nats)
+    found.together = msgspec.structs.replace(
+        together, logprob_noise_nats=max(together.logprob_noise_nats, NOISE_MARGIN * found.largest_nats)
+    )
+    _judge(role, names, nats, found)
+
+
+def _judge(role: str, names: Sequence[str], nats: Sequence[float], found: Agreement) -> None:
+    for name, difference in zip(names[1:], nats, strict=True):
+        line = f"{role}.backend: {name} gives log-probabilities up to {difference:.2g} nats from those of {names[0]}"
+        if difference > OTHER_ROWS_NATS:
+            found.refusals.append(f"{line}: these are not the same weights; give all servers of a role the same model")
+        elif difference > NOISY_NATS:
+            found.warnings.append(f"{line}: start them with the same type and flags")

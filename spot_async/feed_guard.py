@@ -1,0 +1,99 @@
+"""The last look at supervision before it is trained on: what no policy and no server may ever hand over.
+
+Replies were checked where they came in, and policies are tested; so whatever is found here is a bug, and the run stops
+with it. Pure, and cheap enough to be always on: whole arrays at a time, once per trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.types import SoftTargets, Supervision, WeightVersion
+
+LEAST_NATS, MOST_NATS = -1e4, 1e-3  # of a log-probability; rounding may put that of a sure token above 0
+SUM_SLACK = 1e-3  # of a target's probabilities in float32
+
+
+class WrongSupervisionError(Exception):
+    """Supervision that must not be trained on got as far as the trainer's door: a bug, so no `SpotError`."""
+
+
+def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
+    """Raises `WrongSupervisionError` for the first trajectory that is not what it says.
+
+    `vocab_size` is that of the student's softmax, `live` the weights that the batch will update: all tokens come from
+    at most `max_staleness` steps before them, or from no student at all.
+    """
+    for each in batch:
+        try:
+            _check(each, vocab_size, live, max_staleness)
+        except ValueError as found:
+            raise WrongSupervisionError(
+                f"supervision of {each.problem_id} (prompt {each.prompt_ordinal}) is wrong: {found}"
+            ) from None
+
+
+def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
+    tokens = (len(each.response_ids),)
+    _require(len(each.prompt_ids) > 0 and tokens[0] > 0, "prompt or response is empty")
+    _check_ids("prompt_ids", each.prompt_ids, (len(each.prompt_ids),), vocab_size)
+    _check_ids("response_ids", each.response_ids, tokens, vocab_size)
+    for name in ("behavior_logprobs", "teacher_logprobs", "reference_logprobs"):
+        values = getattr(each, name)
+        if values is not None:
+            _check_numbers(name, values, tokens)
+            inside = (values >= LEAST_NATS) & (values <= MOST_NATS)
+            _require(bool(inside.all()), f"{name} hold what is no log-probability")
+    if each.advantages is not None:
+        _check_numbers("advantages", each.advantages, tokens)
+    _require(each.teacher_logprobs is None or each.advantages is None, "advantages are given twice")
+    if each.policy_mask is not None:
+        _check_shape("policy_mask", each.policy_mask, tokens)
+        _require(each.policy_mask.dtype.kind == "b", f"policy_mask is {each.policy_mask.dtype}")
+    if each.version is not None:
+        lag = live.step - each.version.step
+        _require(
+            each.version.lineage == live.lineage and 0 <= lag <= max_staleness,
+            f"sampled by weights {each.version} where {live} are live and max_staleness is {max_staleness}",
+        )
+    if each.soft_targets is not None:
+        _check_targets(each.soft_targets, tokens[0], vocab_size)
+
+
+def _check_targets(targets: SoftTargets, tokens: int, vocab_size: int) -> None:
+    count, candidates = len(targets.positions), targets.token_ids.shape[-1]
+    _check_ids("soft_targets.positions", targets.positions, (count,), tokens)
+    _check_ids("soft_targets.token_ids", targets.token_ids, (count, candidates), vocab_size)
+    _check_numbers("soft_targets.probabilities", targets.probabilities, (count, candidates))
+    _require(bool((targets.probabilities >= 0).all()), "soft_targets.probabilities hold one below 0")
+    sums = targets.probabilities.sum(axis=1, dtype=np.float64)
+    _require(bool((np.abs(sums - 1.0) <= SUM_SLACK).all()), "soft_targets.probabilities do not sum to 1")
+    _check_numbers("soft_targets.weights", targets.weights, (count,))
+    _require(bool((targets.weights >= 0).all()), "soft_targets.weights hold one below 0")
+    if targets.offsets is not None:
+        _check_numbers("soft_targets.offsets", targets.offsets, (count,))
+
+
+def _check_ids(name: str, ids: npt.NDArray[Any], shape: tuple[int, ...], limit: int) -> None:
+    _check_shape(name, ids, shape)
+    _require(ids.dtype.kind == "i", f"{name} are {ids.dtype}")
+    _require(not ids.size or bool(ids.min() >= 0 and ids.max() < limit), f"{name} are not all in 0 to {limit - 1}")
+
+
+def _check_numbers(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    _check_shape(name, values, shape)
+    _require(values.dtype.kind == "f", f"{name} are {values.dtype}")
+    _require(bool(np.isfinite(values).all()), f"{name} hold what is no finite number")
+
+
+def _check_shape(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    _require(values.shape == shape, f"{name} have shape {values.shape} instead of {shape}")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

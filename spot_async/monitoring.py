@@ -1,0 +1,51 @@
+"""What looks at a run from beside it, put together: the phases it goes through, and what holds it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from spot_async.actor import Stage
+from spot_async.config import Config
+from spot_async.inspection.totals import stage_slots
+from spot_async.orchestrator import Orchestrator
+from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.live_verdict import LiveVerdict, replica_states
+from spot_async.watchdog.monitor import Watchdog
+
+
+class Phases:
+    """What the run is at, for the screen and for the watchdog."""
+
+    def __init__(self, screen: RunConsole, watchdog: Watchdog) -> None:
+        self._screen = screen
+        self._watchdog = watchdog
+
+    def begin(self, name: str, orchestrator: Orchestrator | None = None) -> None:
+        self._screen.phase(name, orchestrator)
+        self._watchdog.phase_began(name, orchestrator)
+
+    def judged(self, finished: int, total: int) -> None:
+        """One more response of an evaluation."""
+        self._screen.progress(finished, total)
+        self._watchdog.response_judged(finished, total)
+
+    def evaluates_with(self, stages: Sequence[Stage[Any]]) -> None:
+        self._watchdog.evaluation_stages = stages
+
+
+def make_live_verdict(
+    config: Config, orchestrator: Orchestrator, backends: Mapping[str, object], screen: RunConsole
+) -> LiveVerdict:
+    """Of a run that is about to begin; `backends` by role."""
+    tree = config.model_dump()
+    slots = {stage.name: stage_slots(tree, stage.name) for stage in orchestrator.stages.all}
+    return LiveVerdict(
+        orchestrator,
+        screen.say,
+        every_s=config.run.verdict_every_s,
+        batch_size=config.training.batch_size,
+        replicas=partial(replica_states, backends),
+        slots={stage: count for stage, count in slots.items() if count is not None},
+    )

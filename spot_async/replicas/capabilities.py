@@ -1,0 +1,54 @@
+"""What a role's servers offer together, and whether they are the same model at all. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from spot_async.errors import ConfigError
+from spot_async.types import Capabilities
+
+VOCABULARY = ("vocab_size", "vocab_fingerprint")
+MODEL = ("model", *VOCABULARY)
+
+
+def check_same(expected: Capabilities, name: str, found: Capabilities, what: Sequence[str]) -> None:
+    """Raises ConfigError where a server is not the one that it was, or does not belong to the others of its role."""
+    for each in what:
+        if getattr(expected, each) != getattr(found, each):
+            raise ConfigError(
+                f"{name} serves another model ({each} {getattr(found, each)}, not {getattr(expected, each)}): give all "
+                "servers of a role the same model, and keep it while the run goes on"
+            )
+
+
+def combined(all_of: Sequence[Capabilities]) -> Capabilities:
+    """What each of them offers: any of them may be asked. The first one's where nothing is to be chosen."""
+    first = all_of[0]
+
+    def least(name: str) -> int:
+        return int(min(getattr(each, name) for each in all_of))
+
+    def every(name: str) -> bool:
+        return all(getattr(each, name) for each in all_of)
+
+    support = ("none", "single", "batched")
+    return msgspec.structs.replace(
+        first,
+        max_context_tokens=least("max_context_tokens"),
+        max_top_k=least("max_top_k"),
+        max_generation_top_k=least("max_generation_top_k"),
+        max_position_top_k=least("max_position_top_k"),
+        exact_entropy=every("exact_entropy"),
+        candidate_logprobs=min((each.candidate_logprobs for each in all_of), key=support.index),
+        weight_update=every("weight_update"),
+        generation=every("generation"),
+        token_id_prompts=every("token_id_prompts"),
+        every_position=every("every_position"),
+        sampled_token_ids=every("sampled_token_ids"),
+        abort=every("abort"),
+        seeds=every("seeds"),
+        logprob_noise_nats=max(each.logprob_noise_nats for each in all_of),
+        version=first.version if all(each.version == first.version for each in all_of) else None,
+    )

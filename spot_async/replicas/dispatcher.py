@@ -1,0 +1,144 @@
+"""Grants leases: which request goes to which replica, and when. Requests that must wait do so here.
+
+Oldest prompt first over all stages of a role, and nobody overtakes: a rate limit that has no room for the first one
+holds up those behind it, or large requests would never go. Only a request that is kept apart from others of its kind
+(`Errand.is_suspected`) lets them pass. Nothing is polled: a place that comes free, a replica that comes back and a rate
+limit's timer are what let the next one in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Generic
+
+from spot_async.errors import (
+    DeadlineExceededError,
+    RequestError,
+    ServerRestartedError,
+    ThrottledError,
+    TransientError,
+)
+from spot_async.mailbox import Mailbox
+from spot_async.protocols import RateLimit
+from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
+from spot_async.replicas.router import Router
+from spot_async.replicas.service_pool import Errand
+from spot_async.types import WeightVersion
+
+
+class Dispatcher(Generic[B]):
+    """Of one role. `version` is what requests are for; replicas that hold another get none."""
+
+    def __init__(self, replicas: list[Replica[B]], rate_limit: RateLimit | None) -> None:
+        self.version: WeightVersion | None = None
+        self._replicas = replicas
+        self._rate_limit = rate_limit
+        self._timer: asyncio.TimerHandle | None = None
+        self._router = Router()
+        self._mailbox = Mailbox(sys.maxsize)  # stages let in no more than they have places for
+        self._waiting: dict[int, tuple[Errand, asyncio.Future[HeldLease[B]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def lease(self, errand: Errand) -> HeldLease[B]:
+        """See `ServicePool.lease`."""
+        errand.check()
+        lease = None if self._mailbox else self._grant(errand)
+        if lease is None:
+            lease = await self._wait(errand)
+            if errand.is_convicted:  # by what became of its last server meanwhile
+                lease.give_back()
+                self.admit()
+                errand.check()
+        return lease
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def admit(self) -> None:
+        """Let in who can be: to be called when a replica may have become free for more."""
+        passed: list[tuple[Errand, int]] = []
+        while (ticket := self._mailbox.pop()) is not None:
+            errand, turn = self._waiting[ticket]
+            if turn.done():  # cancelled, and had no time yet to leave
+                continue
+            lease = self._grant(errand)
+            if lease is not None:
+                turn.set_result(lease)
+                continue
+            passed.append((errand, ticket))
+            if not errand.is_suspected:
+                break
+        for errand, ticket in passed:
+            self._mailbox.put_back(errand.priority, ticket)
+
+    async def _wait(self, errand: Errand) -> HeldLease[B]:
+        ticket = self._mailbox.add(errand.priority)
+        turn: asyncio.Future[HeldLease[B]] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = (errand, turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was granted as we were cancelled: pass it on
+                turn.result().give_back()
+                self.admit()
+            raise
+        finally:
+            self._mailbox.discard(ticket)
+            del self._waiting[ticket]
+
+    def _grant(self, errand: Errand) -> HeldLease[B] | None:
+        serving = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
+        if errand.is_suspected:
+            serving = [each for each in serving if not each.has_suspected_request]
+        replica = self._router.choose(errand.session, serving, errand.failed_on)
+        if replica is None:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        if self._rate_limit is not None:
+            delay_s = self._rate_limit.delay_s(now_s, errand.tokens)
+            if delay_s > 0:
+                self._admit_in(delay_s)
+                return None
+            self._rate_limit.take(now_s, errand.tokens)
+        return HeldLease(replica, errand, now_s, self._released)
+
+    def _admit_in(self, delay_s: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._timer_ran_out)
+
+    def _timer_ran_out(self) -> None:
+        self._timer = None
+        self.admit()
+
+    def _released(self, lease: HeldLease[B], error: BaseException | None) -> None:
+        """What a request ended with says something of its replica, unless it was taken back."""
+        if isinstance(error, RequestError):
+            lease.errand.failed_on.add(lease.replica)
+        if not lease.was_revoked:
+            self._learn(lease, error)
+        self.admit()
+
+    def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:
+        replica, now_s = lease.holder, asyncio.get_running_loop().time()
+        in_flight = replica.in_flight + 1  # with this one
+        match error:
+            case None:
+                replica.answered(now_s)
+                replica.limit.succeeded(
+                    lease.errand.stage, sent_s=lease.granted_s, now_s=now_s, work=lease.work, in_flight=in_flight
+                )
+            case ThrottledError():
+                replica.answered(now_s)
+                replica.limit.overloaded(sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
+            case DeadlineExceededError():
+                replica.limit.overloaded(sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
+            case ServerRestartedError():
+                replica.report(Trouble.RESTARTED, error)
+            case TransientError():
+                replica.unanswered(lease.errand, error, now_s)
+            case RequestError():
+                replica.answered(now_s)

@@ -1,0 +1,91 @@
+"""What a replica is good for right now: a state machine with a circuit breaker in it. Pure: times are passed in.
+
+STARTING -> SERVING <-> UPDATING           weights are sent
+SERVING  -> SUSPECT -> SERVING, HALF_OPEN  it did not answer for long, or connections failed: it is pinged
+SUSPECT  -> OPEN                           the ping failed, or the process ended: what it had is taken back
+OPEN     -> RECOVERING                     it is left and entered again, or answers again and is sent weights
+DRAINING -> RECOVERING                     it answers, but must be entered again: it may finish what it has
+RECOVERING -> SERVING, HALF_OPEN           at the pool's version; half open: one request at a time, on trial
+RECOVERING -> DEAD                         it was started again too often
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from spot_async.types import WeightVersion
+
+FAILURES_TO_SUSPECT = 3  # connections in a row, nothing answered in between
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    UPDATING = "updating"
+    SUSPECT = "suspect"
+    HALF_OPEN = "half_open"
+    DRAINING = "draining"
+    OPEN = "open"
+    RECOVERING = "recovering"
+    DEAD = "dead"
+
+
+MOVES: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.SERVING}),
+    State.SERVING: frozenset({State.UPDATING, State.SUSPECT, State.DRAINING, State.OPEN}),
+    State.UPDATING: frozenset({State.SERVING, State.DRAINING, State.OPEN}),
+    State.SUSPECT: frozenset({State.SERVING, State.HALF_OPEN, State.UPDATING, State.DRAINING, State.OPEN}),
+    State.HALF_OPEN: frozenset({State.SERVING, State.UPDATING, State.SUSPECT, State.DRAINING, State.OPEN}),
+    State.DRAINING: frozenset({State.RECOVERING, State.OPEN}),
+    State.OPEN: frozenset({State.RECOVERING}),
+    State.RECOVERING: frozenset({State.SERVING, State.HALF_OPEN, State.OPEN, State.DEAD}),
+    State.DEAD: frozenset(),
+}
+# Answers are to be had of it now or in a moment: the role is not without a server.
+ALIVE = frozenset({State.STARTING, State.SERVING, State.UPDATING, State.SUSPECT})
+IN_ROTATION = frozenset({State.SERVING, State.UPDATING, State.SUSPECT, State.HALF_OPEN})
+
+
+class LifeCycle:
+    """One replica's. `moved` is told of every move, after it."""
+
+    def __init__(self, now_s: float, moved: Callable[[], None] = lambda: None) -> None:
+        self.state = State.STARTING
+        self.since_s = now_s
+        self._moved = moved
+        self.version: WeightVersion | None = None  # last one that it confirmed; None where that is not known
+        self.failed_trial = False  # it is suspect since a request failed that it was half open for
+        self._failures = 0  # in a row
+
+    def move(self, state: State, now_s: float) -> None:
+        """Raises ValueError for a move that makes no sense: that is a bug."""
+        if state not in MOVES[self.state]:
+            raise ValueError(f"a replica cannot go from {self.state} to {state}")
+        self.state = state
+        self.since_s = now_s
+        self._failures = 0
+        self._moved()
+
+    def takes(self, version: WeightVersion | None, in_flight: int) -> bool:
+        """Whether it may have one more request, which is for `version`."""
+        if self.version != version:
+            return False
+        return self.state is State.SERVING or (self.state is State.HALF_OPEN and in_flight == 0)
+
+    def answered(self, now_s: float) -> None:
+        """It gave a reply, be it an error: the server lives."""
+        self._failures = 0
+        if self.state is State.HALF_OPEN:
+            self.move(State.SERVING, now_s)
+
+    def failed(self, now_s: float) -> bool:
+        """A connection failed. Returns whether it is suspect from now on, and must be pinged."""
+        if self.state not in (State.SERVING, State.HALF_OPEN):
+            return False
+        self._failures += 1
+        if self.state is State.SERVING and self._failures < FAILURES_TO_SUSPECT:
+            return False
+        self.failed_trial = self.state is State.HALF_OPEN
+        self.move(State.SUSPECT, now_s)
+        return True

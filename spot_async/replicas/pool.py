@@ -1,0 +1,198 @@
+"""The servers of one role as one backend: leases for stages, weights, sleep, and a watch that brings servers back.
+
+A thin shell: `dispatcher` grants leases, `weights` keeps versions, `supervisor` sees to a replica in trouble.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Self
+
+from spot_async.concurrency import gather
+from spot_async.config import ServingConfig
+from spot_async.errors import RequestError, SpotError
+from spot_async.protocols import RateLimit, Sleeper
+from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
+from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
+from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
+from spot_async.replicas.service_pool import Errand, Lease
+from spot_async.replicas.supervisor import CAPABILITIES_TIMEOUT_S, Supervisor
+from spot_async.replicas.weights import Weights
+from spot_async.types import Capabilities, Traffic, WeightSnapshot
+
+
+class ReplicaPool(Generic[B]):
+    """A `ServicePool`, `Backend`, `WeightSink`, `Sleeper` and `TrafficSource` of one or more replicas.
+
+    `watch` is what brings replicas back: keep it running. Without it one that fails stays out.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        factories: Mapping[str, Callable[[], B]],
+        serving: ServingConfig | None = None,
+        *,
+        are_ours: bool = True,
+        rate_limit: RateLimit | None = None,
+    ) -> None:
+        """`factories`, by the replica's name, make a backend that is not entered yet; entering a new one starts its
+        server again, or attaches to it. `are_ours`: they start servers, and each start counts as a restart."""
+        self.role = role
+        self._serving = serving or ServingConfig()
+        self._are_ours = are_ours
+        self._made = {name: (make, make()) for name, make in factories.items()}
+        self._replicas: list[Replica[B]] = []
+        self._dispatcher = Dispatcher(self._replicas, rate_limit)
+        self._moved = asyncio.Event()  # a replica has changed its state
+        self._weights = Weights(self._replicas, self._dispatcher, self._moved)
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._asleep: list[Replica[B]] = []
+
+    async def __aenter__(self) -> Self:
+        """All of them are started; one that cannot be ends the others."""
+        most = self._serving.max_in_flight
+        for name, (make, backend) in self._made.items():
+            self._replicas.append(Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved))
+        try:
+            await gather(replica.enter(replica.backend) for replica in self._replicas)
+            deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
+            found = await gather(replica.backend.capabilities(deadline=deadline) for replica in self._replicas)
+            for replica, offers in zip(self._replicas, found, strict=True):
+                check_same(found[0], replica.name, offers, VOCABULARY)
+                replica.offers = offers
+                replica.life.move(State.SERVING, asyncio.get_running_loop().time())
+        except BaseException:
+            await self._leave()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._dispatcher.close()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        await gather(replica.leave() for replica in self._replicas)
+
+    @property
+    def replicas(self) -> Sequence[ReplicaStatus]:
+        return [replica.status for replica in self._replicas]
+
+    @property
+    def backends(self) -> dict[str, B]:
+        """What stands for each replica now, by its name: to ask every server for itself."""
+        return {replica.name: replica.backend for replica in self._replicas}
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no replica can take yet."""
+        return len(self._dispatcher)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of all servers, those that were left included."""
+        total = Traffic()
+        for replica in self._replicas:
+            add_traffic(total, replica.traffic)
+        return total
+
+    async def lease(self, errand: Errand) -> Lease[B]:
+        return await self._dispatcher.lease(errand)
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        """What all of them offer together."""
+        return combined(await gather(replica.backend.capabilities(deadline=deadline) for replica in self._replicas))
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """All that serve, at the same time. One that misses them gets no requests until it has them; when none of them
+        takes any, they all go on with those before."""
+        await self._weights.update(snapshot, deadline=deadline)
+
+    async def watch(self) -> None:
+        """Run for as long as there are servers, and see to those in trouble.
+
+        Raises `ProcessDiedError` where one of ours ended too often and there is no other, `SpotError` where none has
+        served for `recovery_timeout_s`.
+        """
+        supervisors = [
+            Supervisor(
+                replica, self._replicas, self._weights, self._awake, self._serving, are_ours=self._are_ours
+            ).run()
+            for replica in self._replicas
+        ]
+        await gather([self._watch_for_none(), *supervisors])
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return any(_sleeps(replica.backend) for replica in self._replicas)
+
+    async def sleep(self, *, deadline: float) -> None:
+        """Also of one that is just coming back: what it runs on is to be free. Raises what the first one raises."""
+        self._awake.clear()
+        for replica in self._replicas:
+            async with asyncio.timeout_at(deadline), replica.entering:
+                if replica.is_entered and replica.life.state in IN_ROTATION and isinstance(replica.backend, Sleeper):
+                    self._asleep.append(replica)
+                    await replica.backend.sleep(deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        """One that does not wake is brought back as one that failed; raises when none of them wakes."""
+        asleep, self._asleep = self._asleep, []
+        try:
+            errors = await gather(_wake(replica, deadline) for replica in asleep)
+        finally:
+            self._awake.set()
+            self._replica_moved()
+        failed = [(replica, error) for replica, error in zip(asleep, errors, strict=True) if error is not None]
+        if failed and len(failed) == len(asleep):
+            raise failed[0][1]
+        for replica, error in failed:
+            replica.report(Trouble.RESTARTED, error)
+
+    async def _watch_for_none(self) -> None:
+        """Raises `SpotError` once no replica has served for too long."""
+        while True:
+            self._moved.clear()
+            if self._has_server:
+                await self._moved.wait()
+                continue
+            try:
+                async with asyncio.timeout(self._serving.recovery_timeout_s):
+                    while not self._has_server:
+                        self._moved.clear()
+                        await self._moved.wait()
+            except TimeoutError:
+                raise SpotError(self._why_none()) from None
+
+    @property
+    def _has_server(self) -> bool:
+        """Or need not have one now."""
+        return not self._awake.is_set() or any(replica.life.state in ALIVE for replica in self._replicas)
+
+    def _why_none(self) -> str:
+        last = "; ".join(f"{each.name}: {each.life.state}, {each.last_error}" for each in self._replicas)
+        return (
+            f"{self.role}: no server for {self._serving.recovery_timeout_s:g} s ({last}): see to it, or raise "
+            f"{self.role}.serving.recovery_timeout_s where it takes longer to come back"
+        )
+
+    def _replica_moved(self) -> None:
+        self._moved.set()
+        self._dispatcher.admit()
+
+
+def _sleeps(backend: object) -> bool:
+    return isinstance(backend, Sleeper) and backend.sleeps_while_training
+
+
+async def _wake(replica: Replica[B], deadline: float) -> RequestError | None:
+    async with replica.entering:
+        assert isinstance(replica.backend, Sleeper)
+        try:
+            await replica.backend.wake(deadline=deadline)
+        except RequestError as error:
+            return error
+    return None

@@ -1,0 +1,298 @@
+"""One replica: its backend object, what is known of it, and the leases on it.
+
+Decides nothing by itself: the pool says what may be sent, the supervisor what is done about a replica in trouble.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from spot_async.errors import SpotError, TransientError
+from spot_async.protocols import Backend, TrafficSource
+from spot_async.replicas.concurrency_limit import ConcurrencyLimit
+from spot_async.replicas.life_cycle import IN_ROTATION, LifeCycle, State
+from spot_async.replicas.service_pool import Errand
+from spot_async.types import Capabilities, Traffic, WeightVersion
+
+B = TypeVar("B", bound=Backend)
+
+
+class Trouble(StrEnum):
+    """Why a replica cannot go on serving as it is."""
+
+    ENDED = "its process ended"
+    SILENT = "it does not answer"
+    RESTARTED = "it must be entered again"  # it answers, but is not what was entered
+    BEHIND = "it has not taken the newest weights"
+
+
+@dataclass(frozen=True)
+class Report:
+    trouble: Trouble
+    error: SpotError
+
+
+class ReplicaStatus(NamedTuple):
+    """One replica as people and metrics see it."""
+
+    name: str
+    state: State
+    in_flight: int
+    limit: int
+    decreases: int  # of the limit, so far
+    restarts: int  # how often it was entered again
+    version: WeightVersion | None  # of weights that were sent to it
+    traffic: Traffic
+
+
+class Replica(Generic[B]):
+    """A server of a role, whichever backend object stands for it at the moment."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], B],
+        backend: B,
+        *,
+        max_in_flight: int,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`make` gives a new backend object each time; `backend` is the first one, not entered yet. `moved` is told of
+        every change of state."""
+        now_s = asyncio.get_running_loop().time()
+        self.name = name
+        self.make = make
+        self.backend = backend
+        self.offers: Capabilities  # as it was found first
+        self.is_entered = False
+        self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep or woken
+        self.life = LifeCycle(now_s, moved)
+        self.limit = ConcurrencyLimit(max_in_flight)
+        self.leases: set[HeldLease[B]] = set()
+        self.last_error: SpotError | None = None
+        self.restarts = 0
+        self._requests = 0  # of the leases, without those that are the pool's own
+        self._unanswered: dict[int, Errand] = {}  # connections that failed since the last answer
+        self._progress_s = now_s
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._retired = Traffic()  # of backend objects that were left
+        self._report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+
+    @property
+    def in_flight(self) -> int:
+        return self._requests
+
+    @property
+    def most_in_flight(self) -> int:
+        return self.limit.value
+
+    @property
+    def has_suspected_request(self) -> bool:
+        return any(lease.errand.is_suspected for lease in self.leases)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of all its backend objects together."""
+        total = msgspec.structs.replace(self._retired)
+        if self.is_entered and isinstance(self.backend, TrafficSource):
+            add_traffic(total, self.backend.traffic)
+        return total
+
+    @property
+    def status(self) -> ReplicaStatus:
+        life = self.life
+        return ReplicaStatus(
+            self.name,
+            life.state,
+            self.in_flight,
+            self.limit.value,
+            self.limit.decreases,
+            self.restarts,
+            life.version,
+            self.traffic,
+        )
+
+    # What the leases say
+
+    def granted(self, lease: HeldLease[B]) -> None:
+        if not self.leases:
+            self._progress_s = lease.granted_s
+            self._changed.set()
+            self._idle.clear()
+        self.leases.add(lease)
+        self._requests += lease.is_request
+
+    def released(self, lease: HeldLease[B]) -> None:
+        self.leases.remove(lease)
+        self._requests -= lease.is_request
+        if not self.leases:
+            self._idle.set()
+
+    def answered(self, now_s: float) -> None:
+        self._progress_s = now_s
+        self._unanswered.clear()
+        self.life.answered(now_s)
+
+    def unanswered(self, errand: Errand, error: SpotError, now_s: float) -> None:
+        """A connection failed, or was never made."""
+        self.last_error = error
+        self._unanswered[id(errand)] = errand
+        if self.life.failed(now_s):
+            self._changed.set()
+
+    def take_back(self, reason: str, *, is_lost: bool) -> None:
+        """Cancel everything in flight. `is_lost`: the server ended or froze of itself, perhaps of one of these."""
+        if is_lost:
+            lost = {id(lease.errand): lease.errand for lease in self.leases} | self._unanswered
+            for errand in lost.values():
+                errand.losses += 1
+        self._unanswered.clear()
+        for lease in self.leases:
+            lease.revoke(reason)
+
+    # What the supervisor waits for
+
+    async def needs_ping(self, stall_s: float) -> None:
+        """Return once it is suspect, or has had something in flight for `stall_s` and answered nothing."""
+        loop = asyncio.get_running_loop()
+        while self.life.state is not State.SUSPECT:
+            self._changed.clear()
+            is_due = asyncio.timeout_at(self._progress_s + stall_s if self.leases else None)
+            try:
+                async with is_due:
+                    await self._changed.wait()
+            except TimeoutError:
+                if self.leases and loop.time() >= self._progress_s + stall_s:
+                    return
+
+    def pinged(self, now_s: float) -> None:
+        """It answered a ping: it is busy, and nothing worse."""
+        self._progress_s = now_s
+
+    async def until_idle(self) -> None:
+        """Return once nothing is in flight."""
+        await self._idle.wait()
+
+    def report(self, trouble: Trouble, error: SpotError) -> None:
+        """To the supervisor; the first one counts, and nothing while it is being brought back."""
+        if self.life.state in IN_ROTATION and not self._report.done():
+            self.last_error = error
+            self._report.set_result(Report(trouble, error))
+
+    async def trouble(self) -> Report:
+        """The next trouble that is reported."""
+        try:
+            return await self._report
+        finally:
+            self._report = asyncio.get_running_loop().create_future()
+
+    # Backend objects
+
+    async def enter(self, backend: B) -> None:
+        """`backend` stands for it from now on."""
+        self.backend = backend
+        await backend.__aenter__()
+        self.is_entered = True
+
+    async def leave(self) -> None:
+        if not self.is_entered:
+            return
+        if isinstance(self.backend, TrafficSource):
+            add_traffic(self._retired, self.backend.traffic)
+        self.is_entered = False
+        await self.backend.__aexit__(None, None, None)
+
+
+class HeldLease(Generic[B]):
+    """A `Lease` on a replica. Its timeout has no time of its own: it is how the request is cancelled."""
+
+    __slots__ = (
+        "_is_entered",
+        "_reason",
+        "_released",
+        "_replica",
+        "_timeout",
+        "errand",
+        "granted_s",
+        "is_request",
+        "service",
+        "work",
+    )
+
+    def __init__(
+        self,
+        replica: Replica[B],
+        errand: Errand,
+        now_s: float,
+        released: Callable[[HeldLease[B], BaseException | None], None] = lambda lease, error: None,
+        *,
+        is_request: bool = True,
+    ) -> None:
+        """`released` is told what the request ended with; None: it was answered. Work of the pool's own, such as a
+        weight update, is no request, and is not limited."""
+        self.service = replica.backend
+        self.errand = errand
+        self.granted_s = now_s
+        self.is_request = is_request
+        self.work = 1
+        self._replica = replica
+        self._released = released
+        self._reason: str | None = None
+        self._timeout = asyncio.timeout(None)
+        self._is_entered = False
+        replica.granted(self)
+
+    @property
+    def replica(self) -> str:
+        return self._replica.name
+
+    @property
+    def holder(self) -> Replica[B]:
+        return self._replica
+
+    @property
+    def was_revoked(self) -> bool:
+        return self._reason is not None
+
+    def revoke(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        if self._is_entered:
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def give_back(self) -> None:
+        """Of a lease that nobody came for."""
+        self._replica.released(self)
+
+    async def __aenter__(self) -> B:
+        await self._timeout.__aenter__()
+        self._is_entered = True
+        if self._reason is not None:  # revoked on the way here
+            self.revoke(self._reason)
+        return self.service
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            error = TransientError(f"{self.replica}: given up: {self._reason}")
+            raise error from None
+        finally:
+            self._is_entered = False
+            self._replica.released(self)
+            self._released(self, error)
+
+
+def add_traffic(total: Traffic, more: Traffic) -> None:
+    for name in more.__struct_fields__:
+        setattr(total, name, getattr(total, name) + getattr(more, name))

@@ -1,0 +1,210 @@
+"""Sees to one replica for as long as the run goes on: notices its trouble, and brings it back.
+
+A replica that ended or froze loses what it has in flight at once, so that other replicas get it. One that froze is
+given `stall_s` to thaw: what it holds in memory is worth more than a fresh start. Else its backend object is left,
+which ends a server of ours for good, and a new one is entered, compared with the first and sent the newest weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from typing import Generic
+
+import structlog
+
+from spot_async.config import ServingConfig
+from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError, SpotError, StorageError
+from spot_async.protocols import HealthCheck
+from spot_async.replicas.capabilities import MODEL, check_same
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import B, Replica, Report, Trouble
+from spot_async.replicas.weights import Weights
+
+PING_TIMEOUT_S = 10.0  # of a machine that swaps, too
+PING_INTERVAL_S = 1.0
+LONGEST_PAUSE_S = 30.0  # between attempts to enter it
+RESTARTS_WITHIN_S = 3600.0
+CAPABILITIES_TIMEOUT_S = 60.0
+
+
+class Supervisor(Generic[B]):
+    """One replica's. `are_ours`: entering it starts a server."""
+
+    def __init__(
+        self,
+        replica: Replica[B],
+        others: list[Replica[B]],
+        weights: Weights[B],
+        awake: asyncio.Event,
+        serving: ServingConfig,
+        *,
+        are_ours: bool,
+    ) -> None:
+        """`others` are all of the role's; while it is not `awake`, what the servers run on is somebody else's."""
+        self._replica = replica
+        self._others = others
+        self._weights = weights
+        self._awake = awake
+        self._serving = serving
+        self._are_ours = are_ours
+        self._restarts_s: deque[float] = deque()
+        self._log = structlog.get_logger().bind(replica=replica.name)
+
+    async def run(self) -> None:
+        """Raises `ProcessDiedError` when the last replica may not be started again."""
+        while True:
+            report = await self._next_trouble()
+            self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
+            await self._take_out(report)
+            if not await self._serves_as_it_is(report):
+                await self._enter_again(report.error)
+            self._log.info("replica is back", state=self._replica.life.state.value, restarts=self._replica.restarts)
+
+    async def _next_trouble(self) -> Report:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._watch_process()), group.create_task(self._watch_answers())]
+            report = await self._replica.trouble()
+            for task in tasks:
+                task.cancel()
+        return report
+
+    async def _watch_process(self) -> None:
+        try:
+            await self._replica.backend.watch()
+        except ProcessDiedError as error:
+            self._replica.report(Trouble.ENDED, error)
+
+    async def _watch_answers(self) -> None:
+        """Ping it whenever there is reason to; a ping that fails is trouble."""
+        life = self._replica.life
+        while True:
+            await self._replica.needs_ping(self._serving.stall_s)
+            connections_failed = life.state is State.SUSPECT
+            if life.state is State.SERVING:  # it had something in flight and answered nothing
+                life.move(State.SUSPECT, _now_s())
+            error = await self._ping(unknown_is_well=not connections_failed)
+            if connections_failed and life.failed_trial:
+                error = error or self._replica.last_error
+            if error is not None:
+                self._replica.report(Trouble.SILENT, error)
+                return
+            self._replica.pinged(_now_s())
+            if life.state is State.SUSPECT:
+                life.move(State.HALF_OPEN if connections_failed else State.SERVING, _now_s())
+            elif life.state is State.HALF_OPEN:  # what is on trial takes long, and that is all
+                life.move(State.SERVING, _now_s())
+
+    async def _ping(self, *, unknown_is_well: bool) -> SpotError | None:
+        """The error of a ping that fails. A backend that has none is taken to be well, or what was last seen of it."""
+        backend = self._replica.backend
+        if not isinstance(backend, HealthCheck):
+            return None if unknown_is_well else self._replica.last_error
+        try:
+            await backend.ping(deadline=_now_s() + PING_TIMEOUT_S)
+        except RequestError as error:
+            return error
+        return None
+
+    async def _take_out(self, report: Report) -> None:
+        """Out of rotation, and what it has in flight back."""
+        replica, reason = self._replica, f"{report.trouble.value} ({report.error})"
+        if report.trouble in (Trouble.ENDED, Trouble.SILENT):
+            replica.life.move(State.OPEN, _now_s())
+            replica.take_back(reason, is_lost=True)
+            return
+        replica.life.move(State.DRAINING, _now_s())
+        try:
+            async with asyncio.timeout(self._serving.stall_s):
+                await replica.until_idle()
+        except TimeoutError:
+            replica.take_back(reason, is_lost=False)
+
+    async def _serves_as_it_is(self, report: Report) -> bool:
+        """Whether the same backend object can go on: one that thawed, or only missed weights."""
+        replica = self._replica
+        replica.life.move(State.RECOVERING, _now_s())
+        is_frozen = report.trouble is Trouble.SILENT and isinstance(report.error, DeadlineExceededError)
+        if not (is_frozen or report.trouble is Trouble.BEHIND):
+            return False
+        try:
+            async with asyncio.timeout(self._serving.stall_s):
+                while (error := await self._ping(unknown_is_well=True)) is not None:
+                    if not isinstance(error, DeadlineExceededError):
+                        return False  # gone for good, such as a process that was killed while it was stopped
+                    await asyncio.sleep(PING_INTERVAL_S)
+            await self._weights.catch_up(replica)
+        except TimeoutError:
+            return False
+        except RequestError as error:
+            self._log.warning("replica took no weights", error=str(error))
+            return False
+        replica.life.move(State.HALF_OPEN, _now_s())
+        return True
+
+    async def _enter_again(self, error: SpotError) -> None:
+        for attempt in itertools.count():
+            if self._are_ours:
+                await self._take_a_restart(error)
+            try:
+                await self._enter()
+                await self._weights.catch_up(self._replica)
+            except StorageError:
+                raise
+            except SpotError as again:
+                self._log.warning("replica cannot be entered", error=str(again), attempt=attempt + 1)
+                error = self._replica.last_error = again
+                await asyncio.sleep(min(LONGEST_PAUSE_S, 2.0**attempt))
+            else:
+                self._replica.life.move(State.SERVING, _now_s())
+                return
+
+    async def _enter(self) -> None:
+        replica = self._replica
+        while True:
+            async with replica.entering:
+                if self._awake.is_set():
+                    await self._leave()
+                    replica.restarts += 1
+                    await replica.enter(replica.make())
+                    break
+            await self._awake.wait()
+        found = await replica.backend.capabilities(deadline=_now_s() + CAPABILITIES_TIMEOUT_S)
+        check_same(replica.offers, replica.name, found, MODEL)
+        replica.life.version = None
+
+    async def _leave(self) -> None:
+        """The old one, which may be beyond saying farewell."""
+        try:
+            await self._replica.leave()
+        except SpotError as error:
+            self._log.warning("replica was left with an error", error=str(error))
+
+    async def _take_a_restart(self, error: SpotError) -> None:
+        """Count one. Without any left, end the run, or stay out of it for good where others serve."""
+        now_s = _now_s()
+        while self._restarts_s and self._restarts_s[0] <= now_s - RESTARTS_WITHIN_S:
+            self._restarts_s.popleft()
+        if len(self._restarts_s) < self._serving.restarts:
+            self._restarts_s.append(now_s)
+            return
+        self._replica.life.move(State.DEAD, now_s)
+        await self._leave()
+        if all(each.life.state is State.DEAD for each in self._others):
+            raise self._final(error)
+        self._log.error("replica is given up: started again too often", restarts=self._serving.restarts)
+        await asyncio.get_running_loop().create_future()
+
+    def _final(self, error: SpotError) -> SpotError:
+        if isinstance(error, ProcessDiedError):
+            final: SpotError = error
+        else:
+            final = ProcessDiedError(f"{self._replica.name}: {error}")
+        if self._restarts_s:
+            final.add_note(f"  started again {len(self._restarts_s)} times within the last hour before that")
+        return final
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,96 @@
+"""Which weights a role's replicas are to hold, and sending them: to all that serve at once, to others as they return.
+
+One that misses an update is out of rotation until it has confirmed the newest; requests never see older ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic
+
+from spot_async.concurrency import gather
+from spot_async.errors import ConfigError, DeadlineExceededError, ProcessDiedError, RequestError, TransientError
+from spot_async.protocols import WeightSink
+from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
+from spot_async.replicas.service_pool import Errand
+from spot_async.types import WeightSnapshot
+
+TIMEOUT_S = 600.0  # of a replica on its return
+UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})
+
+
+class Weights(Generic[B]):
+    """Of one role. `moved` is set whenever a replica changes its state."""
+
+    def __init__(self, replicas: list[Replica[B]], dispatcher: Dispatcher[B], moved: asyncio.Event) -> None:
+        self._replicas = replicas
+        self._dispatcher = dispatcher
+        self._newest: WeightSnapshot | None = None  # None: what the servers hold by themselves
+        self._moved = moved
+
+    async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """Give them to all that serve; those that miss them are reported. Where all refuse, the first refusal is
+        raised, and those before stay the newest. Where none serves, or all are lost, wait for one that comes back.
+        """
+        before = self._newest
+        self._set_newest(snapshot)
+        serving = [each for each in self._replicas if each.life.state in UPDATED]
+        errors = await gather(self._update(each, snapshot, deadline) for each in serving)
+        missed = [(each, error) for each, error in zip(serving, errors, strict=True) if error is not None]
+        refused = [(each, error) for each, error in missed if each.life.state is State.UPDATING]
+        if refused and len(missed) == len(serving):
+            self._set_newest(before)
+            for replica, _ in refused:
+                replica.life.move(State.SERVING, _now_s())
+            raise refused[0][1]
+        for replica, error in refused:
+            replica.report(Trouble.BEHIND, error)
+        await self._until_one_serves(deadline)
+
+    async def catch_up(self, replica: Replica[B]) -> None:
+        """Send a replica that is out of rotation what it lacks, also what becomes newest meanwhile."""
+        while self._newest is not None and replica.life.version != self._newest.version:
+            await _send(replica, self._newest, _now_s() + TIMEOUT_S)
+
+    async def _update(self, replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> RequestError | None:
+        """The error that it missed them for."""
+        replica.life.move(State.UPDATING, _now_s())
+        try:
+            await _send(replica, snapshot, deadline)
+        except RequestError as error:
+            return error
+        except ProcessDiedError as error:  # it says itself that it must be started again
+            replica.report(Trouble.ENDED, error)
+            return TransientError(str(error))
+        if replica.life.state is State.UPDATING:
+            replica.life.move(State.SERVING, _now_s())
+        return None
+
+    async def _until_one_serves(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                while not any(each.life.takes(self._dispatcher.version, 0) for each in self._replicas):
+                    self._moved.clear()
+                    await self._moved.wait()
+        except TimeoutError:
+            names = ", ".join(each.name for each in self._replicas)
+            raise DeadlineExceededError(f"{names}: no server came back to take the new weights") from None
+
+    def _set_newest(self, snapshot: WeightSnapshot | None) -> None:
+        self._newest = snapshot
+        self._dispatcher.version = None if snapshot is None else snapshot.version
+
+
+async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> None:
+    """Under a lease, so that one which freezes meanwhile is noticed, and the sending ended."""
+    async with HeldLease(replica, Errand("weight update", ()), _now_s(), is_request=False) as backend:
+        if not isinstance(backend, WeightSink):
+            raise ConfigError(f"{replica.name}: its backend takes no weights")
+        await backend.update_weights(snapshot, deadline=deadline)
+    replica.life.version = snapshot.version
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

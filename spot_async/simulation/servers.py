@@ -1,0 +1,222 @@
+"""Simulated servers with stated rates that can be killed, frozen, throttled and made to miss weights.
+
+What they answer is `services.SimulatedStudent`'s; here is how long it takes, which depends on how much they have, and
+what they do under a fault. A server outlives the backend objects that stand for it one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+
+from spot_async.errors import DeadlineExceededError, ProcessDiedError, ThrottledError, TransientError
+from spot_async.simulation.services import INITIAL_VERSION, VOCAB_SIZE, SimulatedStudent
+from spot_async.types import Capabilities, WeightSnapshot
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A capacity curve: requests are served side by side, each at `tokens_per_s_each` until together they need more
+    than `tokens_per_s`, which they share from there on."""
+
+    tokens_per_s: float = 2000.0
+    tokens_per_s_each: float = 100.0
+    request_tokens: float = 2.0  # that a request costs beside its own
+    start_s: float = 5.0
+    update_s: float = 0.5
+
+    def each(self, requests: int) -> float:
+        return min(self.tokens_per_s_each, self.tokens_per_s / requests)
+
+
+@dataclass(eq=False)
+class _Job:
+    remaining: float
+    done: asyncio.Future[None]
+
+
+class SharedProcessor:
+    """Does several jobs at once, each at `rate(number of jobs)`. Nothing moves while it is paused."""
+
+    def __init__(self, rate: Callable[[int], float]) -> None:
+        self._rate = rate
+        self._jobs: list[_Job] = []
+        self._until_s = 0.0  # what was done by then is counted
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        self.done = 0.0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    async def do(self, amount: float) -> None:
+        job = _Job(amount, asyncio.get_running_loop().create_future())
+        self._advance()
+        self._jobs.append(job)
+        self._plan()
+        try:
+            await job.done
+        finally:
+            self._advance()
+            if job in self._jobs:
+                self._jobs.remove(job)
+            self._plan()
+
+    def pause(self, paused: bool) -> None:
+        self._advance()
+        self._paused = paused
+        self._plan()
+
+    def fail(self, error: Exception) -> None:
+        """Everything under way ends with it."""
+        self._advance()
+        for job in self._jobs:
+            if not job.done.done():
+                job.done.set_exception(error)
+        self._jobs.clear()
+        self._plan()
+
+    def _advance(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._jobs and not self._paused:
+            part = self._rate(len(self._jobs)) * (now_s - self._until_s)
+            for job in self._jobs:
+                self.done += min(part, job.remaining)
+                job.remaining -= part
+        self._until_s = now_s
+
+    def _plan(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._jobs and not self._paused:
+            least = max(0.0, min(job.remaining for job in self._jobs))
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(least / self._rate(len(self._jobs)), self._finish)
+
+    def _finish(self) -> None:
+        self._timer = None
+        self._advance()
+        for job in [job for job in self._jobs if job.remaining <= 1e-6]:
+            self._jobs.remove(job)
+            if not job.done.done():
+                job.done.set_result(None)
+        self._plan()
+
+
+@dataclass(eq=False)
+class SimulatedServer:
+    """One server process after the other at one address, and its faults."""
+
+    name: str
+    rates: Rates = field(default_factory=Rates)
+    starts: int = 0
+    most_in_flight: int | None = None  # more are refused with 429
+    misses: int = 0  # weight updates that it refuses from now on
+
+    def __post_init__(self) -> None:
+        self.processor = SharedProcessor(self.rates.each)
+        self.version = INITIAL_VERSION
+        self.is_running = False
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.rates.start_s)
+        self.starts += 1
+        self.version = INITIAL_VERSION
+        self.is_running = True
+        self.ended.clear()
+        self.thaw()
+
+    def stop(self) -> None:
+        """On purpose: nobody is told."""
+        self.is_running = False
+        self.processor.fail(TransientError(f"{self.name}: connection reset"))
+        self.thaw()
+
+    def kill(self) -> None:
+        if self.is_running:
+            self.stop()
+            self.ended.set()
+
+    def freeze(self) -> None:
+        self._thawed.clear()
+        self.processor.pause(True)
+
+    def thaw(self) -> None:
+        self._thawed.set()
+        self.processor.pause(False)
+
+    def connect(self) -> None:
+        if not self.is_running:
+            raise TransientError(f"{self.name}: connection refused")
+
+    async def answers(self) -> None:
+        """Return as soon as it is not frozen."""
+        self.connect()
+        await self._thawed.wait()
+        self.connect()
+
+
+class SimulatedReplica(SimulatedStudent):
+    """A backend object for a simulated server: everything that a student's is. Entering it starts the server."""
+
+    def __init__(self, server: SimulatedServer, mean_tokens: int = 40) -> None:
+        self.server = server
+        self.requests = 0
+        self.mean_tokens = mean_tokens
+
+    @property
+    def version(self):  # type: ignore[no-untyped-def, override]
+        return self.server.version
+
+    async def __aenter__(self) -> Self:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.server.stop()
+
+    async def watch(self) -> None:
+        await self.server.ended.wait()
+        raise ProcessDiedError(f"{self.server.name} was killed by SIGKILL")
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        return Capabilities(
+            model="simulated",
+            vocab_size=VOCAB_SIZE,
+            vocab_fingerprint="simulated",
+            max_context_tokens=1 << 20,
+            max_top_k=VOCAB_SIZE,
+            exact_entropy=True,
+            candidate_logprobs="batched",
+            weight_update=True,
+        )
+
+    async def ping(self, *, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.server.answers()
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self.server.name}: no answer to a ping") from None
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        await self.server.answers()
+        if self.server.misses:
+            self.server.misses -= 1
+            raise TransientError(f"{self.server.name}: connection reset")
+        await asyncio.sleep(self.server.rates.update_s)
+        await self.server.answers()
+        self.server.version = snapshot.version
+
+    async def _work(self, tokens: int, rng: np.random.Generator) -> None:
+        self.server.connect()
+        if self.server.most_in_flight is not None and len(self.server.processor) >= self.server.most_in_flight:
+            raise ThrottledError(f"{self.server.name}: HTTP 429", retry_after_s=1.0)
+        await self.server.processor.do(tokens + self.server.rates.request_tokens)

@@ -1,0 +1,4 @@
+"""What requests cost, and how many may leave: rate limits, accounts with budgets, estimates, scores kept, hedging.
+
+Knows no server's dialect: adapters say what a request may take and hand over the reply.
+"""

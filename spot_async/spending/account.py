@@ -1,0 +1,218 @@
+"""One role's account with the endpoints that serve it: what it may send, what was sent, what that cost.
+
+Every request that can be billed leaves through `Account.request`, whoever sends it (stages, retries, hedges, checks at
+the start): it waits for its turn under the rate limits, and its worst case is reserved from the budget before it goes.
+What a reply states replaces the worst case; a request that was sent and never answered may have been billed all the
+same, and its worst case stays counted as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from spot_async.errors import BudgetSpentError, PermanentError, ThrottledError
+from spot_async.spending.prices import Prices, Size, Usage, read_usage
+from spot_async.spending.rate_limit import RateLimiter
+
+FREE = Prices()
+
+
+class Ledger(msgspec.Struct, kw_only=True):
+    """Requests to one endpoint so far, and what they took."""
+
+    requests: int = 0  # sent
+    answered: int = 0
+    failed: dict[str, int] = {}  # by class of failure
+    uncounted: int = 0  # answered without saying how many tokens: the request's own size was taken
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts'
+    completion_tokens: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    money: float = 0.0
+    # Sent and never answered (time-outs, resets, 5xx, given up): billed or not, which only the provider knows.
+    unknown: int = 0
+    unknown_tokens: int = 0  # at most
+    unknown_money: float = 0.0  # at most
+
+    def add(self, other: Ledger) -> None:
+        for name in self.__struct_fields__:
+            if name != "failed":
+                setattr(self, name, getattr(self, name) + getattr(other, name))
+        for kind, count in other.failed.items():
+            self.failed[kind] = self.failed.get(kind, 0) + count
+
+
+class Account:
+    """Shared by all replicas of a role. Budgets are never overdrawn, as far as an endpoint bills what it was asked."""
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        prices: Prices | None = None,
+        budget: float | None = None,
+        token_budget: int | None = None,
+        requests_per_minute: float | None = None,
+        tokens_per_minute: float | None = None,
+    ) -> None:
+        self.role = role
+        self.prices = prices
+        self.budget = budget
+        self.token_budget = token_budget
+        self.requests_per_minute = requests_per_minute
+        self.tokens_per_minute = tokens_per_minute
+        self.is_limited = requests_per_minute is not None or tokens_per_minute is not None
+        self.rate_limit = RateLimiter(requests_per_minute, tokens_per_minute)
+        self.ledgers: dict[str, Ledger] = {}  # by server
+        self._reserved_money = 0.0  # by what is in flight
+        self._reserved_tokens = 0
+        self._settled = asyncio.Event()  # something in flight has come to its end
+        self._spent: BudgetSpentError | None = None
+
+    @property
+    def is_metered(self) -> bool:
+        """Whether anybody wants to know: there are prices or budgets."""
+        return self.prices is not None or self.token_budget is not None
+
+    @property
+    def currency(self) -> str:
+        return (self.prices or FREE).currency
+
+    @property
+    def total(self) -> Ledger:
+        """Of all endpoints."""
+        total = Ledger()
+        for each in self.ledgers.values():
+            total.add(each)
+        return total
+
+    @contextlib.asynccontextmanager
+    async def request(self, server: str, size: Size, rate_limit: RateLimiter) -> AsyncIterator[Charge]:
+        """A request that may leave now. `Charge.answered` must be called with its reply.
+
+        Raises `BudgetSpentError` when its worst case no longer fits.
+        """
+        taken = await self._turn(rate_limit, size.counted.tokens)
+        at_most = size.at_most
+        money = (self.prices or FREE).highest_cost(at_most)
+        try:
+            await self._reserve(money, at_most.tokens)
+        except BaseException:
+            rate_limit.settle(asyncio.get_running_loop().time(), taken=taken, used=0)
+            raise
+        charge = Charge(size)
+        ledger = self.ledgers.setdefault(server, Ledger())
+        try:
+            yield charge
+        except BaseException as error:
+            self._book_failure(ledger, error, charge, at_most, money)
+            _hold(rate_limit, error)
+            raise
+        else:
+            used = self._book(ledger, charge)
+            rate_limit.settle(asyncio.get_running_loop().time(), taken=taken, used=used.tokens)
+        finally:
+            ledger.requests += 1
+            ledger.sent_bytes += charge.sent_bytes
+            self._reserved_money -= money
+            self._reserved_tokens -= at_most.tokens
+            self._settled.set()
+
+    async def _turn(self, rate_limit: RateLimiter, tokens: int) -> int:
+        """Wait for it, unless it was granted already; returns the tokens that were taken for it."""
+        taken = rate_limit.claim()
+        if taken is not None:
+            return taken
+        loop = asyncio.get_running_loop()
+        while True:
+            delay_s = rate_limit.delay_s(loop.time(), tokens)
+            if delay_s <= 0:
+                break
+            await asyncio.sleep(delay_s)
+        rate_limit.take(loop.time(), tokens)
+        rate_limit.claim()
+        return tokens
+
+    async def _reserve(self, money: float, tokens: int) -> None:
+        """Waits while only what is in flight, which may turn out cheaper, stands in the way."""
+        while True:
+            if self._spent is not None:
+                raise self._spent
+            if self._fits(money + self._reserved_money, tokens + self._reserved_tokens):
+                break
+            if not self._fits(money, tokens):
+                self._spent = BudgetSpentError(self._what_is_spent(money, tokens))
+                self._settled.set()
+                raise self._spent
+            self._settled.clear()
+            await self._settled.wait()
+        self._reserved_money += money
+        self._reserved_tokens += tokens
+
+    def _fits(self, money: float, tokens: int) -> bool:
+        spent = self.total
+        within_money = self.budget is None or spent.money + spent.unknown_money + money <= self.budget
+        spent_tokens = spent.prompt_tokens + spent.completion_tokens + spent.unknown_tokens
+        return within_money and (self.token_budget is None or spent_tokens + tokens <= self.token_budget)
+
+    def _what_is_spent(self, money: float, tokens: int) -> str:
+        spent = self.total
+        key, limit, used, next_one = (
+            ("token_budget", f"{self.token_budget}", f"{spent.prompt_tokens + spent.completion_tokens}", f"{tokens}")
+            if self.budget is None or spent.money + spent.unknown_money + money <= self.budget
+            else ("budget", f"{self.budget:g} {self.currency}", f"{spent.money:.6g}", f"{money:.3g}")
+        )
+        unknown = f", {spent.unknown} requests that may have been billed besides" if spent.unknown else ""
+        return (
+            f"{self.role}.backend.{key}={limit} is spent: {used} for {spent.answered} answers{unknown}, and the next "
+            f"request may take {next_one}; raise it, or go on with what is saved"
+        )
+
+    def _book(self, ledger: Ledger, charge: Charge) -> Usage:
+        used = charge.stated or charge.size.counted
+        ledger.answered += 1
+        ledger.uncounted += charge.stated is None
+        ledger.prompt_tokens += used.prompt_tokens
+        ledger.cached_tokens += used.cached_tokens
+        ledger.completion_tokens += used.completion_tokens
+        ledger.received_bytes += charge.received_bytes
+        ledger.money += (self.prices or FREE).cost(used)
+        return used
+
+    def _book_failure(self, ledger: Ledger, error: BaseException, charge: Charge, at_most: Usage, money: float) -> None:
+        kind = type(error).__name__
+        ledger.failed[kind] = ledger.failed.get(kind, 0) + 1
+        if charge.was_sent and not isinstance(error, PermanentError | ThrottledError):  # which nobody bills
+            ledger.unknown += 1
+            ledger.unknown_tokens += at_most.tokens
+            ledger.unknown_money += money
+
+
+class Charge:
+    """One request on its way."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.stated: Usage | None = None
+        self.was_sent = True  # false once it is known that it never left
+
+    def sent(self, body: bytes) -> None:
+        self.sent_bytes = len(body)
+
+    def answered(self, reply: bytes) -> Usage:
+        """What the reply says it took, or what the request's size lets assume."""
+        self.received_bytes = len(reply)
+        self.stated = read_usage(reply)
+        return self.stated or self.size.counted
+
+
+def _hold(rate_limit: RateLimiter, error: BaseException) -> None:
+    if isinstance(error, ThrottledError) and error.retry_after_s is not None:
+        rate_limit.hold(asyncio.get_running_loop().time(), error.retry_after_s)

@@ -1,0 +1,80 @@
+"""All that a run spends and saves: the accounts of its roles, the teacher's cache, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from spot_async.config import Config
+from spot_async.preflight import TrainPlan
+from spot_async.spending.account import Account
+from spot_async.spending.records import SpendingMetrics, summarize_spending
+from spot_async.spending.score_cache import CacheCounters, ScoreCache
+from spot_async.spending.teacher_cache import ReplayedTeacher, TeacherCache
+from spot_async.types import Capabilities
+
+
+class RunSpending:
+    """Made before the backends, which charge the `accounts`."""
+
+    def __init__(self, config: Config, plan: TrainPlan) -> None:
+        teacher = config.teacher if plan.policy.needs.teacher else None
+        asked = {
+            "student": config.student,
+            "teacher": None if teacher is None or teacher.replay else teacher,
+            "reference": plan.reference,
+        }
+        opened = {role: model.backend.open_account(role) for role, model in asked.items() if model is not None}
+        self.accounts: dict[str, Account] = {role: each for role, each in opened.items() if each is not None}
+        self.teacher_cache: TeacherCache | None = None
+        if teacher is not None and teacher.cache is not None and plan.teacher is not None:
+            cache = ScoreCache(Path(teacher.cache), is_replay=teacher.replay)
+            self.teacher_cache = TeacherCache(cache, teacher, plan.teacher)
+
+    @property
+    def replayed_teacher(self) -> ReplayedTeacher | None:
+        """In place of the teacher's backend; None where there is a teacher to ask."""
+        cache = self.teacher_cache
+        return ReplayedTeacher(cache) if cache is not None and cache.cache.is_replay else None
+
+    @property
+    def resources(self) -> tuple[AbstractAsyncContextManager[Any], ...]:
+        """To be entered for the run; a replayed teacher enters its cache itself."""
+        cache = self.teacher_cache
+        return () if cache is None or cache.cache.is_replay else (cache,)
+
+    async def teacher_asked(self, found: Mapping[str, Capabilities]) -> None:
+        """What the servers say of themselves, by role: scores can be kept from now on."""
+        if self.teacher_cache is not None:
+            await self.teacher_cache.identify(found["teacher"])
+
+    def metrics(self) -> RunSpendingMetrics:
+        return RunSpendingMetrics(self.accounts, None if self.teacher_cache is None else self.teacher_cache.cache)
+
+    def summary(self) -> dict[str, Any]:
+        """Parts of `summary.json`; none of a run that spends and keeps nothing."""
+        spent = summarize_spending(self.accounts)
+        cache = None if self.teacher_cache is None else self.teacher_cache.cache
+        kept = {} if cache is None else {"score_cache": vars(cache.counters) | {"size_bytes": cache.size_bytes}}
+        return ({"spending": spent} if spent else {}) | kept
+
+
+class RunSpendingMetrics:
+    """Figures of an iteration: `spending/<role>/...` and `score_cache/...`."""
+
+    def __init__(self, accounts: Mapping[str, Account], cache: ScoreCache | None) -> None:
+        self._spending = SpendingMetrics(accounts)
+        self._cache = cache
+        self._last = CacheCounters()
+
+    def take(self) -> dict[str, float]:
+        """Since the last time."""
+        metrics = self._spending.take()
+        if self._cache is not None:
+            now, last = vars(self._cache.counters), vars(self._last)
+            self._last = CacheCounters(**now)
+            metrics |= {f"score_cache/{name}": float(now[name] - last[name]) for name in now}
+            metrics["score_cache/size_bytes"] = float(self._cache.size_bytes)
+        return metrics

@@ -1,0 +1,154 @@
+"""Teacher scores that are kept: asked for once, whoever asks again (a resumed run, an ablation, a later epoch).
+
+One SQLite file, written beside the event loop by one thread. Content-addressed: the key is a hash of everything that
+the numbers follow from, so nothing in it can be out of date. Write-ahead logging and one transaction for each entry
+make it safe against a kill at any point, and let several runs share it. An entry that does not match its own checksum
+is dropped and asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import sqlite3
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from spot_async import wire
+from spot_async.errors import ConfigError, DataError, ReplayMissError, StorageError
+
+FORMAT = 1  # of keys and values
+BUSY_TIMEOUT_S = 60.0  # another run writes
+KEY_BYTES = 32
+
+T = TypeVar("T", bound=msgspec.Struct)
+Result = TypeVar("Result")
+
+
+def digest(*parts: Any) -> bytes:
+    """A key of plain values and arrays."""
+    return hashlib.blake2b(wire.encode([FORMAT, *parts]), digest_size=KEY_BYTES).digest()
+
+
+@dataclass
+class CacheCounters:
+    """Since the cache was opened."""
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0  # entries that were dropped
+
+
+class ScoreCache:
+    """Enter it before use. Created when missing, unless it is `replay`: then nothing may be missing."""
+
+    def __init__(self, path: Path, *, is_replay: bool = False) -> None:
+        self.path = path
+        self.is_replay = is_replay
+        self.counters = CacheCounters()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="score cache")
+        self._connection: sqlite3.Connection
+
+    async def __aenter__(self) -> Self:
+        await self._run(self._open)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(StorageError):  # what it holds is complete already
+            await self._run(lambda: self._connection.close())
+        self._thread.shutdown()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its files."""
+        names = (self.path, self.path.with_name(self.path.name + "-wal"))
+        return sum(each.stat().st_size for each in names if each.exists())
+
+    async def fetch(self, key: bytes, kind: type[T], ask: Callable[[], Awaitable[T]], *, what: str) -> T:
+        """The entry; else what `ask` gives, kept. `what` it is of, for people.
+
+        Raises `ReplayMissError` in a replay, and `StorageError` when it cannot be kept.
+        """
+        found = await self.get(key, kind)
+        if found is not None:
+            self.counters.hits += 1
+            return found
+        self.counters.misses += 1
+        if self.is_replay:
+            raise ReplayMissError(
+                f"teacher.replay: {self.path} has no scores of {what}: it was made by a run with other settings, or by "
+                "one that sampled otherwise; set teacher.replay=false to ask the teacher"
+            )
+        asked = await ask()
+        await self.put(key, asked)
+        return asked
+
+    async def get(self, key: bytes, kind: type[T]) -> T | None:
+        """None where there is none, or one that cannot be used: it is dropped."""
+        return await self._run(lambda: self._read(key, kind))
+
+    async def put(self, key: bytes, value: msgspec.Struct) -> None:
+        """Replaces one that is there."""
+        await self._run(lambda: self._write(key, wire.encode(value)))
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        """In the cache's thread. It is waited for even by who is cancelled: the thread would go on without him."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            future.exception()
+            raise
+        except (sqlite3.Error, OSError) as error:
+            raise StorageError(f"teacher.cache: {self.path}: {error}") from None
+
+    def _open(self) -> None:
+        if self.is_replay and not self.path.exists():
+            raise ConfigError(
+                f"teacher.replay: there is no {self.path}: run once with teacher.cache and without replay"
+            )
+        try:
+            self._connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            (found,) = self._connection.execute("PRAGMA user_version").fetchone()
+            if found not in (0, FORMAT):
+                raise DataError(f"teacher.cache: {self.path} has format {found}, this version reads {FORMAT}")
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, checksum BLOB NOT NULL, value BLOB NOT NULL)"
+            )
+            self._connection.execute(f"PRAGMA user_version = {FORMAT}")
+        except (sqlite3.Error, OSError) as error:
+            raise DataError(
+                f"teacher.cache: cannot use {self.path}: {error}; give another file in a directory that is there"
+            ) from None
+
+    def _read(self, key: bytes, kind: type[T]) -> T | None:
+        row = self._connection.execute("SELECT checksum, value FROM entries WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        checksum, value = row
+        if checksum == _checksum(key, value):
+            with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError):
+                return wire.decode(value, kind)
+        self.counters.corrupt += 1
+        self._connection.execute("DELETE FROM entries WHERE key = ? AND checksum = ?", (key, checksum))
+        return None
+
+    def _write(self, key: bytes, value: bytes) -> None:
+        self._connection.execute(
+            "INSERT OR REPLACE INTO entries (key, checksum, value) VALUES (?, ?, ?)",
+            (key, _checksum(key, value), value),
+        )
+
+
+def _checksum(key: bytes, value: bytes) -> bytes:
+    """Of the value under its key: an entry at another's place is as wrong as a damaged one."""
+    return hashlib.blake2b(key + value, digest_size=16).digest()

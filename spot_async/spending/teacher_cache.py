@@ -1,0 +1,132 @@
+"""What a run keeps of its teacher, under which keys, and the teacher of a replay, who is nothing but that.
+
+A score's key is a hash of the teacher, the tokens with the boundary of prompt and response, K, the temperature and the
+format. Which teacher: of a server that runs already, its configured name, the name it gives itself, and the vocabulary;
+of one that we start, the contents of its model directory. How a provider serves a model under its name (quantised,
+say) cannot be seen, so another provider is another cache file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from spot_async.config import TeacherConfig
+from spot_async.errors import ConfigError, ReplayMissError
+from spot_async.model_files import ModelFiles
+from spot_async.spending.score_cache import ScoreCache, digest
+from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
+
+T = TypeVar("T", bound=msgspec.Struct)
+SAMPLED_BYTES = 1 << 16  # at both ends of each weight file: enough to tell models apart
+
+
+class TeacherCache:
+    """A run's view of a `ScoreCache`. Knows the teacher once `identify` or `recall` was called."""
+
+    def __init__(self, cache: ScoreCache, teacher: TeacherConfig, files: ModelFiles) -> None:
+        self.cache = cache
+        place = teacher.backend.servers()[0].place
+        self._is_ours = place is None or not place.is_attached
+        self._identity = teacher_identity(teacher, files, weights_digest(files.directory) if self._is_ours else None)
+        self._fingerprint: bytes | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.cache.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.cache.__aexit__()
+
+    async def identify(self, said: Capabilities) -> None:
+        """The teacher was asked: what it says of itself is part of the keys, and kept for replays."""
+        own_name = None if self._is_ours else said.model  # of one of ours it is a path
+        conventions = [said.logprob_convention, said.score_temperature]
+        self._fingerprint = digest(self._identity, own_name, said.vocab_fingerprint, conventions)
+        if not self.cache.is_replay:
+            await self.cache.put(digest("capabilities", self._identity), said)
+
+    async def recall(self) -> Capabilities:
+        """What the teacher said when it was last asked. Raises ConfigError when it never was."""
+        said = await self.cache.get(digest("capabilities", self._identity), Capabilities)
+        if said is None:
+            raise ConfigError(
+                f"teacher.replay: {self.cache.path} knows nothing of this teacher (model, backend kind, served_model, "
+                "top_k and request_fields must be as they were): run once with teacher.replay=false"
+            )
+        return said
+
+    async def fetch(
+        self, kind: type[T], asked: Sequence[IntArray | float], ask: Callable[[], Awaitable[T]], *, what: str
+    ) -> T:
+        """The kept answer to what was `asked` (tokens, K, temperature), or that of `ask`, kept from now on."""
+        if self._fingerprint is None:
+            raise RuntimeError("the teacher is not known yet: call `identify` first")
+        plain = [each.astype(np.int32) if isinstance(each, np.ndarray) else each for each in asked]
+        return await self.cache.fetch(digest(kind.__name__, self._fingerprint, plain), kind, ask, what=what)
+
+
+class ReplayedTeacher:
+    """A teacher's backend in a run without the teacher. All that is asked of it is in the cache, or an error."""
+
+    def __init__(self, cache: TeacherCache) -> None:
+        self._cache = cache
+
+    async def __aenter__(self) -> Self:
+        await self._cache.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._cache.__aexit__(*exc_info)
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        return await self._cache.recall()
+
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def score(self, *asked: Any, **settings: Any) -> TokenScores:
+        raise ReplayMissError(self._refusal)
+
+    async def score_at(self, *asked: Any, **settings: Any) -> ScoredPositions:
+        raise ReplayMissError(self._refusal)
+
+    async def generate(self, *asked: Any, **settings: Any) -> Any:
+        raise ReplayMissError(self._refusal)
+
+    @property
+    def _refusal(self) -> str:
+        return f"teacher.replay: nobody can be asked; {self._cache.cache.path} is all that there is of the teacher"
+
+
+def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes | None) -> bytes:
+    """What the configuration and the files say of the teacher, before anybody is asked."""
+    backend = teacher.backend
+    return digest(
+        backend.kind,
+        getattr(backend, "served_model", None),
+        getattr(backend, "top_k", None),
+        getattr(backend, "request_fields", None),
+        files.vocabulary.fingerprint,
+        files.vocab_size,
+        weights,
+    )
+
+
+def weights_digest(directory: Path) -> bytes:
+    """Of a model directory: its configuration, and names, sizes and both ends of its weight files."""
+    found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            found.update(file.read(SAMPLED_BYTES))
+            file.seek(max(0, size - SAMPLED_BYTES))
+            found.update(file.read(SAMPLED_BYTES))
+    return found.digest()

@@ -1,0 +1,235 @@
+"""What holds a run up right now: measures the time since it was last asked, for the judge that the report uses too.
+
+`judge` decides (`inspection/bottleneck.py`); here counters become its measurements. Requests that have not ended count
+for the part of the time that they were there, so a window may be shorter than a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import structlog
+
+from spot_async.actor import Stage
+from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, Verdict, judge, stage_load
+from spot_async.orchestrator import Orchestrator
+from spot_async.replicas.life_cycle import State
+from spot_async.stages import STAGE_SERVERS
+from spot_async.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
+
+PHASE_OF_WAIT: dict[str, Phase] = {
+    "supervision": "wait for batch",
+    "the trainer": "train",
+    "the weight update": "update weights",
+    "the evaluation": "evaluate",
+}
+DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
+
+
+class ReplicaState(Protocol):
+    """What is read of a pool's replica."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def limit(self) -> int:
+        """Requests that it is sent at a time."""
+        ...
+
+    @property
+    def restarts(self) -> int: ...
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """A backend that is a pool."""
+
+    @property
+    def replicas(self) -> Sequence[ReplicaState]: ...
+
+
+def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaState]]:
+    """Of those backends, by role, that are pools."""
+    return {role: each.replicas for role, each in backends.items() if isinstance(each, Replicated)}
+
+
+def replica_lines(backends: Mapping[str, object]) -> list[str]:
+    """A line on each replica, for people."""
+    return [
+        f"{role} {each.name}: {each.state}, {each.in_flight} of {each.limit} in flight, restarted {each.restarts} x"
+        for role, states in replica_states(backends).items()
+        for each in states
+    ]
+
+
+class TrainerClock:
+    """What the trainer does, and what it waits for, also of a phase that has not ended. A `Timeline`."""
+
+    def __init__(self, stages: Sequence[Stage[Any]], now_s: float) -> None:
+        self._waits = WaitClock(stages)
+        self._since_s = now_s  # up to here everything was counted
+        self._phases: dict[Phase, float] = defaultdict(float)
+        self._waited_for: dict[str, float] = defaultdict(float)
+
+    def request_ended(self, span: RequestSpan) -> None:
+        self._waits.request_ended(span)
+
+    def prompt_ended(self, span: PromptSpan) -> None:
+        pass
+
+    def phase_ended(self, span: PhaseSpan) -> None:
+        self._count(span.name, max(span.started_s, self._since_s), span.ended_s)
+
+    def take(self, phase: Phase | None, now_s: float) -> tuple[Mapping[Phase, float], Mapping[str, float]]:
+        """Seconds by phase and, of the wait, by stage since this was last asked; `phase` is the one that goes on."""
+        if phase is not None:
+            self._count(phase, self._since_s, now_s)
+        phases, waited_for = self._phases, self._waited_for
+        self._phases, self._waited_for, self._since_s = defaultdict(float), defaultdict(float), now_s
+        return phases, waited_for
+
+    def _count(self, phase: Phase, started_s: float, ended_s: float) -> None:
+        if ended_s <= started_s:  # the moment was asked for already
+            return
+        self._phases[phase] += ended_s - started_s
+        if phase == "wait for batch":
+            for stage, seconds in seconds_by_stage(self._waits.take(started_s, ended_s)).items():
+                self._waited_for[stage] += seconds
+        self._since_s = ended_s
+
+
+@dataclass(frozen=True)
+class StageReading:
+    """A stage's totals at one moment, those of open requests included."""
+
+    asked: int
+    answered: int
+    busy_s: float
+    answered_busy_s: float
+    queued_s: float
+    sent: int
+    throttled: int
+
+    @classmethod
+    def of(cls, stage: Stage[Any], now_s: float) -> StageReading:
+        done, open_ = stage.counters, [*stage.open]
+        started = [now_s - each.started_s for each in open_ if each.started_s is not None]
+        waiting = [now_s - each.asked_s for each in open_ if each.started_s is None]
+        answered = done.completed + done.failed
+        return cls(
+            asked=answered + len(open_),
+            answered=answered,
+            busy_s=done.busy_s + sum(started),
+            answered_busy_s=done.busy_s,
+            queued_s=done.waited_s + sum(waiting),
+            sent=answered + done.retried + len(started),
+            throttled=done.throttled,
+        )
+
+
+class LiveVerdict:
+    """The verdict on the time since the last one, said every `every_s` while a run trains."""
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        say: Callable[[str], None],
+        *,
+        every_s: float,
+        batch_size: int,
+        replicas: Callable[[], Mapping[str, Sequence[ReplicaState]]] = dict,
+        slots: Mapping[str, int] | None = None,
+    ) -> None:
+        """`replicas` by role, as their pools have them now; `slots` by stage, where its server says how many it has.
+
+        Made on the running loop.
+        """
+        now_s = asyncio.get_running_loop().time()
+        self._orchestrator = orchestrator
+        self._say = say
+        self._every_s = every_s
+        self._batch_size = batch_size
+        self._replicas = replicas
+        self._slots = slots or {}
+        self._clock = TrainerClock(orchestrator.stages.all, now_s)
+        self._read_s = now_s
+        self._readings = self._read(now_s)
+        orchestrator.report_to(self._clock)
+
+    async def speak(self) -> None:
+        """Runs beside the run; returns at once where no verdict is wanted."""
+        while self._every_s:
+            await asyncio.sleep(self._every_s)
+            verdict = self.judge()
+            if verdict.brief:
+                self._say(verdict.brief)
+                structlog.get_logger().info("bottleneck", verdict=verdict.sentence, advice=verdict.advice)
+
+    def judge(self) -> Verdict:
+        """On the time since the last one."""
+        now_s = asyncio.get_running_loop().time()
+        phases, waited_for = self._clock.take(PHASE_OF_WAIT.get(self._orchestrator.state.waiting_for), now_s)
+        before, after = self._readings, self._read(now_s)
+        elapsed_s, self._read_s, self._readings = now_s - self._read_s, now_s, after
+        servers = {role: server_use(states) for role, states in self._replicas().items() if states}
+        uses = {
+            stage.name: self._use(stage, before[stage.name], after[stage.name], waited_for, elapsed_s, servers)
+            for stage in self._orchestrator.stages.all
+            if waited_for.get(stage.name, 0.0) > 0
+        }
+        return judge(
+            RunTimes(
+                wait_s=phases.get("wait for batch", 0.0),
+                train_s=phases.get("train", 0.0),
+                update_s=phases.get("update weights", 0.0),
+                waited_for_s=waited_for,
+                stages=uses,
+                batch_size=self._batch_size,
+                servers=servers,
+            )
+        )
+
+    def _use(
+        self,
+        stage: Stage[Any],
+        before: StageReading,
+        after: StageReading,
+        waited_for: Mapping[str, float],
+        elapsed_s: float,
+        servers: Mapping[str, ServerUse],
+    ) -> StageUse:
+        server = servers.get(STAGE_SERVERS[stage.name])
+        limit = stage.concurrency if server is None else min(stage.concurrency, max(1, server.let_in))
+        in_flight, queued = stage_load(
+            after.busy_s - before.busy_s, after.queued_s - before.queued_s, waited_for[stage.name], limit
+        )
+        answered, sent = after.answered - before.answered, after.sent - before.sent
+        return StageUse(
+            in_flight,
+            queued,
+            limit,
+            self._slots.get(stage.name),
+            asked_per_s=(after.asked - before.asked) / elapsed_s,
+            latency_s=(after.answered_busy_s - before.answered_busy_s) / answered if answered else None,
+            throttled_share=min(1.0, (after.throttled - before.throttled) / sent) if sent > 0 else 0.0,
+        )
+
+    def _read(self, now_s: float) -> dict[str, StageReading]:
+        return {stage.name: StageReading.of(stage, now_s) for stage in self._orchestrator.stages.all}
+
+
+def server_use(replicas: Sequence[ReplicaState]) -> ServerUse:
+    """Of one role's."""
+    up = [each for each in replicas if each.state not in DOWN]
+    return ServerUse(len(replicas), len(replicas) - len(up), sum(each.limit for each in up))

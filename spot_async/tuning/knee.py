@@ -1,0 +1,69 @@
+"""Where a server's throughput stops paying for more requests in flight, and what to measure to find it. Pure.
+
+The knee is the smallest measured concurrency that gives 95 % of the best throughput. Latency is part of that choice:
+by Little's law a server with n requests in flight at throughput x answers each after n / x, so past the knee every
+further request in flight makes all of them later and hardly any more.
+
+Levels are compared as they were measured, not through a fitted curve. Gunther's Universal Scalability Law
+(x(n) = a n / (1 + s (n - 1) + k n (n - 1)); "Guerrilla Capacity Planning", 2007) is smooth, and inference servers are
+not: they scale up to their slots or their cache memory and stay flat from there, which that law takes for a knee at
+several times the slots. Kleinrock's power, throughput over latency (ICC 1979), has its peak where half of the capacity
+is used (M/M/1): right for a network that others wait behind, wasteful for a server that only this run uses. Against
+noise there are Tukey's running medians of three ("Exploratory Data Analysis", 1977), which leave rising and falling
+runs as they are and take out any one level, inside the ramp, that something else disturbed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+ENOUGH = 0.95  # of the best throughput
+STEP = 1.3  # largest ratio between levels that lie close together
+
+
+def running_medians(values: Sequence[float]) -> list[float]:
+    """Each value's median with its two neighbours; the ends stay."""
+    inner = [sorted(values[i - 1 : i + 2])[1] for i in range(1, len(values) - 1)]
+    return [*values[:1], *inner, *values[-1:]] if len(values) > 2 else list(values)
+
+
+def knee(throughputs: Sequence[float]) -> int:
+    """Index of the knee; one throughput per level, by rising concurrency. Raises ValueError without levels."""
+    smooth = running_medians(throughputs)
+    enough = ENOUGH * max(smooth)
+    return next(i for i, throughput in enumerate(smooth) if throughput >= enough)
+
+
+def is_flat(throughputs: Sequence[float]) -> bool:
+    """Whether the last two levels gave nearly nothing over those before: one alone may have been disturbed."""
+    return len(throughputs) > 2 and max(running_medians(throughputs)[:-2]) >= ENOUGH * max(throughputs[-2:])
+
+
+def next_concurrency(levels: Sequence[tuple[int, float]], most: int) -> int | None:
+    """What to measure next, of a server that may have `most` requests in flight; None when the knee is found.
+
+    `levels` are (concurrency, throughput) by rising concurrency. Concurrency doubles until throughput is flat. Then
+    geometric means are measured, around the best level while its neighbours do not confirm it, and below the knee.
+    """
+    if not levels:
+        return 1
+    concurrencies = [concurrency for concurrency, _ in levels]
+    throughputs = [throughput for _, throughput in levels]
+    way_up = [throughput for concurrency, throughput in levels if concurrency == most or _is_power_of_two(concurrency)]
+    if concurrencies[-1] < most and not is_flat(way_up):
+        return min(2 * concurrencies[-1], most)
+    gaps = [knee(throughputs) - 1]  # by the index of the level below
+    best = max(range(len(levels)), key=lambda i: throughputs[i])
+    if running_medians(throughputs)[best] < ENOUGH * throughputs[best]:
+        gaps = [best, best - 1, *gaps]
+    for gap in gaps:
+        if 0 <= gap < len(levels) - 1 and concurrencies[gap + 1] > STEP * concurrencies[gap]:
+            between = round(math.sqrt(concurrencies[gap] * concurrencies[gap + 1]))
+            if between not in concurrencies:
+                return between
+    return None
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

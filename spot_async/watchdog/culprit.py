@@ -1,0 +1,97 @@
+"""Names what a silent run waits for, in one line. Pure: it is given a look at the run.
+
+In a trainer's phase it is whoever has the word. While supervision is waited for, it is the oldest request that a stage
+sent; a prompt that is at no stage although its coroutine runs waits inside the policy's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spot_async.actor import OpenRequest
+from spot_async.stages import STAGE_SERVERS
+from spot_async.watchdog.stacks import TaskView
+
+SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}
+OF_TRAINER = {
+    "the trainer": "the trainer has not answered",
+    "the weight update": "the student's servers have not confirmed the weights",
+}
+
+
+@dataclass(frozen=True)
+class RunLook:
+    """What is known of a run at one moment."""
+
+    now_s: float
+    silence_s: float
+    phase: str  # as the console shows it
+    waiting_for: str | None = None  # as the orchestrator has it; None before and after training
+    open: Mapping[str, Sequence[OpenRequest]] = field(default_factory=dict)  # by stage
+    limits: Mapping[str, int] = field(default_factory=dict)  # requests in flight that each stage allows
+    problems: Mapping[int, str] = field(default_factory=dict)  # ids of the problems of running prompts, by ordinal
+    tasks: Sequence[TaskView] = ()
+    blocked_at: str | None = None  # the line that blocks the event loop
+
+
+def name_culprit(look: RunLook) -> str:
+    """Who or what the run waits for."""
+    if look.blocked_at is not None:
+        return f"the event loop is blocked at {look.blocked_at}"
+    if look.waiting_for in OF_TRAINER:
+        return OF_TRAINER[look.waiting_for]
+    sent = [
+        (request.started_s, stage, request)
+        for stage, requests in look.open.items()
+        for request in requests
+        if request.started_s is not None
+    ]
+    oldest = min(sent, key=lambda each: each[0], default=None)
+    if oldest is not None and look.now_s - oldest[0] >= look.silence_s / 2:
+        return describe_request(look, oldest[1], oldest[2])
+    idle = _outside_stages(look)
+    if idle is not None:
+        return f"{_prompt(look, idle)} waits in the policy's own code, at {_place(look, f'prompt {idle}')}"
+    if oldest is not None:  # younger than the silence: requests come and go, and nothing comes of them
+        return f"requests are answered but no prompt finishes; of the open ones, {describe_request(look, *oldest[1:])}"
+    waiting = [(each.asked_s, stage, each) for stage, requests in look.open.items() for each in requests]
+    if waiting:
+        _, stage, request = min(waiting, key=lambda each: each[0])
+        return describe_request(look, stage, request)
+    if look.waiting_for == "supervision":
+        return "no prompt is being supervised, and none is admitted"
+    return f"{look.phase} does not end"
+
+
+def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:
+    """One open request in words: where, for whom, for how long, how often it was sent."""
+    server = SERVERS.get(stage, "server")
+    at = f" ({request.replica})" if request.replica else ""
+    whose = _prompt(look, request.priority[0]) if stage in STAGE_SERVERS else f"problem {request.priority[0]}"
+    if request.started_s is None:
+        limit = f" of {look.limits[stage]}" if stage in look.limits else ""
+        busy = sum(each.started_s is not None for each in look.open[stage])
+        return (
+            f"stage {stage} of the {server} has given {whose} no turn for {look.now_s - request.asked_s:,.0f} s "
+            f"({busy}{limit} requests in flight)"
+        )
+    return (
+        f"stage {stage} of the {server}{at} has not answered for {look.now_s - request.started_s:,.0f} s: "
+        f"{whose}, sent {request.attempts} x"
+    )
+
+
+def _outside_stages(look: RunLook) -> int | None:
+    """The first running prompt, in admission order, that is at no stage."""
+    at_stages = {request.priority[0] for requests in look.open.values() for request in requests}
+    return min((ordinal for ordinal in look.problems if ordinal not in at_stages), default=None)
+
+
+def _prompt(look: RunLook, ordinal: int) -> str:
+    problem = look.problems.get(ordinal)
+    return f"prompt {ordinal} (problem {problem})" if problem is not None else f"prompt {ordinal}"
+
+
+def _place(look: RunLook, task: str) -> str:
+    return next((view.place for view in look.tasks if view.name == task), "an unknown place")

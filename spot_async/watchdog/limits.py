@@ -1,0 +1,124 @@
+"""How long a run may commit nothing before it counts as stalled. Pure arithmetic on its configuration.
+
+One rule: silence is legal for as long as the deadlines of what is being done allow, and everything that is done has
+one. Supervision is silent for at most the deadlines of a prompt's stages, one after the other, and the time that a role
+without any server is given to get one back, which comes on top of a request's deadline; training, a weight update, an
+evaluation and the start-up each have a time-out that ends them with an error of its own, which must come first. So
+whoever is silent for longer has missed its own deadline, and nothing else will end the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spot_async.config import Config, StagesConfig
+from spot_async.errors import ConfigError
+from spot_async.orchestrator import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.stages import VERIFY_ATTEMPTS
+from spot_async.types import PolicyNeeds
+
+MARGIN_S = 60.0  # by which a deadline comes before the watchdog
+
+
+@dataclass(frozen=True)
+class SilenceLimits:
+    """Seconds without a commit from which on a run is stalled, by what it is doing."""
+
+    supervision_s: float
+    training_s: float
+    weight_update_s: float
+    evaluation_s: float
+    start_s: float
+
+    def of(self, waiting_for: str | None) -> float:
+        """By the orchestrator's word (`OrchestratorState.waiting_for`); None before and after training."""
+        match waiting_for:
+            case None:
+                return self.start_s
+            case "the trainer":
+                return self.training_s
+            case "the weight update":
+                return self.weight_update_s
+            case "the evaluation":
+                return self.evaluation_s
+            case _:
+                return self.supervision_s
+
+    @property
+    def shortest_s(self) -> float:
+        return min(self.supervision_s, self.training_s, self.weight_update_s, self.evaluation_s, self.start_s)
+
+
+def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
+    """None when `run.stall_timeout_s` is 0, which turns the watchdog off.
+
+    Raises ConfigError when it is shorter than what the stages' own deadlines allow.
+    """
+    timeout_s = config.run.stall_timeout_s
+    if timeout_s == 0:
+        return None
+    recovery = _longest_recovery(config)
+    chain = prompt_chain(config.stages, needs) | recovery
+    legal_s, recovery_s = sum(chain.values()), sum(recovery.values())
+    if timeout_s is not None and timeout_s < legal_s:
+        raise ConfigError(
+            f"run.stall_timeout_s={timeout_s:g} is shorter than the {legal_s:g} s that one prompt may take by the "
+            f"deadlines of what it waits for ({' + '.join(chain)}): raise it, or lower those"
+        )
+    supervision_s = timeout_s if timeout_s is not None else legal_s + MARGIN_S
+
+    def at_least(deadlines_s: float) -> float:
+        return max(supervision_s, deadlines_s + MARGIN_S)
+
+    evaluation_s = (1 + VERIFY_ATTEMPTS) * config.evaluation.timeout_s if config.evaluation is not None else 0.0
+    training_s = config.training.step_timeout_s
+    start_s = max(_start_timeouts(config.model_dump()), default=0.0)
+    return SilenceLimits(
+        supervision_s=supervision_s,
+        # Around training, student servers that share its devices sleep and wake; each has a weight update's time.
+        training_s=at_least(training_s + 2 * WEIGHT_UPDATE_TIMEOUT_S),
+        weight_update_s=at_least(WEIGHT_UPDATE_TIMEOUT_S + recovery_s),
+        evaluation_s=at_least(evaluation_s + recovery_s),
+        start_s=at_least(max(start_s, training_s, WEIGHT_UPDATE_TIMEOUT_S, evaluation_s)),
+    )
+
+
+def prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
+    """The deadlines that one prompt may use up in a row, in seconds, by the key that sets each."""
+    used = {
+        "rollout": True,
+        "teacher_response": needs.teacher_responses,
+        "score": needs.teacher_top_k > 0,
+        "reference": needs.reference,
+        "candidates": needs.candidate_logprobs or needs.probes_per_prompt > 0,
+        "probe": needs.probes_per_prompt > 0,
+    }
+    chain = {f"stages.{name}.timeout_s": getattr(stages, name).timeout_s for name, is_used in used.items() if is_used}
+    return chain | {f"{VERIFY_ATTEMPTS} x stages.verify.timeout_s": VERIFY_ATTEMPTS * stages.verify.timeout_s}
+
+
+def _longest_recovery(config: Config) -> dict[str, float]:
+    """Of all roles' time to get a server back the longest, by its key."""
+    roles = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
+    times = {
+        f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s
+        for role, model in roles.items()
+        if model is not None
+    }
+    longest = max(times, key=lambda key: times[key])
+    return {longest: times[longest]}
+
+
+def _start_timeouts(tree: Any) -> Iterator[float]:
+    """Of everything that the run may start: backends name that time-out alike, wherever in their settings it is."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            if name == "start_timeout_s" and isinstance(value, int | float):
+                yield float(value)
+            else:
+                yield from _start_timeouts(value)
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _start_timeouts(each)

@@ -1,0 +1,223 @@
+"""The watchdog's shell: a task on the event loop, a thread beside it, and the file they write.
+
+The task ends a silent run with `StalledError`, which takes everything down in order. The thread is for what the task
+cannot see or survive: a blocked event loop, and a run that does not come down. It reports the first, and ends the
+process for either once the silence is past its limit, where the process is ours to end; children die with their parent
+(`processes.py`, `guard.py`). What the report says is `report.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import structlog
+
+from spot_async.actor import Stage
+from spot_async.errors import StalledError
+from spot_async.ledger import PromptState
+from spot_async.orchestrator import Orchestrator
+from spot_async.timeline import PhaseSpan, PromptSpan, RequestSpan
+from spot_async.watchdog.culprit import RunLook, name_culprit
+from spot_async.watchdog.limits import SilenceLimits
+from spot_async.watchdog.progress import Commit, Progress
+from spot_async.watchdog.report import ReportContents, write_report
+from spot_async.watchdog.stacks import TaskBook, thread_place
+
+REPORT = "stall-report.txt"
+BEAT_S = 1.0  # between two signs of life of the event loop, and two looks of the thread
+BLOCKED_AFTER_S = 10.0  # of an event loop that does nothing
+COME_DOWN_S = 60.0  # that a stalled run is given to end in order
+FROZEN_S = 5.0  # late by more than this: it was the process that did not run
+
+_COMMIT_OF_PHASE = {"train": Commit.BATCH_TRAINED, "update weights": Commit.WEIGHTS_CONFIRMED}
+
+
+class Watchdog:
+    """Enter it on the loop that it watches, run `watch` there; it is a `Timeline` of the orchestrator.
+
+    `exit_process(message)` ends this process at once, with the code of a stalled run; None where it is not ours to end.
+    """
+
+    def __init__(
+        self,
+        limits: SilenceLimits | None,
+        directory: Path,
+        *,
+        exit_process: Callable[[str], None] | None = None,
+        replicas: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`limits`: None watches nothing, and writes reports only when asked to."""
+        self.report_path = directory / REPORT
+        self.orchestrator: Orchestrator | None = None
+        self.evaluation_stages: Sequence[Stage[Any]] = ()  # of the evaluation that is going on
+        self._limits = limits
+        self._logs = directory / "logs"
+        self._exit_process = exit_process
+        self._replicas = replicas
+        self._phase = "start"
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._progress = Progress(self._loop.time())
+        self._book = TaskBook(self._loop)
+        self._stalled: asyncio.Future[str] = self._loop.create_future()
+        self._beats, self._beat_s = 0, self._loop.time()
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
+        self._thread = threading.Thread(target=self._watch_loop, name="watchdog", daemon=True)
+        if self._limits is not None:
+            self._thread.start()
+        if self._exit_process is not None:
+            self._loop.add_signal_handler(signal.SIGQUIT, self._report_when_asked)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._exit_process is not None:
+            self._loop.remove_signal_handler(signal.SIGQUIT)
+        self._timer.cancel()
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def phase_began(self, name: str, orchestrator: Orchestrator | None = None) -> None:
+        """A step of the run, as the console names it; the one before it is done."""
+        self._commit(Commit.STEP, f"{self._phase} done")
+        self._phase, self.orchestrator, self.evaluation_stages = name, orchestrator, ()
+
+    def response_judged(self, finished: int, total: int) -> None:
+        self._commit(Commit.RESPONSE_JUDGED, f"response {finished} of {total}")
+
+    def request_ended(self, span: RequestSpan) -> None:
+        pass  # not a commit: what it was asked for may never be finished
+
+    def prompt_ended(self, span: PromptSpan) -> None:
+        if span.outcome == "queued":
+            self._commit(Commit.PROMPT_QUEUED, f"prompt {span.ordinal}")
+
+    def phase_ended(self, span: PhaseSpan) -> None:
+        if (kind := _COMMIT_OF_PHASE.get(span.name)) is not None:
+            self._commit(kind, f"iteration {span.iteration}")
+
+    async def watch(self) -> None:
+        """Run beside everything else. Raises `StalledError`, the report written, once the silence is too long."""
+        raise StalledError(await self._stalled)
+
+    def _beat(self) -> None:
+        """A sign of life of the loop, for the thread, and the look at the silence so far."""
+        now_s = self._loop.time()
+        late_s = now_s - self._beat_s - BEAT_S
+        self._beats, self._beat_s = self._beats + 1, now_s
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
+        if late_s > FROZEN_S:
+            self._progress.forgive(late_s, now_s)
+        self._book.look(now_s)
+        if self._limits is None or self._stalled.done() or not self._progress.is_stalled(now_s, self._limit_s):
+            return
+        message = self._stall_message(now_s, blocked_at=None)
+        structlog.get_logger().error("stalled", reason=message)
+        self._stalled.set_result(message)
+
+    @property
+    def _limit_s(self) -> float:
+        assert self._limits is not None
+        orchestrator = self.orchestrator
+        return self._limits.of(orchestrator.state.waiting_for if orchestrator is not None else None)
+
+    def _commit(self, kind: Commit, detail: str) -> None:
+        self._progress.commit(kind, detail, self._loop.time())
+
+    def _report_when_asked(self) -> None:
+        look = self._look(self._loop.time(), None)
+        self._write("What a run does right now, as asked for by SIGQUIT", look)
+        structlog.get_logger().info("report", path=str(self.report_path), waits_for=name_culprit(look))
+
+    def _stall_message(self, now_s: float, blocked_at: str | None) -> str:
+        """Writes the report; returns its essence in one line."""
+        look = self._look(now_s, blocked_at)
+        self._write("A run that stalled", look)
+        return (
+            f"the run stalled: nothing was committed for {look.silence_s:,.0f} s, and {name_culprit(look)}; "
+            f"see {self.report_path}"
+        )
+
+    def _write(self, title: str, look: RunLook) -> None:
+        contents = ReportContents(
+            title=title,
+            look=look,
+            limit_s=self._limit_s if self._limits is not None else float("inf"),
+            commits=self._progress.last(),
+            counts=dict(self._counts()),
+            replicas=self._replicas(),
+            logs=sorted(self._logs.glob("*.log")),
+        )
+        try:
+            write_report(self.report_path, contents)
+        except OSError as error:  # the line that names the culprit must come out all the same
+            structlog.get_logger().error("no report", path=str(self.report_path), error=str(error))
+
+    def _look(self, now_s: float, blocked_at: str | None) -> RunLook:
+        orchestrator = self.orchestrator
+        stages = [*self.evaluation_stages, *(orchestrator.stages.all if orchestrator is not None else ())]
+        return RunLook(
+            now_s=now_s,
+            silence_s=self._progress.silence_s(now_s),
+            phase=self._phase,
+            waiting_for=orchestrator.state.waiting_for if orchestrator is not None else None,
+            open={stage.name: list(stage.open) for stage in stages},
+            limits={stage.name: stage.concurrency for stage in stages},
+            problems=(
+                {ordinal: prompt.problem.id for ordinal, prompt in [*orchestrator.state.running.items()]}
+                if orchestrator is not None
+                else {}
+            ),
+            tasks=self._book.views(now_s),
+            blocked_at=blocked_at,
+        )
+
+    def _counts(self) -> Iterator[tuple[str, str]]:
+        if self.orchestrator is None:
+            return
+        state, credits = self.orchestrator.state, self.orchestrator.credits
+        ledger = {each.value: state.ledger.count(each) for each in PromptState}
+        yield "iterations finished", str(state.iteration)
+        yield "prompts", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in ledger.items())
+        yield "supervision queue", f"{len(self.orchestrator.queue)} prompts"
+        yield "credits held", f"{credits.held_prompts} prompts, {credits.held_bytes:,} bytes in the worst case"
+        for stage in self.orchestrator.stages.all:
+            done = stage.counters
+            yield (
+                f"stage {stage.name}",
+                f"{done.completed} done, {done.failed} failed, {done.retried} sent again, {stage.waiting} waiting",
+            )
+
+    def _watch_loop(self) -> None:
+        """In the thread: count the looks at which the loop gave no sign of life, rather than trust a clock.
+
+        A process that was frozen as a whole missed its looks too, so it is not taken for a blocked loop.
+        """
+        beats, missed, reported = self._beats, 0, False
+        while not self._ended.wait(BEAT_S):
+            missed = missed + 1 if self._beats == beats else 0
+            beats, blocked_s = self._beats, missed * BEAT_S
+            if blocked_s < BLOCKED_AFTER_S:
+                if reported:
+                    structlog.get_logger().warning("event loop goes on", after_s=BLOCKED_AFTER_S)
+                reported, place, now_s, limit_s = False, None, self._loop.time(), self._limit_s + COME_DOWN_S
+            else:
+                place, now_s, limit_s = thread_place(self._loop_thread), self._beat_s + blocked_s, self._limit_s
+                if not reported:
+                    self._write("A run whose event loop is blocked", self._look(now_s, place))
+                    structlog.get_logger().warning("event loop blocked", seconds=blocked_s, at=place)
+                reported = True
+            if self._progress.is_stalled(now_s, limit_s):
+                message = self._stall_message(now_s, place)
+                structlog.get_logger().error("stalled", reason=message)
+                if self._exit_process is not None:
+                    self._exit_process(message)
+                return  # reported, and not ours to end

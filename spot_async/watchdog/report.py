@@ -1,0 +1,120 @@
+"""The stall report as text: everything that a person needs in order to see what a run waits for, in one file.
+
+Pure but for the thread stacks, which only the interpreter can write. Nothing that models wrote and no request's
+contents are in it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spot_async import guard
+from spot_async.processes import log_lines
+from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
+from spot_async.watchdog.progress import LastCommit
+from spot_async.watchdog.stacks import grouped
+
+NAMES_SHOWN = 12  # of tasks that stand at the same place
+LOG_LINES = 8
+COMMAND_CHARACTERS = 120
+STATES = {"T": "STOPPED by a signal", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
+
+
+@dataclass(frozen=True)
+class ReportContents:
+    """What the report is made of besides the look that names the culprit."""
+
+    title: str
+    look: RunLook
+    limit_s: float
+    commits: Sequence[LastCommit] = ()
+    counts: Mapping[str, str] = field(default_factory=dict)  # queue, credits, ledger: what, and its figures
+    replicas: Sequence[str] = ()  # a line per replica of the pools
+    logs: Sequence[Path] = ()  # of children
+
+
+def write_report(path: Path, contents: ReportContents) -> None:
+    """Write it anew: only the last one counts. Raises OSError."""
+    with path.open("w", encoding="utf-8") as file:
+        for line in report_lines(contents):
+            file.write(f"{line}\n")
+        file.write("\nThreads, the most recent call first\n")
+        file.flush()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+def report_lines(contents: ReportContents) -> Iterator[str]:
+    look = contents.look
+    yield f"{contents.title}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}, process {os.getpid()}"
+    yield f"It waits for this: {name_culprit(look)}."
+    waits = f", waiting for {look.waiting_for}" if look.waiting_for else ""
+    yield f"Phase: {look.phase}{waits}."
+    yield f"Nothing was committed for {look.silence_s:,.0f} s; from {contents.limit_s:,.0f} s on that is a stall."
+    yield from _section("Last commits", _commits(contents.commits, look.now_s))
+    yield from _section("Oldest request of each stage", _oldest(look))
+    yield from _section("Counts", (f"{name}: {figures}" for name, figures in contents.counts.items()))
+    yield from _section("Replicas", contents.replicas)
+    yield from _section("Processes below this one", _processes())
+    for path in contents.logs:
+        yield from _section(f"End of {path}", _tail(path))
+    yield from _section("Tasks, each down to what it awaits; those at the same place together", _tasks(look))
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    found = [*lines]
+    if found:
+        yield ""
+        yield title
+        yield from (f"  {line}" for line in found)
+
+
+def _commits(commits: Sequence[LastCommit], now_s: float) -> Iterator[str]:
+    if not commits:
+        yield "none since the start"
+    for each in commits:
+        yield f"{now_s - each.at_s:8,.0f} s ago  {each.detail}  ({each.kind}: {each.count})"
+
+
+def _oldest(look: RunLook) -> Iterator[str]:
+    for stage, requests in look.open.items():
+        sent = [request for request in requests if request.started_s is not None]
+        limit = f" of {look.limits[stage]}" if stage in look.limits else ""
+        yield f"{stage}: {len(sent)}{limit} in flight, {len(requests) - len(sent)} waiting"
+        for some in (sent, [request for request in requests if request.started_s is None]):
+            if some:
+                first = min(some, key=lambda request: request.started_s or request.asked_s)
+                yield f"    {describe_request(look, stage, first)}"
+
+
+def _processes() -> Iterator[str]:
+    """Every living descendant with its state: a server that somebody stopped is seen at once."""
+    tree = guard.process_tree(os.getpid())
+    for pid, fields in sorted(tree.items()):
+        if pid != os.getpid():
+            with suppress(OSError):  # it ended meanwhile
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                yield f"{pid} {STATES.get(fields[0], fields[0])}: {command[:COMMAND_CHARACTERS]}"
+
+
+def _tail(path: Path) -> Sequence[str]:
+    try:
+        return log_lines(path, LOG_LINES)
+    except OSError as error:
+        return [f"cannot be read: {error.strerror}"]
+
+
+def _tasks(look: RunLook) -> Iterator[str]:
+    for views in grouped(look.tasks):
+        oldest = views[0]
+        more = f" and {len(views) - NAMES_SHOWN} more" if len(views) > NAMES_SHOWN else ""
+        names = ", ".join(view.name for view in views[:NAMES_SHOWN])
+        yield f"{names}{more} (for {look.now_s - oldest.seen_since_s:,.0f} s or longer)"
+        yield from (f"    {line}" for line in oldest.stack)
+        if oldest.awaits:
+            yield f"    awaits {oldest.awaits}"

@@ -1,0 +1,87 @@
+"""Where asyncio tasks stand: whole chains of awaits, not only the outermost coroutine, and for how long they exist.
+
+asyncio keeps neither a task's age nor, in `Task.get_stack`, what a suspended task awaits inside. So ages are
+those since a task was first seen, and stacks follow the coroutines' own links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+ASYNCIO = sysconfig.get_path("stdlib") + "/asyncio/"
+
+
+@dataclass(frozen=True)
+class TaskView:
+    """One task that has not ended."""
+
+    name: str
+    seen_since_s: float
+    stack: tuple[str, ...]  # `file:line in function`, what awaits first
+    awaits: str  # what the innermost coroutine waits for, where that is no coroutine
+
+    @property
+    def place(self) -> str:
+        """The innermost line that is not asyncio's."""
+        of_others = [line for line in self.stack if not line.startswith(ASYNCIO)]
+        return (of_others or [*self.stack] or ["no line of Python"])[-1]
+
+
+class TaskBook:
+    """Remembers since when each task is there. `look` must be called now and then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._seen: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
+
+    def look(self, now_s: float) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            self._seen.setdefault(task, now_s)
+
+    def views(self, now_s: float) -> list[TaskView]:
+        """All tasks, oldest first. May be called from any thread."""
+        views = [
+            TaskView(task.get_name(), self._seen.get(task, now_s), *await_chain(task.get_coro()))
+            for task in asyncio.all_tasks(self._loop)
+        ]
+        return sorted(views, key=lambda view: view.seen_since_s)
+
+
+def await_chain(awaitable: object) -> tuple[tuple[str, ...], str]:
+    """Lines from a coroutine down to what it waits for in the end, and that as text."""
+    lines: list[str] = []
+    while True:
+        for kind in ("cr", "gi", "ag"):  # coroutine, generator-based, asynchronous generator
+            frame: FrameType | None = getattr(awaitable, f"{kind}_frame", None)
+            if frame is not None:
+                lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+                awaitable = getattr(awaitable, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+                break
+        else:
+            says_something = awaitable is not None and type(awaitable).__name__ != "FutureIter"
+            return tuple(lines), repr(awaitable)[:200] if says_something else ""
+
+
+def grouped(views: Iterable[TaskView]) -> list[list[TaskView]]:
+    """Tasks that stand at the same place together, oldest first."""
+    groups: dict[tuple[str, ...], list[TaskView]] = {}
+    for view in views:
+        groups.setdefault(view.stack, []).append(view)
+    return list(groups.values())
+
+
+def thread_place(ident: int) -> str:
+    """The line that a thread is at; of the loop's thread what blocks the loop, when it is blocked."""
+    frame = sys._current_frames().get(ident)
+    if frame is None:
+        return "no line of Python"
+    (line,) = traceback.extract_stack(frame, limit=1)
+    return f"{line.filename}:{line.lineno} in {line.name}"

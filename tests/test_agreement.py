@@ -1,0 +1,89 @@
+"""Whether a role's servers are one to their callers: `agreement`, on servers that are tables of numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from spot_async.agreement import agreement
+from spot_async.errors import TransientError
+from spot_async.probes import Asked
+from spot_async.types import Capabilities, FloatArray, TokenScores, WeightVersion
+
+V0 = WeightVersion(0, 0)
+SAID = Capabilities(
+    model="m", vocab_size=9, vocab_fingerprint="v", max_context_tokens=64, max_top_k=9, exact_entropy=False,
+    candidate_logprobs="none", weight_update=False, generation=False, logprob_noise_nats=0.01,
+)  # fmt: skip
+IDS = np.arange(4, dtype=np.int32)
+ASKED = Asked([IDS, IDS], [IDS, IDS], ())
+
+
+class Server:
+    """Scores with fixed numbers, moved by some nats; `unknown` positions hold nonsense."""
+
+    def __init__(self, nats: float = 0.0, *, unknown: int | None = None) -> None:
+        self.nats, self.unknown = nats, unknown
+
+    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
+        rows = -np.arange(1.0, 5.0, dtype=np.float32) - np.float32(self.nats)
+        valid = None
+        if self.unknown is not None:
+            valid = np.arange(4) != self.unknown
+            rows[self.unknown] = -99.0
+        flat: FloatArray = np.zeros(4, np.float32)
+        top = np.repeat(rows[:, None], top_k, 1)
+        ids = np.zeros((4, top_k), np.int32)
+        return TokenScores(
+            logprobs=rows, topk_ids=ids, topk_logprobs=top, entropy=flat, entropy_lower=flat, entropy_upper=flat,
+            version=V0, valid=valid,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nats", "refused", "warned", "noise"),
+    [(0.0, 0, 0, 0.01), (0.004, 0, 0, 0.01), (0.02, 0, 0, 0.04), (0.2, 0, 1, 0.4), (3.0, 1, 0, 6.0)],
+)
+async def test_what_lies_between_servers_counts_as_noise_until_it_is_too_much(
+    nats: float, refused: int, warned: int, noise: float
+) -> None:
+    servers = {"teacher-1": Server(), "teacher-2": Server(), "teacher-3": Server(nats)}
+    found = await agreement("teacher", servers, dict.fromkeys(servers, SAID), ASKED)
+    assert (len(found.refusals), len(found.warnings)) == (refused, warned)
+    assert all("teacher.backend: teacher-3 gives" in line for line in (*found.refusals, *found.warnings))
+    assert found.together.logprob_noise_nats == pytest.approx(noise, abs=1e-5)
+
+
+async def test_positions_that_a_server_does_not_know_are_not_compared() -> None:
+    servers = {"teacher-1": Server(unknown=1), "teacher-2": Server(0.1, unknown=2)}
+    found = await agreement("teacher", servers, dict.fromkeys(servers, SAID), ASKED)
+    assert found.largest_nats == pytest.approx(0.1, abs=1e-5)
+
+
+async def test_servers_of_other_models_are_refused_before_they_are_asked() -> None:
+    other = msgspec.structs.replace(SAID, vocab_fingerprint="w", model="n")
+    found = await agreement("teacher", {"a": None, "b": None}, {"a": SAID, "b": other}, ASKED)
+    assert ["b serves another model (vocab_fingerprint w, not v)" in line for line in found.refusals] == [True]
+    assert found.warnings == ["teacher.backend: its servers have models of different names: a m, b n"]
+
+
+async def test_what_cannot_be_compared_is_said() -> None:
+    class Down(Server):
+        async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+            raise TransientError("b/score: connection refused")
+
+    servers = {"a": Server(), "b": Down()}
+    found = await agreement("teacher", servers, dict.fromkeys(servers, SAID), ASKED)
+    assert found.warnings == ["teacher.backend: its servers could not be compared: b/score: connection refused"]
+    unknown = msgspec.structs.replace(SAID, weight_update=True, version=None)
+    found = await agreement("student", servers, dict.fromkeys(servers, unknown), ASKED)
+    assert (found.largest_nats, found.refusals) == (None, [])
+    assert "hold unknown weights until the first are sent" in found.warnings[0]
+
+
+async def test_a_single_server_is_compared_with_nothing() -> None:
+    found = await agreement("teacher", {"teacher": None}, {"teacher": SAID}, ASKED)
+    assert (found.together, found.largest_nats, found.refusals, found.warnings) == (SAID, None, [], [])

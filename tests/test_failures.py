@@ -1,0 +1,207 @@
+"""What a failed request is: one decision for every status, body and exception that servers were seen to give."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from spot_async import errors
+from spot_async.backends.exchange import shortened
+from spot_async.backends.failures import FailedReply, classify, retry_after_s
+from spot_async.backends.http import HttpEndpoint
+from spot_async.errors import FailureClass, RequestError, ThrottledError
+from spot_async.retry import RetryPolicy
+
+SENT_S = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
+KEY = SimpleNamespace(host="10.0.0.5", port=8000, ssl=True, is_ssl=True)
+
+
+def body(message: str, **more: Any) -> bytes:
+    return json.dumps({"error": {"message": message, **more}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind"),
+    [
+        (400, body("The decoder prompt (length 5000) is longer than the maximum model length of 4096."), "permanent"),
+        (401, b'{"error":"Unauthorized"}', "permanent"),
+        (402, body("Insufficient Balance"), "permanent"),
+        (403, body("Scale-out endpoints are disabled."), "permanent"),
+        (404, b'{"detail":"Not Found"}', "permanent"),
+        (405, b"", "permanent"),
+        (413, b"<html>Request Entity Too Large</html>", "permanent"),
+        (422, b"", "permanent"),
+        (302, b"", "permanent"),
+        (501, b"", "permanent"),
+        (400, body("Duplicate request ID detected: 0123"), "transient"),  # SGLang, of a request that was sent again
+        (408, b"", "transient"),
+        (409, b"", "transient"),
+        (500, body("EngineCore encountered an issue. See stack trace (above) for the root cause."), "transient"),
+        (502, b"<html><h1>502 Bad Gateway</h1></html>", "transient"),
+        (504, b"", "transient"),
+        (599, b"\xff\xfe", "transient"),
+        (429, body("Rate limit reached", type="requests", code="rate_limit_exceeded"), "throttled"),
+        (429, body("Please retry after 3 s; see insufficient_quota in the manual"), "throttled"),
+        (429, b"[[[" * 100_000, "throttled"),
+        (503, b'{"object":"error","message":"The request queue is full.","code":503}', "throttled"),
+        (529, body("Overloaded", type="overloaded_error"), "throttled"),
+        (429, body("You exceeded your current quota", code="insufficient_quota"), "permanent"),
+        (429, body("quota", type="insufficient_quota", code=None), "permanent"),
+        (
+            429,
+            body("limit", type="rate_limit_error", details={"error_code": "enforced_spend_limit_reached"}),
+            "permanent",
+        ),
+    ],
+)
+def test_a_status_and_its_body_decide_the_class(status: int, content: bytes, kind: str) -> None:
+    error = classify("teacher/x", FailedReply(status, content))
+    assert error.failure_class == kind
+    assert str(error).startswith(f"teacher/x: HTTP {status}: ")
+    assert "\n" not in str(error)
+
+
+CERTIFICATE = ssl.SSLCertVerificationError("certificate verify failed")
+
+
+def reading(cause: BaseException, outer: BaseException | None = None) -> BaseException:
+    """As the HTTP library wraps it."""
+    error = outer or httpx.ConnectError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("failure", "first", "later"),
+    [
+        (TimeoutError(), "transient", "transient"),
+        (ConnectionResetError(), "transient", "transient"),
+        (reading(aiohttp.ServerDisconnectedError()), "transient", "transient"),
+        (reading(aiohttp.ClientPayloadError("not enough data"), httpx.ReadError("")), "transient", "transient"),
+        (reading(aiohttp.ClientConnectorError(KEY, ConnectionRefusedError(111, "refused"))), "transient", "transient"),
+        (
+            reading(aiohttp.ClientConnectorDNSError(KEY, socket.gaierror(socket.EAI_NONAME, ""))),
+            "permanent",
+            "transient",
+        ),
+        (
+            reading(aiohttp.ClientConnectorDNSError(KEY, socket.gaierror(socket.EAI_AGAIN, ""))),
+            "transient",
+            "transient",
+        ),
+        (reading(aiohttp.ClientConnectorCertificateError(KEY, CERTIFICATE)), "permanent", "permanent"),
+        (
+            reading(aiohttp.ClientConnectorSSLError(KEY, ssl.SSLError(1, "WRONG_VERSION_NUMBER"))),
+            "permanent",
+            "transient",
+        ),
+        (reading(aiohttp.ClientHttpProxyError(None, (), status=407), httpx.ProxyError("")), "permanent", "permanent"),  # type: ignore[arg-type]
+        (reading(aiohttp.ClientHttpProxyError(None, (), status=502), httpx.ProxyError("")), "transient", "transient"),  # type: ignore[arg-type]
+        (httpx.DecodingError("incorrect header check"), "transient", "transient"),
+        (json.JSONDecodeError("", "", 0), "poisoned", "poisoned"),
+        (RecursionError(), "poisoned", "poisoned"),
+        (OverflowError("out of bounds for int32"), "poisoned", "poisoned"),
+    ],
+)
+def test_an_exception_decides_the_class_and_so_does_whether_the_endpoint_ever_answered(
+    failure: BaseException, first: str, later: str
+) -> None:
+    assert classify("teacher/x", failure, has_answered=False).failure_class == first
+    assert classify("teacher/x", failure, has_answered=True).failure_class == later
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait_s"),
+    [
+        ({}, None),
+        ({"retry-after": "7"}, 7.0),
+        ({"retry-after": " 1.5 "}, 1.5),
+        ({"retry-after-ms": "250", "retry-after": "1"}, 0.25),
+        ({"retry-after": "Sun, 06 Nov 1994 08:50:37 GMT"}, 60.0),
+        ({"retry-after": "Sun, 06 Nov 1994 08:48:37 GMT"}, 0.0),
+        # by a clock of its own, which is a minute ahead
+        ({"retry-after": "Sun, 06 Nov 1994 08:50:57 GMT", "date": "Sun, 06 Nov 1994 08:50:37 GMT"}, 20.0),
+        ({"retry-after": "Sun, 06 Nov 1994 08:50:37 GMT", "date": "yesterday"}, 60.0),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": "-1"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "inf"}, None),
+        ({"retry-after": "Sun, 99 Nov 99999999999 08:50:37 GMT"}, None),
+    ],
+)
+def test_a_throttled_endpoint_is_left_alone_for_as_long_as_it_says(
+    headers: dict[str, str], wait_s: float | None
+) -> None:
+    assert retry_after_s(headers, SENT_S) == wait_s
+    error = classify("teacher/x", FailedReply(429, b"", headers), now_s=SENT_S)
+    assert isinstance(error, ThrottledError)
+    assert error.retry_after_s == wait_s
+
+
+def sendings(error: RequestError, attempts: int, *, limit: int = 50) -> int:
+    policy = RetryPolicy(attempts)
+    return next((n for n in range(1, limit) if policy.delay_s(error, n, 0.5) is None), limit)
+
+
+def test_each_class_of_failure_has_a_budget_of_its_own() -> None:
+    assert sendings(errors.PermanentError("400"), 8) == 1
+    assert sendings(errors.VersionMismatchError("other weights"), 8) == 1
+    assert sendings(errors.DeadlineExceededError("late"), 8) == 1
+    assert sendings(errors.TransientError("reset"), 8) == 8
+    assert sendings(errors.PoisonedReplyError("NaN"), 8) == 2
+    assert sendings(errors.PoisonedReplyError("NaN"), 1) == 1
+    assert sendings(errors.ThrottledError("429"), 1) == 50  # the deadline ends it
+    told = [RetryPolicy(1).delay_s(ThrottledError("429", 30.0), 1, jitter) for jitter in (0.0, 0.5, 0.999)]
+    assert told == sorted(told)
+    assert told[0] == 30.0  # never sooner, and not all at once
+    assert {each.failure_class for each in (errors.PermanentError(""), errors.TransientError(""))} == {
+        FailureClass.PERMANENT,
+        FailureClass.TRANSIENT,
+    }
+
+
+async def test_an_error_carries_what_was_sent_and_what_came_back_without_the_key() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        said = b"no such thing as sk-secret"
+        writer.write(b"HTTP/1.1 400 X\r\nContent-Length: %d\r\n\r\n" % len(said) + said)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    sent = json.dumps({"input_ids": list(range(1000)), "sampling_params": {"temperature": 0.5}, "k": "sk-secret"})
+    async with server, HttpEndpoint("teacher", url, api_key="sk-secret") as endpoint:
+        with pytest.raises(errors.PermanentError) as caught:
+            await endpoint.post(
+                "/x", sent.encode(), content_type="application/json", deadline=asyncio.get_running_loop().time() + 9
+            )
+    exchange = caught.value.exchange
+    assert exchange is not None
+    assert (exchange.endpoint, exchange.method, exchange.path, exchange.status) == (url, "POST", "/x", 400)
+    assert exchange.sent_bytes == len(sent)
+    assert exchange.sent == {
+        "input_ids": [0, 1, 2, 3, 4, 5, 6, 7, "... 1000 in all"],
+        "sampling_params": {"temperature": 0.5},
+        "k": "***",
+    }
+    assert exchange.received == "no such thing as ***"
+    assert caught.value.reworded("x").exchange == exchange
+
+
+def test_bodies_are_legible_whatever_they_are() -> None:
+    deep: Any = "bottom"
+    for _ in range(20):
+        deep = [deep]
+    assert shortened(json.dumps(deep).encode()) == [[[[[["..."]]]]]]
+    assert shortened(b"\xff\xfe\x01 text") == "\\xff\\xfe\x01 text"
+    assert shortened(b"[" * 100_000) == "[" * 500
+    assert shortened(b"") is None

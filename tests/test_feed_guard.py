@@ -1,0 +1,113 @@
+"""What must never be trained on is found at the trainer's door, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spot_async.feed_guard import WrongSupervisionError, check_feed
+from spot_async.types import SoftTargets, Supervision, WeightVersion
+
+VOCAB = 20
+LIVE = WeightVersion(0, 3)
+LOGPROBS = ("behavior_logprobs", "teacher_logprobs", "reference_logprobs")
+
+
+def check(each: Supervision, *, max_staleness: int = 0) -> None:
+    check_feed([each], vocab_size=VOCAB, live=LIVE, max_staleness=max_staleness)
+
+
+@st.composite
+def trajectories(draw: Callable[..., Any]) -> Supervision:
+    tokens, rows, k = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(1, 5))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    by_teacher = draw(st.booleans())
+
+    def logprobs() -> np.ndarray:
+        return -random.exponential(3.0, tokens).astype(np.float32)
+
+    targets = SoftTargets(
+        positions=random.integers(0, tokens, rows).astype(np.int32),
+        token_ids=random.integers(0, VOCAB, (rows, k)).astype(np.int32),  # KD names a token twice where both losses do
+        probabilities=random.dirichlet(np.ones(k), rows).astype(np.float32).reshape(rows, k),
+        weights=random.uniform(0, 1, rows).astype(np.float32),
+        offsets=random.normal(size=rows).astype(np.float32) if draw(st.booleans()) else None,
+    )
+    return Supervision(
+        prompt_ordinal=4,
+        problem_id="p4",
+        prompt_ids=random.integers(0, VOCAB, draw(st.integers(1, 5))).astype(np.int32),
+        response_ids=random.integers(0, VOCAB, tokens).astype(np.int32),
+        behavior_logprobs=logprobs(),
+        version=draw(st.sampled_from([None, LIVE])),
+        teacher_logprobs=logprobs() if by_teacher else None,
+        advantages=None if by_teacher else random.normal(size=tokens).astype(np.float32),
+        reference_logprobs=logprobs() if draw(st.booleans()) else None,
+        policy_mask=random.random(tokens) < 0.5 if draw(st.booleans()) else None,
+        soft_targets=targets if draw(st.booleans()) else None,
+    )
+
+
+@given(trajectories(), st.data())
+def test_one_wrong_number_in_any_array_is_found(good: Supervision, data: Any) -> None:
+    check(good)
+    holder = data.draw(st.sampled_from([good, good.soft_targets] if good.soft_targets is not None else [good]))
+    names = [name for name in holder.__struct_fields__ if isinstance(getattr(holder, name), np.ndarray)]
+    name = data.draw(st.sampled_from(names))
+    array = getattr(holder, name)
+    kinds = ["shorter", "other type"] + (["number"] if array.size and array.dtype.kind != "b" else [])
+    kind = data.draw(st.sampled_from(kinds))
+    if kind == "shorter" and len(array):
+        wrong = array[:-1]
+        if name == "prompt_ids" and len(array) > 1:
+            return  # a prompt may have any length
+    elif kind == "number":
+        wrong = array.copy()
+        bad = [-1, VOCAB] if array.dtype.kind == "i" else [np.nan, np.inf, -np.inf]
+        bad += [0.1, -1e21] if name in LOGPROBS else [-0.01, 1.2] if name == "probabilities" else []
+        bad += [-0.5] if name == "weights" else []
+        wrong.flat[data.draw(st.integers(0, array.size - 1))] = data.draw(st.sampled_from(bad))
+    else:
+        wrong = array.astype(np.complex64)
+    changed = msgspec.structs.replace(holder, **{name: wrong})
+    if holder is not good:
+        changed = msgspec.structs.replace(good, soft_targets=changed)
+    with pytest.raises(WrongSupervisionError, match=r"^supervision of p4 \(prompt 4\) is wrong: "):
+        check(changed)
+
+
+@pytest.mark.parametrize(
+    ("version", "max_staleness", "is_right"),
+    [
+        (WeightVersion(0, 3), 0, True),
+        (None, 0, True),
+        (WeightVersion(0, 2), 0, False),
+        (WeightVersion(0, 4), 5, False),
+        (WeightVersion(1, 3), 5, False),
+        (WeightVersion(0, 2), 1, True),
+        (WeightVersion(0, 1), 1, False),
+    ],
+)
+def test_only_weights_within_the_staleness_may_have_sampled(
+    supervision: Any, version: WeightVersion | None, max_staleness: int, is_right: bool
+) -> None:
+    each = supervision(1, 3, teacher_logprobs=None)
+    sample = msgspec.structs.replace(
+        each,
+        prompt_ids=each.prompt_ids % VOCAB,
+        response_ids=each.response_ids % VOCAB,
+        behavior_logprobs=np.minimum(each.behavior_logprobs, 0),
+        reference_logprobs=None,
+        version=version,
+    )
+    if is_right:
+        check(sample, max_staleness=max_staleness)
+        return
+    with pytest.raises(WrongSupervisionError, match=r"0\.3 are live"):
+        check(sample, max_staleness=max_staleness)

@@ -1,0 +1,123 @@
+"""A slow request is sent once more, the first answer counts, and nobody is left running."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from spot_async.actor import Stage
+from spot_async.errors import BudgetSpentError, TransientError
+from spot_async.replicas.service_pool import Errand
+from spot_async.retry import RetryPolicy
+from spot_async.simulation.virtual_time import run_on_virtual_time
+
+
+class Replica:
+    """A lease and its service at once: answers its name after a while, or fails."""
+
+    work = 0
+
+    def __init__(self, name, *outcomes):
+        self.replica = name
+        self.outcomes = list(outcomes)  # seconds, or an error after one second
+        self.cancelled = self.answered = 0
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc_info):
+        pass
+
+    async def ask(self):
+        outcome = self.outcomes.pop(0)
+        try:
+            await asyncio.sleep(1.0 if isinstance(outcome, Exception) else outcome)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(outcome, Exception):
+            raise outcome
+        self.answered += 1
+        return self.replica
+
+
+class Pool:
+    """Gives the first replica that the errand has not failed on."""
+
+    def __init__(self, *replicas, wait_s=0.0):
+        self.replicas = replicas
+        self.wait_s = wait_s
+
+    async def lease(self, errand: Errand):
+        await asyncio.sleep(self.wait_s)
+        return next((each for each in self.replicas if each.replica not in errand.failed_on), self.replicas[0])
+
+
+def ask(pool, *, after_s=3.0, timeout_s=60.0):
+    """The answer, the seconds that it took, and the stage's counters."""
+    stage = Stage(
+        "score",
+        pool,
+        concurrency=1,
+        timeout_s=timeout_s,
+        retry=RetryPolicy(1),
+        mailbox_capacity=1,
+        jitter=lambda: 0.0,
+        hedge_after_s=after_s,
+    )
+
+    async def run():
+        started = asyncio.get_running_loop().time()
+        answer = await stage.ask((0,), lambda replica, deadline: replica.ask())
+        taken_s = asyncio.get_running_loop().time() - started
+        assert len(asyncio.all_tasks()) == 1
+        assert stage.in_flight == 0
+        return answer, taken_s
+
+    return (*run_on_virtual_time(run()), stage.counters)
+
+
+def test_a_quick_answer_is_asked_for_once():
+    a, b = Replica("a", 2.0), Replica("b")
+    answer, taken_s, counters = ask(Pool(a, b))
+    assert (answer, taken_s, counters.hedged) == ("a", pytest.approx(2.0), 0)
+
+
+def test_a_slow_one_is_asked_for_elsewhere_and_given_up_once_the_second_answers():
+    a, b = Replica("a", 50.0), Replica("b", 2.0)
+    answer, taken_s, counters = ask(Pool(a, b))
+    assert (answer, taken_s, counters.hedged) == ("b", pytest.approx(5.0), 1)
+    assert (a.cancelled, counters.completed, counters.failed) == (1, 1, 0)
+
+
+def test_the_first_still_counts_when_it_is_the_first_to_answer():
+    a, b = Replica("a", 4.0), Replica("b", 10.0)
+    answer, taken_s, _ = ask(Pool(a, b))
+    assert (answer, taken_s, b.cancelled) == ("a", pytest.approx(4.0), 1)
+
+
+def test_the_only_server_is_asked_again():
+    answer, taken_s, counters = ask(Pool(Replica("a", 50.0, 1.0)))
+    assert (answer, taken_s, counters.hedged) == ("a", pytest.approx(4.0), 1)
+
+
+def test_waiting_for_a_server_is_no_slowness_of_its_own():
+    _, taken_s, counters = ask(Pool(Replica("a", 2.0), wait_s=30.0))
+    assert (taken_s, counters.hedged) == (pytest.approx(32.0), 0)
+
+
+def test_a_failure_before_the_second_is_the_requests():
+    with pytest.raises(TransientError, match="reset"):
+        ask(Pool(Replica("a", TransientError("reset")), Replica("b", 1.0)))
+
+
+@pytest.mark.parametrize("second", [TransientError("reset"), BudgetSpentError("spent")])
+def test_a_second_that_fails_or_cannot_be_paid_leaves_the_first(second):
+    answer, taken_s, _ = ask(Pool(Replica("a", 8.0), Replica("b", second)))
+    assert (answer, taken_s) == ("a", pytest.approx(8.0))
+
+
+def test_a_deadline_that_comes_first_leaves_no_second():
+    with pytest.raises(TransientError, match="no answer within 2 s"):
+        ask(Pool(Replica("a", 50.0), Replica("b", 0.1)), timeout_s=2.0)

@@ -1,0 +1,134 @@
+"""The ramp on virtual time, against servers whose capacity is known."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from spot_async.errors import BudgetSpentError, PermanentError, ThrottledError
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.tuning.measurement import Ramp
+from spot_async.tuning.mix import Request
+from spot_async.tuning.ramp import RampLimits, ramp
+
+LIMITS = RampLimits(seconds=60.0, most=256)
+SERVICE_S = {"rollout": 0.4, "probe": 0.1}
+
+
+class Server:
+    """Takes `slots` requests at a time, each for its stage's time; the others wait."""
+
+    def __init__(self, slots: int, refuse_above: int | None = None, refusal: Exception | None = None) -> None:
+        self._free = asyncio.Semaphore(slots)
+        self._refuse_above = refuse_above
+        self._refusal = refusal
+        self.in_flight = self.most_in_flight = self.sent = 0
+
+    async def answer(self, stage: str) -> int:
+        self.sent += 1
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            if self._refusal is not None and self._refuse_above is not None and self.in_flight > self._refuse_above:
+                raise self._refusal
+            async with self._free:
+                await asyncio.sleep(SERVICE_S[stage])
+            return 10
+        finally:
+            self.in_flight -= 1
+
+
+def requests(answer: Callable[[str], Awaitable[int]]) -> Iterator[Request]:
+    """One rollout to four probes."""
+    for stage in itertools.cycle(["rollout", "probe", "probe", "probe", "probe"]):
+        yield Request(stage, lambda stage=stage: answer(stage))
+
+
+def ramped(make: Callable[[], Server], limits: RampLimits = LIMITS) -> tuple[Ramp, Server]:
+    async def main() -> tuple[Ramp, Server]:
+        server = make()
+        found = await ramp("student", requests(server.answer), limits, lambda server, level: None)
+        await asyncio.sleep(0)
+        assert server.in_flight == 0, "requests were left behind"
+        return found, server
+
+    return run_on_virtual_time(main())
+
+
+@pytest.mark.parametrize("slots", [1, 3, 24, 64, 100])
+def test_the_knee_of_a_server_with_slots_is_met_within_one_level(slots):
+    found, server = ramped(lambda: Server(slots))
+    assert slots / 2 <= found.knee <= max(2, 2 * slots)
+    assert found.ended == "flat"
+    best = slots / ((0.4 + 4 * 0.1) / 5)  # requests per second
+    assert found.best == pytest.approx(best, rel=0.1)
+    for level in found.levels:  # Little's law holds of what was counted, stage by stage
+        in_flight = sum(load.busy_s for load in level.stages.values()) / level.seconds
+        assert in_flight == pytest.approx(level.concurrency, rel=0.15)
+    assert server.most_in_flight <= 256
+
+
+def test_answers_from_before_a_level_was_reached_are_left_out():
+    found, _ = ramped(lambda: Server(64))
+    alone = found.levels[0]
+    assert alone.concurrency == 1
+    assert alone.throughput == pytest.approx(1 / 0.16, rel=0.1)
+    # What other levels left in flight would be slow to answer, and make this one's latencies longer.
+    assert max(level.p95_s for level in found.levels if level.concurrency <= 32) <= 0.4 + 1e-6
+
+
+def test_a_run_that_never_has_more_in_flight_ends_the_ramp():
+    found, server = ramped(lambda: Server(1000), RampLimits(seconds=60.0, most=48))
+    assert (found.knee, found.ended, server.most_in_flight) == (48, "demand", 48)
+
+
+def test_a_429_stops_the_ramp_and_is_named():
+    found, server = ramped(lambda: Server(1000, refuse_above=20, refusal=ThrottledError("teacher: 429 slow down")))
+    assert found.ended == "throttled"
+    assert found.failure == "teacher: 429 slow down"
+    assert [level.concurrency for level in found.levels] == [1, 2, 4, 8, 16]
+    assert found.knee == 16
+    assert server.most_in_flight <= 32
+
+
+def test_a_server_that_fails_ends_its_own_ramp_only():
+    found, server = ramped(lambda: Server(1000, refuse_above=0, refusal=PermanentError("teacher: 400 bad")))
+    assert (found.ended, found.failure, found.knee) == ("failed", "teacher: 400 bad", None)
+    assert server.sent == 3
+
+
+def test_a_spent_budget_ends_the_ramp_with_what_was_measured():
+    found, _ = ramped(lambda: Server(1000, refuse_above=4, refusal=BudgetSpentError("teacher: 10 of 10 spent")))
+    assert (found.ended, found.failure, found.knee) == ("budget", "teacher: 10 of 10 spent", 4)
+
+
+def test_no_more_requests_are_sent_than_allowed():
+    found, server = ramped(lambda: Server(64), RampLimits(seconds=1e6, most=256, requests=500))
+    assert found.ended == "requests"
+    assert server.sent == found.sent == 500
+    assert found.levels
+
+
+def test_a_slow_server_is_left_when_its_time_is_over():
+    found, _ = ramped(lambda: Server(64), RampLimits(seconds=0.5, most=256))
+    assert (found.ended, found.knee) == ("time", None)
+
+
+def test_answers_that_take_no_time_need_no_ramp():
+    async def main() -> Ramp:
+        async def at_once(stage: str) -> int:
+            return 0
+
+        return await ramp("verifier", requests(at_once), RampLimits(seconds=2.0, most=64), lambda server, level: None)
+
+    found = asyncio.run(main())
+    assert (found.ended, found.knee, len(found.levels)) == ("instant", 1, 1)
+
+
+def test_a_bug_is_not_taken_for_a_failure_of_the_server():
+    with pytest.raises(ExceptionGroup) as raised:
+        ramped(lambda: Server(8, refuse_above=2, refusal=ZeroDivisionError()))
+    assert raised.group_contains(ZeroDivisionError)
