@@ -142,6 +142,7 @@ async def train(
     ledger_file = SpendingLog(directory, spending.accounts)
     backends = make_backends(config, plan, directory, spending)
     replicas = partial(replica_lines, backends.by_role())
+    screen.replicas = replicas
     watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
     lag = LoopLag()
     student = backends.student
