@@ -5,6 +5,7 @@ config.yaml              the resolved configuration; `train` reads it back
 metrics.jsonl            one line per iteration
 samples.jsonl            one line per trained trajectory: what the policy saw
 trace.json               when what ran, for ui.perfetto.dev
+spending.jsonl           what endpoints with prices were asked and paid, so far
 stall-report.txt         what the run waits for, of one that stalled or was asked
 dead_letters.jsonl       prompts given up for good, with the reason
 evaluation-*.jsonl       every judged response: before, after, and of each evaluation in between (000020)

@@ -159,7 +159,7 @@ async def train(
         stack.enter_context(watchdog)
         stack.enter_context(lag.measuring())
         phases = Phases(screen, watchdog)
-        phases.begin(f"starting {', '.join(backends.by_role())} and trainer")
+        phases.begin(f"starting {', '.join(backends.pools())} and trainer")
 
         async def run() -> TrainOutcome:
             phases.begin("checking the servers")

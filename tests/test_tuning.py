@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from spot_async.cli import app
-from spot_async.config import Config, ModelConfig, PluginSettings, SamplingConfig, StagesConfig
+from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config_loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.simulation.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.spending.account import Ledger
 from spot_async.stages import Services, Stages
 from spot_async.tuning.measurement import Level, Ramp, StageLoad
-from spot_async.tuning.mix import by_server, endless, note_requests
-from spot_async.tuning.ramp import without_limits
+from spot_async.tuning.mix import Template, by_server, endless, note_requests
+from spot_async.tuning.ramp import RampLimits, without_limits
 from spot_async.tuning.recommendation import conclude, demands, stage_limit
 from spot_async.tuning.results import Tuning, as_json, as_yaml, check_output, read_tuning
-from spot_async.tuning.running import TuneOptions, check_options, without_files
+from spot_async.tuning.running import TuneOptions, announcement, check_options, without_files
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
 ROOT = Path(__file__).parents[1]
@@ -150,13 +151,9 @@ def test_no_stage_gets_more_than_a_batch_can_ask_for_and_a_small_batch_is_warned
     assert "16 times as large" in warning
 
 
-def test_several_servers_of_a_role_take_as_much_each(monkeypatch):
-    monkeypatch.setattr(PluginSettings, "servers", lambda settings: (settings, settings))
-    assert limits(config_from(RUN), student_ramp()) == {
-        "stages.rollout.concurrency": 64,
-        "stages.candidates.concurrency": 64,
-        "stages.probe.concurrency": 64,
-    }
+def test_several_servers_of_a_role_take_as_much_each():
+    config = config_from({**RUN, "student": {"model": "s", "backend": {"kind": "local", "replicas": 2}}})
+    assert set(limits(config, student_ramp()).values()) == {64}
 
 
 @given(
@@ -267,15 +264,33 @@ def test_no_file_of_someone_else_is_written_over(tmp_path):
     check_output(config, other)
 
 
-def test_a_paid_endpoint_is_ramped_only_within_a_limit():
-    class Billed(PluginSettings):
-        requests_per_minute: float = 10.0
+PAID = {
+    "kind": "openai",
+    "url": "http://127.0.0.1:1",
+    "prices": {"prompt": 1.0, "completion": 2.0},
+}
 
-    teacher = ModelConfig.model_construct(model="t", backend=Billed(kind="billed"))
-    config = config_from(RUN).model_copy(update={"teacher": teacher})
-    with pytest.raises(ConfigError, match=r"--paid: teacher\.backend\.requests_per_minute is set"):
+
+def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs():
+    config = config_from({**RUN, "teacher": {"model": "t", "backend": PAID}})
+    with pytest.raises(ConfigError, match=r"--paid: teacher\.backend\.prices is set, so give --limit-requests"):
         check_options(config, TuneOptions(1.0, is_paid=True))
     check_options(config, TuneOptions(1.0, limit_requests=10, is_paid=True))
+    account = config.teacher.backend.open_account("teacher")  # type: ignore[union-attr]
+    assert account is not None
+    account.ledgers["teacher"] = Ledger(requests=4, money=0.5)
+    template = Template("score", next(prompts()), lambda stages: stages.rollout(), tokens=40)
+    said = announcement("teacher", [template], RampLimits(20.0, 64, requests=1000), account)
+    assert said == (
+        "teacher: score requests of 40 tokens on average, 1 to 64 at a time, 20 s at most, "
+        f"1000 requests in all at most, about 125 {account.currency}"
+    )
+
+
+def test_a_replay_has_no_teacher_to_tune():
+    config = config_from({**RUN, "teacher": {"model": "t", "cache": "scores.sqlite", "replay": True}})
+    with pytest.raises(ConfigError, match=r"set teacher\.replay=false"):
+        check_options(config, TuneOptions(1.0))
 
 
 def test_responses_of_a_tuning_are_not_saved_as_the_runs():
@@ -288,12 +303,13 @@ def test_tune_measures_real_servers_and_its_limits_train(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     output = tmp_path / "tuned.yaml"
     overrides = ["policy={kind: grpo, samples: 2}", "training.batch_size=16"]
-    arguments = ["tune", "configs/quickstart.yaml", *overrides, "--seconds", "1", "-o", str(output)]
-    outcome = CliRunner().invoke(app, arguments)
+    bounds = ["--seconds", "60", "--limit-requests", "150"]  # the second, on any machine
+    outcome = CliRunner().invoke(app, ["tune", "configs/quickstart.yaml", *overrides, *bounds, "-o", str(output)])
     assert outcome.exit_code == 0, outcome.output
     found = read_tuning(output.with_suffix(".json"))
     assert [ramp.server for ramp in found.ramps] == ["student", "verifier"]
-    assert found.ramps[0].levels
+    assert len(found.ramps[0].levels) > 2
+    assert found.ramps[0].sent <= 150
     assert found.requests_per_prompt == {"student": 2.0, "verifier": 2.0}
     assert "student: rollout requests of" in outcome.output
     assert "knee" in outcome.output

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from itertools import count
@@ -21,6 +22,7 @@ import pytest
 
 from spot_async.cli import exit_code
 from spot_async.concurrency import alongside, root_cause
+from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.config_loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError
 from spot_async.library import stages_for
@@ -95,21 +97,20 @@ class WaitingPolicy(OpdPolicy):
         return await super().supervise(prompt, stages)
 
 
-def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations=3, stage_timeout_s=FOR_EVER):
+def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations=3):
     """A run under a watchdog on virtual time; returns the orchestrator, or raises what ended the run."""
-    from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-
     context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer())
     policy, student = policy(policy.Settings(), context), SimulatedStudent(latency=Latency(base_s=10.0))
     vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    stage = StageConfig(timeout_s=stage_timeout_s)
     stages = stages_for(
         policy,
         vocabulary,
         student=student,
         verifier=SimulatedVerifier(),
         teacher=teacher or SimulatedTeacher(),
-        config=StagesConfig(rollout=stage, score=stage, candidates=stage, probe=stage, verify=stage),
+        config=StagesConfig.model_validate(
+            {name: {"timeout_s": FOR_EVER} for name in ("rollout", "score", "candidates", "probe", "verify")}
+        ),
         sampling=SamplingConfig(max_response_tokens=64),
     )
 
@@ -138,6 +139,7 @@ def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations
             watchdog.phase_began("training with opd", orchestrator)
             async with alongside(watchdog.watch):
                 await orchestrator.run()
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
         return orchestrator
 
     return run_on_virtual_time(run())
@@ -237,42 +239,59 @@ def test_every_way_to_end_has_its_code():
     assert isinstance(root_cause(bug_on_cancelling), StalledError)
 
 
-BLOCKED = """
-    import asyncio, os, sys, time
+HANGING = """
+    import asyncio, sys, time
     from pathlib import Path
+    from spot_async.cli import hung
+    from spot_async.concurrency import alongside
     from spot_async.processes import ChildProcess, exit_with_parent
+    from spot_async.run_directory import RunDirectory
     from spot_async.watchdog import monitor
     from spot_async.watchdog.limits import SilenceLimits
+
+    async def main(how, folder):
+        child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")
+        monitor.BEAT_S, monitor.BLOCKED_AFTER_S, monitor.COME_DOWN_S = 0.1, 0.3, 0.5
+        print(child.pid, flush=True)
+        with monitor.Watchdog(SilenceLimits(*[1.0] * 5), folder, exit_process=hung(RunDirectory(folder))) as watchdog:
+            async with alongside(watchdog.watch):
+                await how()
+
+    async def block_the_loop():
+        time.sleep(1000)
+
+    async def refuse_to_end():
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
 
     if sys.argv[1] == "child":
         exit_with_parent()
         time.sleep(1000)
-
-    async def main(folder):
-        child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")
-        monitor.BEAT_S, monitor.BLOCKED_AFTER_S = 0.1, 0.3
-        exit_process = lambda message: (os.write(2, message.encode()), os._exit(3))
-        with monitor.Watchdog(SilenceLimits(*[1.0] * 5), folder, exit_process=exit_process) as watchdog:
-            print(child.pid, flush=True)
-            block_the_loop()
-
-    def block_the_loop():
-        time.sleep(1000)
-
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(globals()[sys.argv[1]], Path(sys.argv[2])))
 """
 
 
-def test_a_blocked_event_loop_ends_the_process_and_its_children(tmp_path):
-    script = tmp_path / "blocked.py"
-    script.write_text(textwrap.dedent(BLOCKED))
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("how", "culprit"),
+    [
+        ("block_the_loop", r"the event loop is blocked at .*hanging.py:\d+ in block_the_loop"),
+        ("refuse_to_end", "start"),
+    ],
+)
+def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how, culprit):
+    script = tmp_path / "hanging.py"
+    script.write_text(textwrap.dedent(HANGING))
+    done = subprocess.run([sys.executable, script, how, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
-    assert "the event loop is blocked at" in done.stderr
-    assert "in block_the_loop" in done.stderr
+    line, saved = done.stderr.splitlines()
+    assert re.match(rf"error: the run stalled: nothing was committed for \d+ s, and {culprit}", line)
+    assert saved.startswith("nothing was trained yet")
     report = (tmp_path / "stall-report.txt").read_text()
-    assert 'blocked.py", line' in report.split("Threads")[1]
-    assert "child" in report.split("Processes below this one")[1]
+    assert "hanging.py child" in report.split("Processes below this one")[1]
+    assert 'hanging.py", line' in report.split("Threads")[1]
     end = time.monotonic() + 10
     while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < end:
         time.sleep(0.05)

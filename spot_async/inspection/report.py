@@ -28,6 +28,7 @@ from spot_async.inspection.totals import (
     total,
 )
 from spot_async.inspection.view import visible
+from spot_async.spending.records import spending_words
 
 LENGTH_BINS = 16
 TOP_TOKENS = 14
@@ -84,6 +85,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         response_section(rows, statistics),
         time_section(rows, config),
         optimiser_section(rows),
+        spending_section(rows),
         *more,
     )
     return Report(
@@ -211,6 +213,24 @@ def optimiser_section(rows: Rows) -> Section:
     )  # fmt: skip
 
 
+def spending_section(rows: Rows) -> Section:
+    """What endpoints with prices were paid, and what the score cache saved."""
+    paid = {name.split("/")[1]: name for row in rows for name in row if name.endswith("/total_money")}
+    unknown = {role: f"spending/{role}/unknown" for role in paid}
+    hits = {"kept already": "score_cache/hits", "asked for": "score_cache/misses"}
+    return Section(
+        "Spending",
+        _present(
+            ("Money spent", "For answers, since the start of the run.", _lines(rows, paid, from_zero=True)),
+            ("Requests without an answer", "Of each iteration: billed or not, which only the provider knows.",
+             _lines(rows, unknown, from_zero=True) if any(row.get(name) for row in rows for name in unknown.values())
+             else None),
+            ("Teacher scores", "By iteration: those that the cache had, and those that were asked for.",
+             _lines(rows, hits, from_zero=True)),
+        ),
+    )  # fmt: skip
+
+
 def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
     """Response lengths of the first and last third of the iterations; of all when there are fewer than three."""
     if not lengths:
@@ -265,6 +285,8 @@ def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | No
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,
+        **{f"{role} spent": spending_words(spent) for role, spent in (summary or {}).get("spending", {}).items()},
+        "ended early": (summary or {}).get("ended_early"),
     }
     return tuple((name, visible(str(value))) for name, value in found.items() if value is not None)
 

@@ -81,9 +81,9 @@ def terminal_tables(tuning: Tuning) -> list[Table]:
 
 
 def tuning_section(tuning: Tuning) -> Section:
-    """Throughput and latency against concurrency, two plots a server; the knee is a vertical line."""
+    """Throughput and latency against concurrency, of servers that a limit matters to; the knee is a vertical line."""
     plots: list[Plot] = []
-    for ramp in tuning.ramps:
+    for ramp in (each for each in tuning.ramps if each.ended != "instant"):
         rates = [(float(level.concurrency), level.throughput) for level in ramp.levels]
         halves, most = (
             [(float(level.concurrency), getattr(level, name)) for level in ramp.levels] for name in ("p50_s", "p95_s")

@@ -243,7 +243,7 @@ class HeldLease(Generic[B]):
         self.errand = errand
         self.granted_s = now_s
         self.is_request = is_request
-        self.work = 1
+        self.work = errand.tokens
         self._replica = replica
         self._released = released
         self._reason: str | None = None

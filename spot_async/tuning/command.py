@@ -50,5 +50,6 @@ def run(
     for line in tuning.advice:
         screen.print(Text(line), soft_wrap=True)
     write(tuning, source, output, list(overrides), tuning_page(tuning, source.stem))
-    screen.print(Text(f"to train with these limits: spot-async train {' '.join([str(output), *overrides])}"))
-    screen.print(Text(f"page: {output.with_suffix('.html')}"))
+    train = " ".join(["spot-async train", str(output), *overrides])
+    screen.print(Text(f"to train with these limits: {train}"), soft_wrap=True)
+    screen.print(Text(f"page: {output.with_suffix('.html')}"), soft_wrap=True)

@@ -8,7 +8,7 @@ limits should be.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from spot_async.diagnosis import diagnose
 from spot_async.errors import ConfigError
 from spot_async.initial_weights import send_initial_weights
 from spot_async.preflight import TrainPlan
-from spot_async.protocols import Verifier
+from spot_async.protocols import Billed, Verifier
 from spot_async.run_directory import RunDirectory
 from spot_async.runtime import Backends, make_stages, running, watched
 from spot_async.seeds import derive_seed
 from spot_async.servers import backend_factories
+from spot_async.spending.account import Account
 from spot_async.stages import STAGE_SERVERS, Stages
 from spot_async.tuning.measurement import Level, Ramp
 from spot_async.tuning.mix import Template, by_server, endless, note_requests
@@ -63,7 +64,9 @@ def paid_keys(config: Config) -> dict[str, list[str]]:
 
 
 def check_options(config: Config, options: TuneOptions) -> None:
-    """Raises ConfigError for a ramp of a paid endpoint that nothing bounds."""
+    """Raises ConfigError for a run that asks no teacher, and for a ramp of a paid endpoint that nothing bounds."""
+    if config.teacher is not None and config.teacher.replay:
+        raise ConfigError("teacher.replay: a replay asks no teacher, so none can be tuned; set teacher.replay=false")
     if options.is_paid and options.limit_requests is None and (paid := paid_keys(config)):
         key = next(iter(paid.values()))[0]
         raise ConfigError(f"--paid: {key} is set, so give --limit-requests too: nothing else bounds what is spent")
@@ -87,13 +90,18 @@ async def tune(
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
     servers = list(backends.by_role().values())
+    accounts = {role: each.account for role, each in backends.by_role().items() if isinstance(each, Billed)}
 
     async def measure() -> Tuning:
         diagnosis = await diagnose(config, plan, backends.by_role())
         diagnosis.raise_if_unsafe()
         stages.capabilities = diagnosis.capabilities
         await send_initial_weights(config.student, backends.student, stages.capabilities["student"], tell)
-        return await _measure(config, plan, stages, options, tell, on_level)
+        tuning = await _measure(config, plan, stages, options, accounts, tell, on_level)
+        for role, account in accounts.items():
+            if account.prices is not None:
+                tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
+        return tuning
 
     async with running(*servers, verifier):
         return await watched(measure(), [each.watch for each in servers])
@@ -104,6 +112,7 @@ async def _measure(
     plan: TrainPlan,
     stages: Stages,
     options: TuneOptions,
+    accounts: Mapping[str, Account],
     tell: Callable[[str], None],
     on_level: Callable[[str, Level], None],
 ) -> Tuning:
@@ -121,7 +130,7 @@ async def _measure(
             tell(skipped[-1])
             continue
         limits = RampLimits(options.seconds, _most(config, plan, own), options.limit_requests)
-        tell(announcement(server, own, limits))
+        tell(announcement(server, own, limits, accounts.get(server)))
         requests = endless(own, stages, schedule, derive_seed(config.run.seed, "tune", server))
         ramps.append(await ramp(server, requests, limits, on_level))
     per_prompt = {server: len(own) / len(prompts) for server, own in templates.items()}
@@ -138,17 +147,25 @@ async def _measure(
     )
 
 
-def announcement(server: str, templates: list[Template], limits: RampLimits) -> str:
-    """What a ramp is going to send."""
+def announcement(server: str, templates: Sequence[Template], limits: RampLimits, account: Account | None) -> str:
+    """What a ramp is going to send, and what that costs if its requests cost what those so far did."""
     names = {template.stage for template in templates}
     stages = ", ".join(stage for stage in STAGE_SERVERS if stage in names)
     tokens = sum(template.tokens for template in templates) / len(templates)
-    bound = "" if limits.requests is None else f", {limits.requests} requests in all at most"
-    of_tokens = f" of {tokens:.0f} tokens on average" if tokens else ""
-    return f"{server}: {stages} requests{of_tokens}, 1 to {limits.most} at a time, {limits.seconds:g} s at most{bound}"
+    parts = [
+        f"{server}: {stages} requests" + (f" of {tokens:.0f} tokens on average" if tokens else ""),
+        f"1 to {limits.most} at a time",
+        f"{limits.seconds:g} s at most",
+    ]
+    if limits.requests is not None:
+        parts.append(f"{limits.requests} requests in all at most")
+        if account is not None and account.prices is not None and account.total.requests:
+            each = account.total.money / account.total.requests
+            parts.append(f"about {limits.requests * each:.4g} {account.currency}")
+    return ", ".join(parts)
 
 
-def _most(config: Config, plan: TrainPlan, templates: list[Template]) -> int:
+def _most(config: Config, plan: TrainPlan, templates: Sequence[Template]) -> int:
     """Requests that the run can have at this server at a time."""
     asked = demands(config, plan.policy.needs)
     return sum(asked[stage] for stage in {template.stage for template in templates})

@@ -109,10 +109,15 @@ def start_vllm(vllm_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFac
 
     @contextmanager
     def start(
-        model: Path, *arguments: str, max_logprobs: int = 64, takes_weights: bool = True, scale_out: bool = True
+        model: Path,
+        *arguments: str,
+        max_logprobs: int = 64,
+        takes_weights: bool = True,
+        scale_out: bool = True,
+        port: int | None = None,
     ) -> Iterator[RunningServer]:
         settings = vllm_launch.model_copy(update={"arguments": [*VLLM_ARGUMENTS, *arguments]})
-        port = free_port()
+        port = port or free_port()
         command = vllm_command(settings, model, port, max_logprobs=max_logprobs, takes_weights=takes_weights)
         argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
         log_path = tmp_path_factory.mktemp("vllm") / "log"
@@ -134,9 +139,9 @@ def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPat
     """`start_sglang(model, *arguments)`: an SGLang server until the context ends, by the adapter's own command."""
 
     @contextmanager
-    def start(model: Path, *arguments: str) -> Iterator[RunningServer]:
+    def start(model: Path, *arguments: str, port: int | None = None) -> Iterator[RunningServer]:
         settings = sglang_launch.model_copy(update={"arguments": [*SGLANG_ARGUMENTS, *arguments]})
-        port = free_port()
+        port = port or free_port()
         command = sglang_command(settings, model, port)
         log_path = tmp_path_factory.mktemp("sglang") / "log"
         with run_server(

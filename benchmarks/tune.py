@@ -1,0 +1,111 @@
+"""What `spot-async tune` is worth on the quickstart: strict iterations with its limits against the configured ones.
+
+    python benchmarks/tune.py
+
+First the command itself, as a user types it. Then pairs of strict SPOT iterations up to their batch (64 prompts, every
+stage, real student and teacher servers, training left out), one with the configuration's limits and one with those that
+tune wrote, in turns about which comes first; ratios are taken within a pair. Limits are there to keep servers busy
+and no more: where the configured ones already do, a ratio of 1 with less waiting at the servers is all there is to win.
+Wall times need two idle cores; the last column, CPU of all processes, says more on a machine that others use too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+from overlap import measured
+from pipeline import EXAMPLE, make_orchestrator
+from report import show, spread
+
+from spot_async.backends.local import LocalBackend
+from spot_async.config import StagesConfig
+from spot_async.config_loading import load_config
+from spot_async.memory import tune_gc
+from spot_async.stages import Services
+from spot_async.tuning.results import Tuning, read_tuning
+from spot_async.verification.boxed_match import BoxedMatch
+
+CONFIG = "configs/quickstart.yaml"
+ROOT = Path(__file__).parent.parent
+
+
+def tuned(directory: Path, seconds: float) -> tuple[Tuning, StagesConfig]:
+    """Run the command; what it found, and the limits it wrote."""
+    output = directory / "quickstart.tuned.yaml"
+    command = [sys.executable, "-m", "spot_async", "tune", CONFIG, "--seconds", f"{seconds:g}", "-o", str(output)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    os.chdir(ROOT)  # paths in the configuration count from there
+    return read_tuning(output.with_suffix(".json")), load_config(output).stages
+
+
+async def measure(
+    pairs: int, directory: Path, limits: dict[str, StagesConfig]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Wall and CPU seconds of an iteration, by whose limits it had; one entry a pair."""
+    wall: dict[str, list[float]] = {name: [] for name in limits}
+    cpu: dict[str, list[float]] = {name: [] for name in limits}
+    async with AsyncExitStack() as stack:
+        student, teacher = servers = [
+            await stack.enter_async_context(
+                LocalBackend(LocalBackend.Settings(), role=role, model=str(EXAMPLE / role), run_directory=directory)
+            )
+            for role in ("student", "teacher")
+        ]
+        verifier = BoxedMatch(BoxedMatch.Settings())
+        services = Services(generator=student, scorer=teacher, candidate_scorer=student, verifier=verifier)
+        for pair in range(pairs + 1):
+            for name in sorted(limits, reverse=bool(pair % 2)):
+                orchestrator = make_orchestrator(
+                    services, limits[name], batch_size=64, iterations=1, max_response_tokens=160
+                )
+                tune_gc()  # as a run does before its first iteration
+                wall_s, cpu_s = await measured(orchestrator.run(), servers)
+                if pair:  # the first one opens connections and grows buffers
+                    wall[name].append(wall_s)
+                    cpu[name].append(sum(cpu_s))
+    return wall, cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Strict iterations with the limits of `tune` against the defaults.")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each server, as of `spot-async tune`")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "logs").mkdir()
+        found, recommended = tuned(directory, arguments.seconds)
+        configured = load_config(Path(CONFIG)).stages
+        limits = {"configured": configured, "recommended": recommended}
+        wall, cpu = asyncio.run(measure(arguments.pairs, directory, limits))
+    ratios = np.array(wall["recommended"]) / np.array(wall["configured"])
+    quarter, ratio, three_quarters = np.quantile(ratios, [0.25, 0.5, 0.75])
+    show(
+        "limits, requests in flight",
+        ["key", "configured", "recommended"],
+        [[each.key, str(each.configured), str(each.recommended)] for each in found.recommendations],
+    )
+    show(
+        f"one strict iteration of 64 prompts up to its batch, {arguments.pairs} pairs",
+        ["limits", "seconds", "x configured", "CPU seconds"],
+        [
+            [name, spread(wall[name]), spread(list(np.array(wall[name]) / wall["configured"])), spread(cpu[name])]
+            for name in limits
+        ],
+        [
+            f"recommended over configured: {ratio:.2f}, middle half {quarter:.2f}..{three_quarters:.2f}",
+            f"load of the machine in the last minute: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
