@@ -15,14 +15,21 @@ from typing import Generic
 import structlog
 
 from spot_async.config import ServingConfig
-from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError, SpotError, StorageError
+from spot_async.errors import (
+    DeadlineExceededError,
+    ProcessDiedError,
+    RequestError,
+    ServerRestartedError,
+    SpotError,
+    StorageError,
+)
 from spot_async.protocols import HealthCheck
 from spot_async.replicas.capabilities import MODEL, check_same
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, Replica, Report, Trouble
 from spot_async.replicas.weights import Weights
 
-PING_TIMEOUT_S = 10.0  # of a machine that swaps, too
+LONGEST_PING_S = 10.0  # for a machine that swaps
 PING_INTERVAL_S = 1.0
 LONGEST_PAUSE_S = 30.0  # between attempts to enter it
 RESTARTS_WITHIN_S = 3600.0
@@ -88,7 +95,8 @@ class Supervisor(Generic[B]):
             if connections_failed and life.failed_trial:
                 error = error or self._replica.last_error
             if error is not None:
-                self._replica.report(Trouble.SILENT, error)
+                is_other = isinstance(error, ServerRestartedError)
+                self._replica.report(Trouble.RESTARTED if is_other else Trouble.SILENT, error)
                 return
             self._replica.pinged(_now_s())
             if life.state is State.SUSPECT:
@@ -102,7 +110,7 @@ class Supervisor(Generic[B]):
         if not isinstance(backend, HealthCheck):
             return None if unknown_is_well else self._replica.last_error
         try:
-            await backend.ping(deadline=_now_s() + PING_TIMEOUT_S)
+            await backend.ping(deadline=_now_s() + min(LONGEST_PING_S, self._serving.stall_s))
         except RequestError as error:
             return error
         return None
