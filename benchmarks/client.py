@@ -30,6 +30,7 @@ from report import show
 from scoring import measure_scoring
 
 from spot_async import wire
+from spot_async.backends.held_weights import HeldWeights
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.local import LocalBackend
 from spot_async.config import StageConfig, StagesConfig
@@ -86,6 +87,7 @@ async def make_backend(stack: AsyncExitStack, uds: str, directory: Path) -> Loca
         candidate_logprobs="batched",
         weight_update=True,
     )
+    backend._held = HeldWeights("student")
     return backend
 
 
