@@ -24,6 +24,7 @@ import numpy as np
 from pipeline import EXAMPLE
 from report import show
 
+from spot_async.backends.limits import Limits
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.openai_dialect import COMPLETIONS
 from spot_async.backends.openai_dialect import Dialect as OpenAIDialect
@@ -32,7 +33,7 @@ from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm_probes import Found
 from spot_async.backends.vllm_replies import CompletionsRoute, GenerateRoute
 from spot_async.protocols import Scorer
-from spot_async.types import Capabilities
+from spot_async.types import Capabilities, Traffic
 
 VOCAB = 151_936
 PROMPT_TOKENS = 512
@@ -64,6 +65,7 @@ class Canned:
     """An endpoint without a network."""
 
     def __init__(self, reply: bytes) -> None:
+        self.traffic = Traffic()
         self._reply = reply
 
     async def post(self, path: str, body: bytes, **_: Any) -> bytes:
@@ -201,6 +203,7 @@ async def sglang(stack: AsyncExitStack, url: str) -> Backend:
     backend = SglangBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
     await stack.enter_async_context(backend._server)
     backend._vocab_size = VOCAB
+    backend._limits = Limits("teacher", VOCAB, PROMPT_TOKENS + POSITIONS + 1, VOCAB, "")
     backend._capabilities = Capabilities(
         model="",
         vocab_size=VOCAB,
