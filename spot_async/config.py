@@ -26,6 +26,10 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+Thinking = Annotated[
+    bool | None,
+    Field(description="`enable_thinking` for chat templates that know it; `null` leaves it to the template's default"),
+]
 
 
 class Section(BaseModel):
@@ -267,14 +271,22 @@ class PromptConfig(Section):
 
     instruction: str = Field(
         "Please reason step by step, and put your final answer within \\boxed{}.",
-        description="appended to the problem after a blank; empty for none",
+        description="appended to the problem; empty for none",
     )
-    template: Literal["teacher", "student"] = Field(
-        "teacher", description="whose chat template renders training prompts"
+    separator: str = Field(" ", description="between the problem and the instruction")
+    template: str = Field(
+        "teacher",
+        pattern=r"^(teacher|student|.+\.jinja)$",
+        description="whose chat template renders training prompts: `teacher`, `student`, or a Jinja file's path",
     )
-    template_arguments: dict[str, bool | int | str] = Field(
-        {"enable_thinking": False}, description="extra variables for the chat template"
-    )
+    thinking: Thinking = False
+    template_arguments: dict[str, bool | int | str] = Field({}, description="extra variables for the chat template")
+
+    @pydantic.model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        if "enable_thinking" in self.template_arguments:
+            raise ValueError("template_arguments.enable_thinking is what thinking sets: remove it")
+        return self
 
 
 class SamplingConfig(Section):
@@ -395,6 +407,7 @@ class EvaluationConfig(Section):
     """Figures on problems that are not trained on."""
 
     problems: ProblemSetConfig = Field(description="held-out problems")
+    thinking: Thinking = False
     samples: PositiveInt = Field(8, description="responses per problem: the k of Avg@k and Pass@k")
     eval_every: int = Field(
         0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 is off"

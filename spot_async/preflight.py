@@ -103,7 +103,8 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
     config.student.backend.check_machine("student.backend")
     silence_limits(config, PolicyNeeds())
     problems = load_problem_set(config.evaluation.problems, "evaluation.problems").problems
-    renderer = PromptRenderer(student.vocabulary, config.prompt)
+    native = {"template": "student", "thinking": config.evaluation.thinking}
+    renderer = PromptRenderer(student.vocabulary, config.prompt.model_copy(update=native))
     room = student.max_context_tokens - config.evaluation.max_response_tokens
     sources = render_all(problems, renderer, room)
     if len(sources) < len(problems):
@@ -306,7 +307,8 @@ def sleeps_while_training(model: ModelConfig) -> bool:
 
 
 def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
-    if config.prompt.template == "student":
+    """Whose tokenizer renders training prompts; a Jinja file is rendered with the student's."""
+    if config.prompt.template != "teacher":
         return student
     if teacher is None:
         raise ConfigError("prompt.template=teacher: the run has no teacher section; set prompt.template=student")
