@@ -20,16 +20,17 @@ from pydantic import Field
 
 from spot_async.concurrency import gather
 from spot_async.config import OneOrMore
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError
 from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
 
 from .connection import Url
 from .openai_billing import request_size
 from .openai_chat import ChatReply, user_message
-from .openai_dialect import CHAT, COMPLETIONS, PROBE_TEXT, Dialect, probe, read_error
+from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, probe, read_error
 from .openai_replies import (
     Completion,
     PromptRows,
+    check_not_aborted,
     echoed_rows,
     generation,
     no_scores,
@@ -47,6 +48,8 @@ from .token_texts import UNKNOWN, TokenTexts
 
 DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get tighter with every one
 NOISE_READINGS = 3  # beside each other
+SEEDED_TOKENS = 12
+UNAVAILABLE = 503
 HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
     "skip_reading_prefix_cache": "vLLM ends when it scores a prompt that is in its cache",
     "logprob_token_ids": "vLLM gives the requests beside it wrong log-probabilities",
@@ -57,7 +60,7 @@ _chat_reply = msgspec.json.Decoder(ChatReply)
 
 
 class OpenAIBackend(RemoteBackend):
-    """A `Generator` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
+    """A `Generator`, a `HealthCheck` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
 
     class Settings(AttachedSettings):
         kind: Literal["openai"] = "openai"
@@ -114,6 +117,15 @@ class OpenAIBackend(RemoteBackend):
 
     async def watch(self) -> None:
         await self._server.watch()
+
+    async def ping(self, *, deadline: float) -> None:
+        """What costs nothing: the list of models, and any refusal but "unavailable". An endpoint whose front answers
+        for an engine that does not is found by the requests' own deadlines only."""
+        try:
+            await self._server.endpoint.get(MODELS, deadline=deadline)
+        except (PermanentError, ThrottledError) as error:
+            if error.exchange is not None and error.exchange.status == UNAVAILABLE:
+                raise
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         async with self._finding:
@@ -185,11 +197,29 @@ class OpenAIBackend(RemoteBackend):
             every_position=dialect.token_id_prompts and not dialect.keyed_by_text,
             abort=False,  # what an unknown server does with a request that nobody waits for is its own affair
             sampled_token_ids=dialect.sampled_token_ids,
+            seeds=dialect.sampled_token_ids and await self._honours_seeds(np.array(ids, dtype=np.int32), deadline),
             logprob_noise_nats=self._noise_nats,
             score_temperature=dialect.score_temperature,
             generation_temperature=dialect.generation_temperature,
             server=dialect.description,
         )
+
+    async def _honours_seeds(self, ids: IntArray, deadline: float) -> bool:
+        """Whether a seed decides the tokens: SGLang takes seeds and, unless told otherwise, ignores them."""
+        ends = tuple(self._files.vocabulary.end_token_ids)
+
+        async def sample(seed: int) -> list[int]:
+            sampling = SamplingSettings(max_tokens=SEEDED_TOKENS, stop_token_ids=ends, seed=seed)
+            reply = await when_free(lambda: self._complete(ids, sampling, 0, deadline), deadline)
+            tokens: list[int] = reply.token_ids.tolist()
+            return tokens
+
+        try:
+            first, *others = await gather(sample(seed) for seed in range(3))
+            again = await sample(0)
+        except (PermanentError, PoisonedReplyError):  # such as an end token of its own
+            return False
+        return first == again and any(other != first for other in others)
 
     async def _measure_noise(self, ids: IntArray, deadline: float) -> float:
         """Of readings of one text, alone and beside each other, nats."""
@@ -244,6 +274,7 @@ class OpenAIBackend(RemoteBackend):
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
         """Rows of the prompt that was sent as `sent_ids`, or as text."""
         dialect, choice = self._dialect, reply.only
+        check_not_aborted(self._role, choice.finish_reason)
         if dialect.scoring == "prompt_logprobs":
             return prompt_rows(choice, sent_ids)
         tokens = None if sent_ids is None else len(sent_ids)

@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -52,6 +52,7 @@ class OpenRequest:
 
     errand: Errand
     asked_s: float
+    work: Callable[[Any], int] | None = None  # in tokens, that its result amounts to
     started_s: float | None = None  # its first lease was granted
     deadline: float = 0.0
     attempts: int = 0  # sendings so far
@@ -116,15 +117,17 @@ class Stage(Generic[S]):
         *,
         session: str | None = None,
         tokens: int = 0,
+        work: Callable[[T], int] | None = None,
     ) -> T:
         """Run `request(service, deadline)` when its turn comes and a server can take it.
 
         Requests of one `session` share a prefix, and go to the server that holds it where possible. `tokens` is what
-        the request may take of a token limit: an upper bound. Raises what the request raised once retries are used up,
-        `DeadlineExceededError` at the deadline.
+        the request may take of a token limit: an upper bound. `work` says what its result amounted to, in tokens, where
+        `tokens` says something else. Raises what the request raised once retries are used up, `DeadlineExceededError`
+        at the deadline.
         """
         self._askers[priority[0]] += 1
-        this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time())
+        this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time(), work)
         self.open.add(this)
         try:
             return await self._serve(this, request)
@@ -200,7 +203,10 @@ class Stage(Generic[S]):
         lease = await self._lease(this)
         async with lease as service:
             leased(lease)
-            return await self._send(request, service, this.deadline)
+            result = await self._send(request, service, this.deadline)
+            if this.work is not None:
+                lease.work = this.work(result)
+            return result
 
     async def _lease(self, this: OpenRequest) -> Lease[S]:
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""

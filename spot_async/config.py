@@ -396,6 +396,12 @@ class StagesConfig(Section):
     teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
     reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
 
+    @pydantic.field_validator("score", mode="before")
+    @classmethod
+    def _plain_score(cls, value: Any) -> Any:
+        """Programs may give all stages the same section."""
+        return ScoreStageConfig(**value.model_dump()) if type(value) is StageConfig else value
+
 
 class EvaluationConfig(Section):
     """Figures on problems that are not trained on."""

@@ -306,6 +306,7 @@ class BoundStages:
             ),
             session=self._session,
             tokens=len(prefix_ids) + settings.max_tokens,
+            work=_tokens_generated,
         )
         self._stages.tokens_generated += len(generation.token_ids)
         return generation
@@ -364,6 +365,10 @@ def _scoring_positions(scorer: Scorer) -> PositionScorer:
     if not isinstance(scorer, PositionScorer):
         raise LookupError("the policy asks the teacher for single positions, which its backend does not offer")
     return scorer
+
+
+def _tokens_generated(generation: Generation) -> int:
+    return len(generation.token_ids)
 
 
 @functools.cache

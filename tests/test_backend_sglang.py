@@ -20,6 +20,7 @@ import pytest
 
 from spot_async.backends.held_weights import WeightNames
 from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.limits import Limits
 from spot_async.backends.probing import LEAST_NOISE_NATS, differences, noise_nats, temperature_convention
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang_checks import check_ready, check_vocabulary
@@ -131,7 +132,10 @@ def test_chosen_tokens_come_in_the_order_that_they_were_asked_for_in() -> None:
 
 
 def test_a_response_that_saw_an_update_says_which_weights_sampled_each_token() -> None:
-    generation = run_at_once(read_generation(recorded_bytes("two versions"), NAMES, top_k=0))
+    names = WeightNames("student", is_student=True)
+    sent = names.now()
+    with names.updating(V1):
+        generation = run_at_once(read_generation(recorded_bytes("two versions"), sent, top_k=0))
     assert generation.version_spans == (VersionSpan(0, 4, V0), VersionSpan(4, 8, V1))
 
 
@@ -292,6 +296,7 @@ async def connected(
         exact_entropy=False, candidate_logprobs="single", weight_update=True,
         generation_temperature=generation_temperature,
     )  # fmt: skip
+    backend._limits = Limits("student", VOCAB, 100, VOCAB, "--context-length")
     async with server, backend._server:
         yield backend, stand_in
 
@@ -576,6 +581,25 @@ async def test_a_student_that_was_restarted_after_an_update_is_no_student_of_thi
         await backend.update_weights(WeightSnapshot(directory=str(model), version=V1), deadline=soon())
         with pytest.raises(ServerRestartedError, match=r"calls its weights 'default'.*was it restarted"):
             await backend.generate(PROMPT, sampling, deadline=soon())
+
+
+async def test_a_ping_asks_the_scheduler_and_which_weights_there_are(model: Path, tmp_path: Path) -> None:
+    lives = {"server_info": ok(version="0.5.23"), "ready": [(200, b"")], "model_info": ok(weight_version="default")}
+    async with connected(model, tmp_path, **lives) as (backend, stand_in):
+        backend._names.start("default")
+        await backend.ping(deadline=soon())
+        assert stand_in.paths == ["/server_info", "/ready", "/model_info"]
+        stand_in.replies["/ready"] = [(503, b"")]
+        with pytest.raises(TransientError, match="the server is paused, but not by this run"):
+            await backend.ping(deadline=soon())
+        stand_in.replies["/ready"] = [(404, b"{}")]  # older servers do not know it
+        await backend.ping(deadline=soon())
+        stand_in.replies["/model_info"] = ok(weight_version="0.3")
+        with pytest.raises(ServerRestartedError, match=r"holds weights 0\.3 and was last given 0\.0"):
+            await backend.ping(deadline=soon())
+        stand_in.replies["/server_info"] = [(0, b"")]  # frozen: the process in front still answers all the others
+        with pytest.raises(DeadlineExceededError):
+            await backend.ping(deadline=soon(0.2))
 
 
 class Sender:

@@ -63,8 +63,12 @@ def table_of(route: Dialect, reply: Any, width: int) -> Table:
     return run_at_once(read_table(answer.token_rows, route.read_row, width=width))
 
 
-def soon() -> float:
-    return asyncio.get_running_loop().time() + 60.0
+def soon(seconds: float = 60.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+class Raw(str):
+    """A reply that is no JSON."""
 
 
 def as_before_0_32(reply: Any) -> Any:
@@ -177,6 +181,8 @@ class StandIn:
         self.broken: set[str] = set()  # every answer
         self.held = asyncio.Event()
         self.hold: str | None = None
+        self.answers_developers = True
+        self.metrics: list[str] = []
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         missing = (404, {"detail": "Not Found"})
@@ -190,7 +196,9 @@ class StandIn:
             ),
             "/update_weight_version": lambda: self.rename(body["new_version"]),
             "/reset_prefix_cache": lambda: (200, {"success": True}),
-            "/is_paused": lambda: (200, {"is_paused": self.paused}),
+            "/is_paused": lambda: (200, {"is_paused": self.paused}) if self.answers_developers else missing,
+            "/metrics": lambda: (200, Raw(self.metrics.pop(0) if self.metrics else "")),
+            "/health": lambda: (200, {}),
             "/pause?mode=keep": lambda: self.pause(True),
             "/collective_rpc": lambda: (200, {"results": [None]}),
             "/resume": lambda: self.pause(False),
@@ -272,7 +280,7 @@ class StandIn:
                 if path == self.hold:  # done, but the answer never comes
                     self.held.set()
                     await asyncio.sleep(3600.0)
-                content = json.dumps(reply).encode()
+                content = reply.encode() if isinstance(reply, Raw) else json.dumps(reply).encode()
                 writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -363,6 +371,52 @@ async def test_weights_that_this_run_never_sent_are_noticed(connect: Connect) ->
         stand_in.weights = str(V0)  # as after an update by another run
         with pytest.raises(ServerRestartedError, match=r"holds weights 0\.0 and was last given 0\.1"):
             await backend.generate(PROMPT, sampling, deadline=soon())
+
+
+async def test_a_ping_asks_the_engine_which_weights_it_has(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        await backend.ping(deadline=soon())
+        assert stand_in.calls == ["/is_paused", "/weight_info"]  # no token, and no wait for a place
+        stand_in.paused = True
+        with pytest.raises(TransientError, match="the server is paused, but not by this run"):
+            await backend.ping(deadline=soon())
+        stand_in.paused = False
+        await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V1), deadline=soon())
+        await backend.ping(deadline=soon())
+        stand_in.weights = "default"
+        with pytest.raises(ServerRestartedError, match="'default', which this run never sent"):
+            await backend.ping(deadline=soon())
+
+
+async def test_a_ping_during_an_update_leaves_the_engine_alone(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.hold = "/collective_rpc"
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        async with asyncio.TaskGroup() as group:
+            updating = group.create_task(backend.update_weights(snapshot, deadline=soon()))
+            await stand_in.held.wait()
+            stand_in.calls.clear()
+            await backend.ping(deadline=soon())
+            assert stand_in.calls == ["/health"]
+            stand_in.hold = None
+            updating.cancel()
+
+
+async def test_without_developer_mode_a_ping_is_a_token_or_signs_of_work(connect: Connect) -> None:
+    def counted(read: float, sampled: float) -> str:
+        name = '_tokens_total{engine="0",model_name="m"}'
+        return f"vllm:prompt{name} {read}\nvllm:generation{name} {sampled}\nvllm:other_total 3.0\n"
+
+    async with connect("teacher") as (backend, stand_in):
+        stand_in.answers_developers = False
+        await backend.ping(deadline=soon())
+        assert stand_in.calls == ["/is_paused", "/metrics", "/inference/v1/generate"]
+        stand_in.hold = "/inference/v1/generate"  # all places are taken
+        stand_in.metrics = [counted(7.0, 1.0), counted(7.0, 2.0)]
+        await backend.ping(deadline=soon(0.4))
+        stand_in.metrics = [counted(7.0, 2.0), counted(7.0, 2.0)]
+        with pytest.raises(DeadlineExceededError):
+            await backend.ping(deadline=soon(0.4))
 
 
 UPDATE = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/weight_info"]

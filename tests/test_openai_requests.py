@@ -36,13 +36,15 @@ class Endpoint:
         self.throttled = 0  # of so many requests
         self.completions = True
         self.response, self.finish_reason = [9, 8, 1], "stop"
+        self.respond: Callable[[dict[str, Any]], list[int]] | None = None  # with this instead
+        self.status = 200  # of the list of models
 
     async def answer(self, request: web.Request) -> web.Response:
         if self.throttled:
             self.throttled -= 1
             return web.json_response({"error": "slow down"}, status=429, headers={"Retry-After": "0"})
         if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": "m"}]})
+            return web.json_response({"data": [{"id": "m"}]}, status=self.status)
         body = msgspec.json.decode(await request.read(), type=dict[str, Any])
         self.requests.append(body)
         wrong = next((name for name in self.refused if name in body), None)
@@ -54,14 +56,15 @@ class Endpoint:
             return web.json_response({"detail": "Not Found"}, status=404)
         if body.get("echo"):
             return web.json_response(self._echo(body["prompt"]))
-        count = min(body["max_tokens"], len(self.response))
+        response = self.respond(body) if self.respond is not None else self.response
+        count = min(body["max_tokens"], len(response))
         logprobs = {
-            "tokens": [f"token_id:{each}" for each in self.response[:count]],
+            "tokens": [f"token_id:{each}" for each in response[:count]],
             "token_logprobs": [-1.0] * count,
             "top_logprobs": [{"token_id:9": -1.0}] * count,
         }
         reply = {"logprobs": logprobs, "finish_reason": self.finish_reason if count > 1 else "length"}
-        return web.json_response({"choices": [{**reply, "token_ids": self.response[:count]}]})
+        return web.json_response({"choices": [{**reply, "token_ids": response[:count]}]})
 
     def _echo(self, prompt: list[int]) -> dict[str, Any]:
         """Tokens by their text, as SGLang names them."""
@@ -113,6 +116,33 @@ async def test_a_response_ends_at_its_stop_tokens_and_is_not_truncated_by_a_serv
     assert "ignore_eos" not in sent  # beside it SGLang would look at no stop_token_ids
     assert {name: sent[name] for name in UNTRUNCATED} == UNTRUNCATED
     assert any(probe.keys() == sent.keys() for probe in probes)
+
+
+@pytest.mark.parametrize(
+    ("third_token", "honoured"),
+    [
+        (lambda body, asked: body.get("seed", 0) % 7 + 3, True),
+        (lambda body, asked: asked % 7 + 3, False),  # as SGLang without --enable-deterministic-inference
+        (lambda body, asked: 3, False),  # says nothing of seeds
+    ],
+)
+async def test_seeds_are_said_to_be_honoured_where_they_were_seen_to_be(
+    endpoint: Any, third_token: Callable[[dict[str, Any], int], int], honoured: bool
+) -> None:
+    endpoint.respond = lambda body: [9, 8, third_token(body, len(endpoint.requests)), 1]
+    async with connected(endpoint) as backend:
+        assert (await backend.capabilities(deadline=soon())).seeds is honoured
+
+
+async def test_a_ping_costs_nothing_and_a_busy_endpoint_is_not_a_dead_one(endpoint: Any) -> None:
+    async with connected(endpoint) as backend:
+        for status in (200, 404, 429):
+            endpoint.status = status
+            await backend.ping(deadline=soon())
+        endpoint.status = 503
+        with pytest.raises(ThrottledError):
+            await backend.ping(deadline=soon())
+    assert endpoint.requests == []
 
 
 async def test_what_an_endpoint_refuses_of_the_extensions_is_left_out_and_what_the_user_says_stands(

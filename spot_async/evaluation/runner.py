@@ -147,6 +147,7 @@ async def evaluate(
             lambda generator, deadline: generator.generate(prompt_ids, sampling, session=session, deadline=deadline),
             session=session,
             tokens=len(prompt_ids) + sampling.max_tokens,
+            work=lambda generation: len(generation.token_ids),
         )
         text = vocabulary.decode(generation.token_ids)
         verdict = await ask_verdict(verification, (j, i), problem, text)

@@ -26,6 +26,8 @@ from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
 from spot_async.types import WeightVersion
 
+HTTP_ERROR = 400
+
 
 class Dispatcher(Generic[B]):
     """Of one role. `version` is what requests are for; replicas that hold another get none."""
@@ -94,7 +96,8 @@ class Dispatcher(Generic[B]):
         serving = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
         if errand.is_suspected:
             serving = [each for each in serving if not each.has_suspected_request]
-        replica = self._router.choose(errand.session, serving, errand.failed_on)
+        session = errand.session if len(self._replicas) > 1 else None
+        replica = self._router.choose(session, serving, errand.failed_on)
         if replica is None:
             return None
         now_s = asyncio.get_running_loop().time()
@@ -138,7 +141,12 @@ class Dispatcher(Generic[B]):
                 replica.limit.overloaded(sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case ServerRestartedError():
                 replica.report(Trouble.RESTARTED, error)
-            case TransientError():
-                replica.unanswered(lease.errand, error, now_s)
+            case TransientError() if not _is_reply(error):
+                replica.unanswered(lease, error, now_s)
             case RequestError():
                 replica.answered(now_s)
+
+
+def _is_reply(error: RequestError) -> bool:
+    """Whether the server said it itself, such as HTTP 500: a bad request's doing, not a dead server's."""
+    return error.exchange is not None and (error.exchange.status or 0) >= HTTP_ERROR

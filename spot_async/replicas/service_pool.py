@@ -56,7 +56,7 @@ class Lease(Protocol[S_co]):
     meanwhile takes the lease back: the request is cancelled, and leaving raises a `TransientError` in its place.
     """
 
-    work: int  # what the request amounted to, in the units of its stage; set before leaving
+    work: int  # what the request amounted to, in tokens; set before leaving
 
     @property
     def replica(self) -> str:

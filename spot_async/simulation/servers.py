@@ -7,6 +7,7 @@ what they do under a fault. A server outlives the backend objects that stand for
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
@@ -16,6 +17,8 @@ import numpy as np
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, ThrottledError, TransientError
 from spot_async.simulation.services import INITIAL_VERSION, VOCAB_SIZE, SimulatedStudent
 from spot_async.types import Capabilities, WeightSnapshot
+
+ROUNDING_TOKENS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -33,37 +36,37 @@ class Rates:
         return min(self.tokens_per_s_each, self.tokens_per_s / requests)
 
 
-@dataclass(eq=False)
-class _Job:
-    remaining: float
-    done: asyncio.Future[None]
-
-
 class SharedProcessor:
-    """Does several jobs at once, each at `rate(number of jobs)`. Nothing moves while it is paused."""
+    """Does several jobs at once, each at `rate(number of jobs)`. Nothing moves while it is paused.
+
+    All of them move alike, so what one job has got since the start says when each of them is done.
+    """
 
     def __init__(self, rate: Callable[[int], float]) -> None:
         self._rate = rate
-        self._jobs: list[_Job] = []
-        self._until_s = 0.0  # what was done by then is counted
+        self._jobs: dict[int, asyncio.Future[None]] = {}
+        self._ends: list[tuple[float, int]] = []  # heap of what a job will have got at each job's end
+        self._each_got = 0.0
+        self._until_s = 0.0  # is counted
+        self._started = 0
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
-        self.done = 0.0
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     async def do(self, amount: float) -> None:
-        job = _Job(amount, asyncio.get_running_loop().create_future())
         self._advance()
-        self._jobs.append(job)
+        number, done = self._started, asyncio.get_running_loop().create_future()
+        self._started += 1
+        self._jobs[number] = done
+        heapq.heappush(self._ends, (self._each_got + amount, number))
         self._plan()
         try:
-            await job.done
+            await done
         finally:
             self._advance()
-            if job in self._jobs:
-                self._jobs.remove(job)
+            self._jobs.pop(number, None)
             self._plan()
 
     def pause(self, paused: bool) -> None:
@@ -73,38 +76,35 @@ class SharedProcessor:
 
     def fail(self, error: Exception) -> None:
         """Everything under way ends with it."""
-        self._advance()
-        for job in self._jobs:
-            if not job.done.done():
-                job.done.set_exception(error)
+        for done in self._jobs.values():
+            if not done.done():
+                done.set_exception(error)
         self._jobs.clear()
         self._plan()
 
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._jobs and not self._paused:
-            part = self._rate(len(self._jobs)) * (now_s - self._until_s)
-            for job in self._jobs:
-                self.done += min(part, job.remaining)
-                job.remaining -= part
+            self._each_got += self._rate(len(self._jobs)) * (now_s - self._until_s)
         self._until_s = now_s
 
     def _plan(self) -> None:
+        while self._ends and self._ends[0][1] not in self._jobs:
+            heapq.heappop(self._ends)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._jobs and not self._paused:
-            least = max(0.0, min(job.remaining for job in self._jobs))
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(least / self._rate(len(self._jobs)), self._finish)
+        if self._ends and not self._paused:
+            left = max(0.0, self._ends[0][0] - self._each_got)
+            self._timer = asyncio.get_running_loop().call_later(left / self._rate(len(self._jobs)), self._finish)
 
     def _finish(self) -> None:
         self._timer = None
         self._advance()
-        for job in [job for job in self._jobs if job.remaining <= 1e-6]:
-            self._jobs.remove(job)
-            if not job.done.done():
-                job.done.set_result(None)
+        while self._ends and self._ends[0][0] <= self._each_got + ROUNDING_TOKENS:
+            done = self._jobs.pop(heapq.heappop(self._ends)[1], None)
+            if done is not None and not done.done():
+                done.set_result(None)
         self._plan()
 
 

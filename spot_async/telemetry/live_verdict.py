@@ -151,7 +151,7 @@ class LiveVerdict:
         replicas: Callable[[], Mapping[str, Sequence[ReplicaState]]] = dict,
         slots: Mapping[str, int] | None = None,
     ) -> None:
-        """`replicas` by role, as their pools have them now; `slots` by stage, where its server says how many it has.
+        """`replicas` by role, as their pools have them now; `slots` by stage, of each of its servers that says so.
 
         Made on the running loop.
         """
@@ -214,12 +214,15 @@ class LiveVerdict:
         in_flight, queued = stage_load(
             after.busy_s - before.busy_s, after.queued_s - before.queued_s, waited_for[stage.name], limit
         )
+        slots = self._slots.get(stage.name)
+        if slots is not None and server is not None:
+            slots *= max(1, server.replicas - server.down)
         answered, sent = after.answered - before.answered, after.sent - before.sent
         return StageUse(
             in_flight,
             queued,
             limit,
-            self._slots.get(stage.name),
+            slots,
             asked_per_s=(after.asked - before.asked) / elapsed_s,
             latency_s=(after.answered_busy_s - before.answered_busy_s) / answered if answered else None,
             throttled_share=min(1.0, (after.throttled - before.throttled) / sent) if sent > 0 else 0.0,

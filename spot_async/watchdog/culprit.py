@@ -67,7 +67,7 @@ def name_culprit(look: RunLook) -> str:
 def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:
     """One open request in words: where, for whom, for how long, how often it was sent."""
     server = SERVERS.get(stage, "server")
-    at = f" ({request.replica})" if request.replica else ""
+    at = f" ({request.replica})" if request.replica not in (None, "", server) else ""
     whose = _prompt(look, request.priority[0]) if stage in STAGE_SERVERS else f"problem {request.priority[0]}"
     if request.started_s is None:
         limit = f" of {look.limits[stage]}" if stage in look.limits else ""

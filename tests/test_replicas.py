@@ -1,0 +1,367 @@
+"""What a pool decides: where a request goes, how much a replica gets, when it is trusted, who goes first."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError
+from spot_async.replicas.capabilities import MODEL, check_same, combined
+from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
+from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.life_cycle import FAILURES_TO_SUSPECT, MOVES, LifeCycle, State
+from spot_async.replicas.replica import Replica
+from spot_async.replicas.router import Router
+from spot_async.replicas.service_pool import Errand
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.types import Capabilities, WeightVersion
+
+
+@dataclass
+class Load:
+    name: str
+    in_flight: int
+    most_in_flight: int
+
+
+loads = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4).map(
+    lambda pairs: [Load(f"r{i}", min(in_flight, most), most) for i, (in_flight, most) in enumerate(pairs)]
+)
+
+
+@given(loads, st.sets(st.integers(0, 3)))
+def test_a_request_goes_where_there_is_most_room_and_last_to_where_it_failed(replicas, failed_on):
+    avoid = {f"r{i}" for i in failed_on}
+    chosen = Router().choose(None, replicas, avoid)
+    free = [each for each in replicas if each.in_flight < each.most_in_flight]
+    if not free:
+        assert chosen is None
+        return
+    best = [each for each in free if each.name not in avoid] or free
+    assert chosen in best
+    assert all(chosen.in_flight / chosen.most_in_flight <= each.in_flight / each.most_in_flight for each in best)
+
+
+@given(loads)
+def test_a_session_stays_where_its_prefix_is_while_that_replica_serves_and_has_room(after):
+    router = Router()
+    router.choose("s", [Load(each.name, 0, each.most_in_flight) for each in after[:1]])
+    home = after[0]
+    least = min(each.in_flight / each.most_in_flight for each in after)
+    assume(home.in_flight <= 2 * least * home.most_in_flight + 8)  # else it is overtaken
+    later = router.choose("s", after)
+    if home.in_flight < home.most_in_flight:
+        assert later is home
+    elif later is not None:
+        home.in_flight = 0
+        assert router.choose("s", after) is home  # elsewhere that once, and back
+
+
+def test_a_session_moves_for_good_when_its_replica_serves_no_more_or_falls_behind():
+    router = Router()
+    a, b = Load("a", 0, 100), Load("b", 0, 100)
+    assert router.choose("s", [a]) is a
+    a.in_flight, b.in_flight = 40, 16
+    assert router.choose("s", [a, b]) is a
+    a.in_flight = 41
+    assert router.choose("s", [a, b]) is b
+    a.in_flight, b.in_flight = 0, 7
+    assert router.choose("s", [a, b]) is b
+    assert router.choose("s", [a]) is a
+    assert router.choose("s", [a, b]) is a
+
+
+def test_new_sessions_are_divided_evenly_whatever_is_in_flight_when_they_come():
+    """What they will ask is yet to come: in flight is what the sessions before them ask."""
+    router = Router()
+    a, b = Load("a", 5, 100), Load("b", 0, 100)
+    homes = [router.choose(f"s{i}", [a, b]).name for i in range(100)]
+    assert homes.count("a") == 50
+    slow = Load("c", 0, 50)
+    homes = [router.choose(f"t{i}", [a, slow]).name for i in range(1000)]
+    assert homes[-600:].count("c") == pytest.approx(200, abs=10)
+
+
+def test_sessions_that_were_not_heard_of_for_longest_are_forgotten():
+    router = Router(sessions=2)
+    a, b = Load("a", 0, 9), Load("b", 0, 9)
+    assert [router.choose(session, [a]) for session in ("1", "2", "1", "3")] == [a] * 4
+    assert [router.choose(session, [a, b]) for session in ("1", "3", "2")] == [a, a, b]  # 2 is new again
+
+
+def answer(limit, sent_s, now_s, *, in_flight, work=10, stage="probe"):
+    limit.succeeded(stage, sent_s=sent_s, now_s=now_s, work=work, in_flight=in_flight)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["answer", "refuse"]), st.floats(0, 5), st.integers(1, 60)), max_size=80))
+def test_a_limit_stays_between_one_and_the_most(events):
+    limit, now_s = ConcurrencyLimit(32), 0.0
+    for kind, seconds, in_flight in events:
+        now_s += seconds
+        if kind == "answer":
+            answer(limit, now_s - 2.0, now_s, in_flight=in_flight)
+        else:
+            limit.overloaded(sent_s=now_s - 2.0, now_s=now_s, in_flight=in_flight)
+        assert 1 <= limit.value <= 32
+
+
+def test_a_storm_of_refusals_lowers_the_limit_once_a_round_trip():
+    limit = ConcurrencyLimit(512)
+    for _ in range(40):  # all sent before anybody knew
+        limit.overloaded(sent_s=0.0, now_s=1.0, in_flight=40)
+    assert limit.value == 28  # seven tenths of what was in flight, not of the limit that nobody used
+    assert limit.decreases == 1
+    limit.overloaded(sent_s=1.0, now_s=2.0, in_flight=28)
+    assert limit.value == 19
+
+
+def test_a_limit_grows_by_one_a_round_trip_and_only_when_it_is_used():
+    limit = ConcurrencyLimit(512)
+    limit.overloaded(sent_s=0.0, now_s=1.0, in_flight=20)
+    for _ in range(100):
+        answer(limit, 2.0, 3.0, in_flight=5)
+    assert limit.value == 14
+    for round_trip in range(1, 5):
+        for _ in range(limit.value + 1):
+            answer(limit, 3.0, 4.0, in_flight=limit.value)
+        assert limit.value == 14 + round_trip
+
+
+def windows(limit, seconds, *, in_flight, work=10, count=1, now_s=0.0, stage="probe"):
+    """Whole windows of requests; returns the time after them."""
+    for _ in range(count):
+        for _ in range(max(WINDOW_REQUESTS, in_flight)):
+            answer(limit, now_s, now_s + seconds, in_flight=in_flight, work=work, stage=stage)
+        now_s += seconds
+    return now_s
+
+
+def test_latency_lowers_the_limit_where_neither_length_nor_load_explains_it():
+    limit = ConcurrencyLimit(64)
+    now_s = windows(limit, 1.0, in_flight=8, count=5)
+    now_s = windows(limit, 10.0, in_flight=8, work=100, count=5, now_s=now_s)  # longer requests
+    now_s = windows(limit, 40.0, in_flight=32, work=100, count=5, now_s=now_s)  # four times the load
+    now_s = windows(limit, 90.0, in_flight=8, work=10, count=5, now_s=now_s, stage="rollout")  # another kind
+    assert (limit.value, limit.decreases) == (64, 0)
+    windows(limit, 10.0, in_flight=8, count=1, now_s=now_s)
+    assert (limit.value, limit.decreases) == (5, 1)
+
+
+@given(st.lists(st.sampled_from([*State, "answered", "failed"]), max_size=40))
+def test_only_replicas_that_are_trusted_at_the_version_get_requests(events):
+    life = LifeCycle(0.0)
+    life.version = WeightVersion(0, 1)
+    for event in events:
+        before = life.state
+        if event == "answered":
+            life.answered(1.0)
+            assert life.state == (State.SERVING if before is State.HALF_OPEN else before)
+        elif event == "failed":
+            life.failed(1.0)
+        elif event in MOVES[before]:
+            life.move(event, 1.0)
+        else:
+            with pytest.raises(ValueError, match="cannot go from"):
+                life.move(event, 1.0)
+        assert not life.takes(WeightVersion(0, 2), 0)
+        assert life.takes(life.version, 0) == (life.state in (State.SERVING, State.HALF_OPEN))
+        assert life.takes(life.version, 1) == (life.state is State.SERVING)
+
+
+def test_a_replica_is_suspect_after_failures_in_a_row_and_after_a_single_one_on_trial():
+    life = LifeCycle(0.0)
+    life.move(State.SERVING, 0.0)
+    for _ in range(3):
+        assert [life.failed(0.0) for _ in range(FAILURES_TO_SUSPECT - 1)] == [False] * (FAILURES_TO_SUSPECT - 1)
+        life.answered(0.0)
+    assert [life.failed(0.0) for _ in range(FAILURES_TO_SUSPECT)][-1]
+    assert not life.failed_trial
+    life.move(State.HALF_OPEN, 0.0)
+    assert life.failed(0.0)
+    assert life.failed_trial
+
+
+class Service:
+    """A backend that does nothing; only its identity matters."""
+
+
+def dispatcher(count=1, most=1, rate_limit=None):
+    replicas = [Replica(f"r{i}", Service, Service(), max_in_flight=most) for i in range(count)]
+    for each in replicas:
+        each.life.move(State.SERVING, 0.0)
+    return Dispatcher(replicas, rate_limit), replicas
+
+
+async def hold(pool, errand, seconds, log):
+    async with await pool.lease(errand) as _:
+        log.append(errand)
+        await asyncio.sleep(seconds)
+
+
+def test_the_oldest_prompt_goes_first_whichever_stage_it_asks():
+    async def scenario():
+        pool, _ = dispatcher()
+        log: list[Errand] = []
+        async with asyncio.TaskGroup() as group:
+            for stage, priority in [("rollout", (9,)), ("rollout", (5,)), ("probe", (3, 7)), ("candidates", (3,))]:
+                group.create_task(hold(pool, Errand(stage, priority), 1.0, log))
+        assert [errand.priority for errand in log] == [(9,), (3,), (3, 7), (5,)]
+
+    run_on_virtual_time(scenario())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_place_is_lost_to_cancellation_or_to_a_replica_that_is_taken_out(data):
+    async def scenario():
+        pool, replicas = dispatcher(count=2, most=2)
+        log: list[Errand] = []
+        errands = [Errand("probe", (i,), session=f"s{i % 3}") for i in range(12)]
+        tasks = [asyncio.create_task(hold(pool, errand, 1.0, log)) for errand in errands]
+        for task in data.draw(st.lists(st.sampled_from(tasks), max_size=6)):
+            await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+            task.cancel()
+        if data.draw(st.booleans()):
+            replicas[0].life.move(State.OPEN, 0.0)
+            replicas[0].take_back("it froze", is_lost=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [each for each in results if isinstance(each, Exception) and "given up: it froze" not in str(each)]
+        assert [each.in_flight for each in replicas] == [0, 0]
+        assert len(pool) == 0
+
+    run_on_virtual_time(scenario())
+
+
+def test_a_replica_that_is_lost_gives_its_requests_back_at_once():
+    async def scenario():
+        pool, (replica,) = dispatcher()
+        errand = Errand("probe", (0,))
+        task = asyncio.create_task(hold(pool, errand, 1000.0, []))
+        await asyncio.sleep(1.0)
+        replica.life.move(State.OPEN, 1.0)
+        replica.take_back("no answer to a ping", is_lost=True)
+        with pytest.raises(TransientError, match="r0: given up: no answer to a ping"):
+            await task
+        assert asyncio.get_running_loop().time() == 1.0
+        assert (errand.losses, errand.failed_on) == (1, {"r0"})
+
+    run_on_virtual_time(scenario())
+
+
+class OneASecond:
+    """A `RateLimit`."""
+
+    def __init__(self):
+        self.free_s = 0.0
+
+    def delay_s(self, now_s, tokens):
+        return max(0.0, self.free_s - now_s)
+
+    def take(self, now_s, tokens):
+        assert self.delay_s(now_s, tokens) == 0
+        self.free_s = now_s + tokens
+
+
+def test_a_rate_limit_holds_up_everybody_behind_the_first():
+    async def scenario():
+        pool, _ = dispatcher(most=99, rate_limit=OneASecond())
+        started: dict[int, float] = {}
+
+        async def ask(number, tokens):
+            async with await pool.lease(Errand("score", (number,), tokens=tokens)):
+                started[number] = asyncio.get_running_loop().time()
+
+        async with asyncio.TaskGroup() as group:
+            for number, tokens in enumerate([3, 50, 1, 1]):
+                group.create_task(ask(number, tokens))
+        assert started == {0: 0.0, 1: 3.0, 2: 53.0, 3: 54.0}
+
+    run_on_virtual_time(scenario())
+
+
+def test_a_request_that_servers_end_of_is_sent_alone_and_then_given_up():
+    """Two losses make it and its company suspect; one of them at a time then, so that the third convicts the right
+    one."""
+
+    async def scenario():
+        pool, (replica,) = dispatcher(most=99)
+        deadly = Errand("rollout", (0,))
+        errands = [deadly, *(Errand("rollout", (i,)) for i in range(1, 6))]
+        given_up: list[Errand] = []
+        answered: list[Errand] = []
+
+        async def ask(errand):
+            while True:
+                try:
+                    async with await pool.lease(errand):
+                        await asyncio.sleep(1.0)
+                        if errand is deadly:
+                            replica.take_back("it ended", is_lost=True)
+                        await asyncio.sleep(1.0)
+                except TransientError:
+                    continue
+                except PermanentError:
+                    given_up.append(errand)
+                    return
+                answered.append(errand)
+                return
+
+        async with asyncio.TaskGroup() as group:
+            for errand in errands:
+                group.create_task(ask(errand))
+        assert given_up == [deadly]
+        with pytest.raises(PermanentError, match="rollout: 3 times a server ended or froze"):
+            deadly.check()
+        assert len(answered) == 5
+
+    run_on_virtual_time(scenario())
+
+
+def test_refusals_and_failures_are_known_to_the_replica():
+    async def scenario():
+        pool, (replica,) = dispatcher(most=99)
+
+        async def fail(error):
+            with pytest.raises(type(error)):
+                async with await pool.lease(Errand("probe", (0,))):
+                    raise error
+
+        await fail(ThrottledError("429"))
+        assert (replica.limit.value, replica.life.state) == (1, State.SERVING)
+        for _ in range(FAILURES_TO_SUSPECT):
+            await fail(TransientError("connection refused"))
+        assert replica.life.state is State.SUSPECT
+
+    run_on_virtual_time(scenario())
+
+
+def capabilities(**changes):
+    fields = {
+        "model": "m",
+        "vocab_size": 8,
+        "vocab_fingerprint": "f",
+        "max_context_tokens": 100,
+        "max_top_k": 8,
+        "exact_entropy": True,
+        "candidate_logprobs": "batched",
+        "weight_update": True,
+    }
+    return Capabilities(**{**fields, **changes})
+
+
+def test_a_role_offers_what_all_its_servers_do():
+    worse = capabilities(max_top_k=4, exact_entropy=False, candidate_logprobs="none", logprob_noise_nats=0.1)
+    offered = combined([capabilities(), worse])
+    assert (offered.max_top_k, offered.exact_entropy, offered.candidate_logprobs) == (4, False, "none")
+    assert offered.logprob_noise_nats == 0.1
+    assert combined([capabilities(), capabilities(version=None)]).version is None
+
+
+def test_a_server_that_came_back_as_another_model_is_refused():
+    check_same(capabilities(), "student-2", capabilities(max_top_k=4), MODEL)
+    with pytest.raises(ConfigError, match=r"student-2 serves another model .vocab_fingerprint g, not f"):
+        check_same(capabilities(), "student-2", capabilities(vocab_fingerprint="g"), MODEL)
