@@ -6,11 +6,12 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from spot_async.config import PromptConfig, SamplingConfig, StagesConfig
+from spot_async.config import ProblemSetConfig, PromptConfig, SamplingConfig, StagesConfig
+from spot_async.data import load_problem_set
 from spot_async.errors import RequestError
 from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
 from spot_async.policies.spot import SpotPolicy, SpotSettings
-from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
+from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.stages import Services, Stages
 from spot_async.types import PolicyContext, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
 from spot_async.vocabulary import Vocabulary
@@ -40,7 +41,8 @@ def _example() -> tuple[Vocabulary, Sequence[PromptSource]]:
     """Read once, as a run does before it starts."""
     vocabulary = Vocabulary.load(EXAMPLE / "student")
     renderer = PromptRenderer(vocabulary, PromptConfig(instruction="", template_arguments={}))
-    return vocabulary, render_all(load_problems(EXAMPLE / "data" / "train.jsonl", "data.train"), renderer, 64)
+    problems = ProblemSetConfig(path=str(EXAMPLE / "data" / "train.jsonl"))
+    return vocabulary, render_all(load_problem_set(problems, "data.train").problems, renderer, 64)
 
 
 def make_orchestrator(

@@ -205,10 +205,60 @@ class TeacherConfig(ModelConfig):
         return self
 
 
+Layout: TypeAlias = Literal[
+    "auto",
+    "plain",
+    "math",
+    "dapo",
+    "math500",
+    "amc23",
+    "minerva",
+    "hmmt",
+    "aime",
+    "gpqa_diamond",
+    "mmlu_pro",
+    "alpaca_eval",
+]
+
+
+class ProblemSetConfig(Section):
+    """A set of problems and how its rows are read. A plain value is short for `path`."""
+
+    path: OneOrMore[str] = Field(
+        description="file (.jsonl, .json, .csv or .parquet, also .gz), id of a data set on the Hugging Face hub, or a "
+        "list of such"
+    )
+    layout: Layout = Field("auto", description="how a row becomes a problem; `auto` goes by its columns")
+    subset: str | None = Field(None, description="of a data set on the hub that has several")
+    split: str | None = Field(None, description="of a data set on the hub that has several")
+    revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
+    fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str] = Field(
+        {}, description="columns that hold a problem's parts, where the layout has others; `a.b` is b inside a"
+    )
+    duplicates: Literal["exact", "spacing", "keep"] = Field(
+        "exact",
+        description="problems that count as the same: equal texts, or equal but for white space; all but the first are "
+        "dropped, and all of them where answers differ",
+    )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        if isinstance(value, str | list):
+            return {"path": value}
+        if not isinstance(value, dict):
+            raise ValueError(f"input should be a valid string, a list of them or a section, but got {value!r}")
+        return value
+
+    @property
+    def paths(self) -> list[str]:
+        return as_list(self.path)
+
+
 class DataConfig(Section):
     """The problems to train on."""
 
-    train: str = Field(description="JSONL file of problems: `problem`, `answer`, optionally `id` and `tier`")
+    train: ProblemSetConfig = Field(description="problems to train on")
     shuffle: bool = Field(True, description="draw problems in a new seeded order every epoch")
 
 
@@ -344,7 +394,7 @@ class StagesConfig(Section):
 class EvaluationConfig(Section):
     """Figures on problems that are not trained on."""
 
-    problems: str = Field(description="JSONL file of held-out problems")
+    problems: ProblemSetConfig = Field(description="held-out problems")
     samples: PositiveInt = Field(8, description="responses per problem: the k of Avg@k and Pass@k")
     eval_every: int = Field(
         0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 is off"

@@ -24,6 +24,8 @@ from spot_async.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
+KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # whose plain value is short for `kind`; elsewhere for `path`
+
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML that reads `3e-6` as a number, as everyone but YAML 1.1 does."""
@@ -93,8 +95,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         below = section.get(key)
         if below is None:  # not there, or an optional section that is off
             below = section[key] = {}
-        if isinstance(below, str):  # the short form `verifier: boxed_match`
-            below = section[key] = {"kind": below}
+        if isinstance(below, str):  # the short forms `verifier: boxed_match` and `train: problems.jsonl`
+            below = section[key] = {"kind" if key in KEYS_OF_PLUGINS else "path": below}
         if not isinstance(below, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         section = below

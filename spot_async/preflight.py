@@ -15,9 +15,10 @@ import msgspec
 
 from spot_async import registry
 from spot_async.config import Config, ModelConfig, Place
+from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.model_files import ModelFiles, read_model
-from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, load_problems, render_all
+from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
@@ -61,7 +62,7 @@ def plan_training(config: Config) -> TrainPlan:
     _check_roles(config, policy.needs)
     check_places(config, policy.needs)
     _check_sleep(config)
-    problems = load_problems(Path(config.data.train), "data.train")
+    problems = load_problem_set(config.data.train, "data.train").problems
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     if not sources:
@@ -101,7 +102,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSourc
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
     silence_limits(config, PolicyNeeds())
-    problems = load_problems(Path(config.evaluation.problems), "evaluation.problems")
+    problems = load_problem_set(config.evaluation.problems, "evaluation.problems").problems
     renderer = PromptRenderer(student.vocabulary, config.prompt)
     room = student.max_context_tokens - config.evaluation.max_response_tokens
     sources = render_all(problems, renderer, room)

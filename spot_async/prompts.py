@@ -1,4 +1,4 @@
-"""From a problem file to the prompts of a run: reading, rendering, filtering, and their order.
+"""From problems to the prompts of a run: rendering, filtering, and their order. Problems are read by `data/`.
 
 The order is a pure function of the seed and the problems: each epoch is its own permutation, and the
 problems left over by its last incomplete batch are dropped for that epoch, as the paper does
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,47 +19,6 @@ from spot_async.errors import DataError
 from spot_async.seeds import derive_seed
 from spot_async.types import IntArray, Problem, Prompt
 from spot_async.vocabulary import Vocabulary, first_line
-
-
-class _Row(msgspec.Struct, kw_only=True):
-    """One line of a problem file; further fields are ignored."""
-
-    problem: str
-    answer: str | int | float
-    id: str | int | None = None
-    tier: str | int | None = None
-
-
-def load_problems(path: Path, key: str) -> list[Problem]:
-    """Read JSONL with `problem` and `answer`, optionally `id` and `tier`. `key` of the configuration names it.
-
-    Raises DataError naming the file and the line of the first row that cannot be used.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{key}: cannot read {path}: {error.strerror}") from None
-    problems: list[Problem] = []
-    line_of_id: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            raise DataError(f"{path}:{number}: empty line; each line is one JSON object")
-        try:
-            row = msgspec.json.decode(line, type=_Row)
-        except msgspec.DecodeError as error:
-            raise DataError(f"{path}:{number}: {first_line(error)}") from None
-        answer = str(row.answer).strip()
-        if not row.problem.strip() or not answer:
-            raise DataError(f"{path}:{number}: `{'answer' if row.problem.strip() else 'problem'}` is empty")
-        problem_id = str(row.id) if row.id is not None else f"line-{number}"
-        if problem_id in line_of_id:
-            raise DataError(f"{path}:{number}: id {problem_id!r} was used on line {line_of_id[problem_id]} already")
-        line_of_id[problem_id] = number
-        tier = None if row.tier is None else str(row.tier)
-        problems.append(Problem(id=problem_id, text=row.problem, answer=answer, tier=tier))
-    if not problems:
-        raise DataError(f"{path}: no problems in it")
-    return problems
 
 
 class PromptRenderer:

@@ -68,8 +68,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     text: str
-    answer: str
+    answer: str  # with choices the letter of the right one; empty where a judge decides
     tier: str | None = None  # group that evaluation tables report apart (difficulty, subject, ...)
+    category: str | None = None  # subject or source, by which examples are matched
+    choices: tuple[str, ...] = ()  # in the file's order, A first; not part of the text
+    solution: str | None = None  # a worked one, where examples are made of it
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ def complaint(path: Path, *overrides: str) -> str:
             "training.batch_size.x=1",
             "override 'training.batch_size.x=1': training.batch_size is a value, not a section",
         ),
-        ("data.train=null", "data.train: input should be a valid string, but got None"),
+        ("data.train=null", "data.train: input should be a valid string, a list of them or a section, but got None"),
         ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
         ("policy.beta=[1", "override 'policy.beta=[1': line 1 not valid YAML"),
     ],

@@ -7,15 +7,17 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from spot_async.config import ProblemSetConfig
+from spot_async.data import load_problem_set
 from spot_async.errors import DataError
-from spot_async.prompts import PromptSchedule, PromptSource, load_problems
+from spot_async.prompts import PromptSchedule, PromptSource
 from spot_async.types import Problem
 
 
 def write(tmp_path, text):
     path = tmp_path / "problems.jsonl"
     path.write_text(text)
-    return path
+    return ProblemSetConfig(path=str(path))
 
 
 @pytest.mark.parametrize(
@@ -27,22 +29,26 @@ def write(tmp_path, text):
         ('{"problem": "1+1", "answer": ""}\n', ":1:", "`answer` is empty"),
         ('{"problem": "  ", "answer": "2"}\n', ":1:", "`problem` is empty"),
         ('{"problem": ["1+1"], "answer": "2"}\n', ":1:", "$.problem"),
-        ('{"id": 1, "problem": "a", "answer": "2"}\n{"id": "1", "problem": "b", "answer": "2"}\n', ":2:", "line 1"),
+        (
+            '{"id": 1, "problem": "a", "answer": "2"}\n{"id": "1", "problem": "b", "answer": "2"}\n',
+            ":2:",
+            "problems.jsonl:1 already",
+        ),
         ("", "problems.jsonl:", "no problems"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_line(tmp_path, text, where, what):
     with pytest.raises(DataError) as raised:
-        load_problems(write(tmp_path, text), "data.train")
+        load_problem_set(write(tmp_path, text), "data.train")
     assert where in str(raised.value)
     assert what in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_numbers_are_accepted_as_answers_and_further_fields_ignored(tmp_path):
-    (problem,) = load_problems(
+    (problem,) = load_problem_set(
         write(tmp_path, '{"problem": "1+1", "answer": 2, "tier": 5, "source": "x"}\n'), "data.train"
-    )
+    ).problems
     assert problem == Problem(id="line-1", text="1+1", answer="2", tier="5")
 
 

@@ -1,0 +1,227 @@
+r"""How the rows of well-known data sets become problems, each with what is known to be wrong in its files.
+
+A layout says where the parts of a problem stand, how they are mended, and which rows are dropped. Everything that is
+mended or dropped is counted under the words that are given here. Where the facts come from is in docs/data.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from spot_async.data.parts import Draft, Part
+from spot_async.data.rows import Columns
+from spot_async.verification.extraction import extract_boxed
+
+Mend = Callable[[Draft], str | None]  # changes the draft; says what it did, if anything
+Refusal = Callable[[Draft], str | None]  # why the row is dropped, if it is
+
+
+class Layout(NamedTuple):
+    """What is done with each row of a file."""
+
+    columns_of: Mapping[Part, tuple[str, ...]]
+    mends: tuple[Mend, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    needs_answer: bool = True  # a row without one is an error, not a row to drop
+    keeps_duplicates: bool = False  # for benchmarks whose figures are over all rows
+    prepare: Callable[[Columns], Columns] = lambda columns: columns
+
+
+_CHINESE = re.compile("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff]")  # open-r1's, on which DAPO's 14,116 rest
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_FLOAT_OF_INTEGER = re.compile(r"(-?[0-9]+)\.0+")
+_LEADING_ZEROS = re.compile(r"0+(?=[0-9])")
+_BOX = r"(?:with)?in\ \$?\\{1,2}boxed\s*\{\s*\}\$?"
+_INSTRUCTION = rf"""
+    (?: please\ reason\ step\ by\ step,?\ and\ put\ your\ final\ answer\ {_BOX}
+      | (?:let's|let\ us)\ think\ step\ by\ step\ and\ output\ the\ final\ answer\ {_BOX}
+      | (?:please\ )?(?:put|present|write|give)\ (?:your|the)\ (?:final\ )?answer\ {_BOX}
+      | solve\ the\ following\ math\ problem\ step\ by\ step\.\s+
+        the\ last\ line\ of\ your\ response\ should\ be\ of\ the\ form\ answer:\ [\\$]*answer\ \(without\ quotes\)
+        \ where\ [\\$]*answer\ is\ the\ answer\ to\ the\ problem
+      | remember\ to\ put\ your\ answer\ on\ its\ own\ line\ after\ "answer:"
+    )\.?
+"""
+# One separator and no more: in DAPO, texts that differ by a further blank are different rows.
+_INSTRUCTION_BEFORE = re.compile(rf"\s*{_INSTRUCTION}(?:\n\n|\s)?", re.VERBOSE | re.IGNORECASE)
+_INSTRUCTION_BEHIND = re.compile(rf"(?:\n\n|\s)?{_INSTRUCTION}\s*\Z", re.VERBOSE | re.IGNORECASE)
+
+
+GPQA_CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def remove_instruction(draft: Draft) -> str | None:
+    """Some files ship problems with somebody's instruction in front or behind: with ours there would be two."""
+    text = draft.problem
+    if found := _INSTRUCTION_BEFORE.match(text):
+        text = text[found.end() :]
+    if found := _INSTRUCTION_BEHIND.search(text, max(0, len(text) - 400)):
+        text = text[: found.start()]
+    changed, draft.problem = text != draft.problem, text
+    return "instruction in the problem removed" if changed else None
+
+
+def narrow_digits(draft: Draft) -> str | None:
+    """Full-width digits and signs, which no verifier reads."""
+    narrow = draft.gold.translate(_FULL_WIDTH)
+    changed, draft.answer = narrow != draft.gold, narrow
+    return "full-width characters in the answer" if changed else None
+
+
+def whole_number(draft: Draft) -> str | None:
+    """27.0 where the competition asks for integers."""
+    if isinstance(draft.answer, float) and draft.gold != str(draft.answer):
+        draft.answer = draft.gold
+        return "answer was a float"
+    if found := _FLOAT_OF_INTEGER.fullmatch(draft.gold):
+        draft.answer = found[1]
+        return "answer was a float"
+    return None
+
+
+def without_leading_zeros(draft: Draft) -> str | None:
+    shorter = _LEADING_ZEROS.sub("", draft.gold, count=1) if draft.gold.isdecimal() else draft.gold
+    changed, draft.answer = shorter != draft.gold, shorter
+    return "leading zeros removed from the answer" if changed else None
+
+
+def answer_in_solution(draft: Draft) -> str | None:
+    """The last box of the solution, which normalisations of the answer column damaged in several files of MATH."""
+    boxed = extract_boxed(draft.solution) if draft.solution else None
+    if boxed is None:
+        return None
+    given, draft.answer = draft.gold, boxed
+    return "answer column differs from the solution's box" if given and given != boxed else None
+
+
+def empty_box_is_zero(draft: Draft) -> str | None:
+    """The two solutions of MATH train with an empty box (Number Theory, Level 5): the answer of both problems is 0."""
+    if draft.gold:
+        return None
+    draft.answer = "0"
+    return "answer 0 put into an empty box"
+
+
+def name_level(draft: Draft) -> str | None:
+    """Levels 1 to 5, as a number or as `Level 3`; `Level ?` is none."""
+    level = str(draft.tier or "").removeprefix("Level").strip()
+    draft.tier = f"level {level}" if level.isdecimal() else None
+    return "level unknown" if level and draft.tier is None else None
+
+
+def suspect_float(draft: Draft) -> str | None:
+    """Integers that passed through a float with 53 bits cannot be mended, only counted."""
+    digits = draft.gold.lstrip("-")
+    return "answer of more than 15 digits, perhaps a damaged float" if digits.isdecimal() and len(digits) > 15 else None
+
+
+def forget_solution(draft: Draft) -> str | None:
+    draft.solution = None  # not needed once the answer is known, and longer than all the rest
+    return None
+
+
+def letter_of_choice(draft: Draft) -> str | None:
+    """`C`, `(C)` or the number of the right one; fillers at the end are no choices."""
+    while draft.choices and draft.choices[-1].strip() == "N/A":
+        draft.choices = draft.choices[:-1]
+    draft.answer = draft.gold.strip("() .").upper()
+    return None
+
+
+def is_chinese(draft: Draft) -> str | None:
+    return "Chinese" if _CHINESE.search(draft.problem) else None
+
+
+def has_no_answer(draft: Draft) -> str | None:
+    return None if draft.gold else "no answer"
+
+
+def is_no_choice(draft: Draft) -> str | None:
+    letters = {chr(ord("A") + i) for i in range(len(draft.choices))}
+    return None if draft.gold in letters else "answer is none of the choices"
+
+
+def gather_choices(columns: Columns) -> Columns:
+    """GPQA's four columns as one list, the right choice first: whoever asks must shuffle them."""
+    return {**columns, "choices": [str(columns.get(name, "")).strip() for name in GPQA_CHOICES], "answer": "A"}
+
+
+_COLUMNS: dict[Part, tuple[str, ...]] = {
+    "problem": ("problem", "question", "prompt", "Problem", "Question"),
+    "answer": ("answer", "reward_model.ground_truth", "ground_truth", "gold", "expected_answer", "Answer"),
+    "id": ("id", "unique_id", "extra_info.index", "idx", "index", "problem_idx", "question_id", "ID"),
+    "tier": ("tier", "level"),
+    "category": ("category", "subject", "type", "problem_type"),
+}  # fmt: skip
+_WITH_SOLUTION: dict[Part, tuple[str, ...]] = {**_COLUMNS, "solution": ("solution", "extra_info.solution")}
+_TEXT = (remove_instruction, narrow_digits)
+
+LAYOUTS: dict[str, Layout] = {
+    "plain": Layout({part: (part,) for part in ("problem", "answer", "id", "tier", "category")}),
+    "columns": Layout(_COLUMNS, (*_TEXT, whole_number)),
+    "math": Layout(
+        _WITH_SOLUTION,
+        (*_TEXT, answer_in_solution, empty_box_is_zero, name_level, forget_solution),
+        needs_answer=False,
+    ),
+    "math500": Layout(_COLUMNS, (*_TEXT, name_level)),
+    "dapo": Layout(_COLUMNS, (*_TEXT, whole_number, suspect_float), (is_chinese, has_no_answer)),
+    "amc23": Layout(_COLUMNS, (*_TEXT, whole_number)),
+    "aime": Layout(_COLUMNS, (*_TEXT, whole_number, without_leading_zeros)),
+    "hmmt": Layout(_COLUMNS, _TEXT),
+    "minerva": Layout(
+        _WITH_SOLUTION, (*_TEXT, answer_in_solution, forget_solution), (has_no_answer,), needs_answer=False
+    ),
+    "gpqa_diamond": Layout(
+        {
+            "problem": ("Question",),
+            "answer": ("answer",),
+            "choices": ("choices",),
+            "id": ("Record ID",),
+            "category": ("High-level domain",),
+            "tier": ("High-level domain",),
+        },
+        keeps_duplicates=True,
+        prepare=gather_choices,
+    ),
+    "mmlu_pro": Layout(
+        {
+            "problem": ("question",),
+            "answer": ("answer",),
+            "choices": ("options",),
+            "id": ("question_id",),
+            "category": ("category",),
+            "tier": ("category",),
+            "solution": ("cot_content",),
+        },
+        (letter_of_choice,),
+        (is_no_choice,),
+        keeps_duplicates=True,
+    ),
+    "alpaca_eval": Layout(
+        {"problem": ("instruction",), "category": ("dataset",), "tier": ("dataset",)},
+        needs_answer=False,
+        keeps_duplicates=True,
+    ),
+}
+
+
+def recognise(columns: Columns) -> str:
+    """The name of the layout that a row's columns are those of; `columns` where only their names are familiar."""
+    names = columns.keys()
+    source = str(columns.get("data_source", "")).lower()
+    if names >= set(GPQA_CHOICES):
+        return "gpqa_diamond"
+    if {"question", "options", "answer"} <= names:
+        return "mmlu_pro"
+    if "instruction" in names and not names & {"answer", "problem"}:
+        return "alpaca_eval"
+    if "dapo" in source:
+        return "dapo"
+    if source.endswith("math-lighteval"):
+        return "math"
+    if {"problem", "solution", "type"} <= names and "answer" not in names:
+        return "math" if "level" in names else "minerva"
+    return "columns"

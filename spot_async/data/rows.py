@@ -1,0 +1,135 @@
+"""Reads files of any format and data sets of the hub into plain rows. What the columns mean is not decided here.
+
+A row comes with the place it was read from, so that whatever is wrong with it later can be named.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from spot_async.config import ProblemSetConfig
+from spot_async.errors import DataError
+from spot_async.vocabulary import first_line
+
+Columns: TypeAlias = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """One row as it stands in its file."""
+
+    where: str  # `FILE:LINE`, for messages
+    number: int  # in its file, from 1 on
+    columns: Columns
+
+
+def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
+    """The rows of one file, or of a data set on the hub where `path` is none. `key` of the configuration names it.
+
+    Raises DataError for what cannot be read, naming the place.
+    """
+    file = Path(path)
+    suffix = Path(path.removesuffix(".gz")).suffix.lower()
+    read = _READERS.get(suffix)
+    if read is None:
+        if file.exists() or path.count("/") != 1 or suffix:
+            known = ", ".join(_READERS)
+            raise DataError(f"{key}: {path}: neither a file that ends in {known} (or .gz) nor `owner/name` on the hub")
+        yield from _read_hub(path, settings, key)
+        return
+    if stray := [name for name in ("subset", "split", "revision") if getattr(settings, name) is not None]:
+        raise DataError(f"{key}.{stray[0]}: {path} is a file; only data sets on the hub have one")
+    try:
+        content = file.read_bytes()
+        content = gzip.decompress(content) if file.suffix == ".gz" else content
+    except (OSError, EOFError) as error:
+        raise DataError(f"{key}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    yield from read(path, content)
+
+
+def _read_jsonl(path: str, content: bytes) -> Iterator[Row]:
+    for number, line in enumerate(content.splitlines(), start=1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            raise DataError(f"{where}: empty line; each line is one JSON object")
+        yield Row(where, number, _decode(line, where, Columns))
+
+
+def _read_json(path: str, content: bytes) -> Iterator[Row]:
+    """A list of objects, or an object that holds one such list."""
+    found = _decode(content, path, Any)
+    if isinstance(found, dict):
+        lists = [value for value in found.values() if isinstance(value, list)]
+        found = lists[0] if len(lists) == 1 else found
+    if not isinstance(found, list):
+        raise DataError(f"{path}: expected a list of objects, or an object with one list in it")
+    for number, columns in enumerate(found, start=1):
+        if not isinstance(columns, dict):
+            raise DataError(f"{path}: item {number} is no object, but {type(columns).__name__}")
+        yield Row(f"{path}: item {number}", number, columns)
+
+
+def _read_csv(path: str, content: bytes) -> Iterator[Row]:
+    csv.field_size_limit(1 << 24)  # the default of 128 KiB is less than some solutions
+    try:
+        rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+        for number, columns in enumerate(rows, start=1):
+            where = f"{path}:{rows.line_num}"
+            if None in columns or None in columns.values():
+                raise DataError(f"{where}: row {number} has not as many cells as the header")
+            yield Row(where, number, dict(columns))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not valid CSV: {first_line(error)}") from None
+
+
+def _read_parquet(path: str, content: bytes) -> Iterator[Row]:
+    import pyarrow  # slow to import
+    from pyarrow import parquet
+
+    try:
+        batches = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches()
+        number = 0
+        for batch in batches:
+            for columns in batch.to_pylist():
+                number += 1
+                yield Row(f"{path}: row {number}", number, columns)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not valid Parquet: {first_line(error)}") from None
+
+
+def _read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
+    import datasets  # slow to import
+
+    try:
+        found = datasets.load_dataset(
+            name, name=settings.subset, split=settings.split, revision=settings.revision, trust_remote_code=False
+        )
+    except Exception as error:  # noqa: BLE001 - whatever the hub, the network and a data set's files may raise
+        raise DataError(f"{key}: cannot load {name}, no file here, from the hub: {first_line(error)}") from None
+    if isinstance(found, dict):
+        if len(found) > 1:
+            raise DataError(f"{key}.split: required for {name}, one of: {', '.join(map(str, found))}")
+        (found,) = found.values()
+    for number, columns in enumerate(found, start=1):
+        yield Row(f"{name}: row {number}", number, dict(columns))
+
+
+def _decode(content: bytes, where: str, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: {first_line(error)}") from None
+
+
+_READERS: dict[str, Callable[[str, bytes], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
