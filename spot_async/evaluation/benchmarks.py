@@ -28,6 +28,7 @@ class Benchmark:
     samples: int
     max_response_tokens: int
     verifier: PluginSettings | None  # None where nothing is judged
+    writes_outputs: bool = False  # a file for AlpacaEval's own tool
     in_macro: bool = True
     note: str | None = None  # how it is judged, where that is special
     counts: Mapping[str, int] = field(default_factory=dict)  # of its rows: read, dropped by reason
@@ -61,6 +62,7 @@ def _plan(
         samples=(settings.samples or evaluation.samples) if is_judged else 1,
         max_response_tokens=max_tokens,
         verifier=settings.verifier_of(evaluation) if is_judged else None,
+        writes_outputs=not is_judged,
         in_macro=settings.in_macro,
         note=_note(settings, evaluation),
         counts=found.counts,
@@ -106,5 +108,7 @@ def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig) -> str | None
     if not special:
         return None
     kind = special.pop("kind", verifier.kind)
-    defaults = type(verifier)().model_dump(mode="json")
-    return ", ".join([f"judged by {kind}", *(f"{name} {value}" for name, value in special.items() if value != defaults.get(name))])
+    defaults = type(verifier)(kind=verifier.kind).model_dump(mode="json")
+    return ", ".join(
+        [f"judged by {kind}", *(f"{name} {value}" for name, value in special.items() if value != defaults.get(name))]
+    )

@@ -8,16 +8,15 @@ problems without the responses. Which responses there are, and what they were ju
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import standard_error
-from spot_async.types import FloatArray
 from spot_async.vocabulary import first_line
 
 FIGURES_FORMAT = 1  # raised when the file can no longer be read as before
@@ -30,9 +29,11 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     standard_error: float | None
 
     @classmethod
-    def over_problems(cls, values: FloatArray | Sequence[float]) -> Estimate:
+    def over_problems(cls, values: npt.ArrayLike) -> Estimate:
         """Of `values` (problems,)."""
-        return cls(value=float(np.mean(values)), standard_error=finite(standard_error(values)))
+        return cls(
+            value=float(np.mean(np.asarray(values, dtype=np.float64))), standard_error=finite(standard_error(values))
+        )
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +87,8 @@ def read_figures(path: Path) -> EvaluationFigures:
         found = msgspec.json.decode(data, type=dict[str, Any]).get("format")
         if isinstance(found, int) and found > FIGURES_FORMAT:
             raise DataError(
-                f"{path} has format {found}, newer than this spot-async can read ({FIGURES_FORMAT}): install a newer one"
+                f"{path} has format {found}, newer than this spot-async can read ({FIGURES_FORMAT}): install a newer "
+                "one"
             )
         return msgspec.json.decode(data, type=EvaluationFigures)
     except OSError as error:

@@ -22,7 +22,9 @@ from spot_async.types import Problem
 
 QUESTIONS = "The following are multiple choice questions about {category}, with their answers."
 # What worked solutions of published sets end with and start with; the box takes its place.
-_CLOSING = re.compile(r"\s*(?:so,? |thus,? |therefore,? )?the (?:correct )?answer is:? *\(?[A-Z]\)?\.?\s*$", re.IGNORECASE)
+_CLOSING = re.compile(
+    r"\s*(?:so,? |thus,? |therefore,? )?the (?:correct )?answer is:? *\(?[A-Z]\)?\.?\s*$", re.IGNORECASE
+)
 _OPENING = re.compile(r"^\s*A:\s*")
 
 
@@ -46,7 +48,9 @@ def gold_index(problem: Problem, key: str) -> int:
         )
     letters = ascii_uppercase[: len(problem.choices)]
     if len(problem.answer) != 1 or problem.answer not in letters:
-        raise DataError(f"{key}: problem {problem.id!r} has the answer {problem.answer!r}, no letter from A to {letters[-1]}")
+        raise DataError(
+            f"{key}: problem {problem.id!r} has the answer {problem.answer!r}, no letter from A to {letters[-1]}"
+        )
     return letters.index(problem.answer)
 
 
@@ -56,7 +60,9 @@ def with_options(problem: Problem) -> Problem:
 
 
 def options_text(problem: Problem) -> str:
-    return "\n".join(f"{letter}. {choice.strip()}" for letter, choice in zip(ascii_uppercase, problem.choices, strict=False))
+    return "\n".join(
+        f"{letter}. {choice.strip()}" for letter, choice in zip(ascii_uppercase, problem.choices, strict=False)
+    )
 
 
 def worked_example(problem: Problem, key: str) -> str:
@@ -87,11 +93,26 @@ class WorkedExamples:
         texts = self._texts.get(problem.category, [])
         if len(texts) < self._count:
             raise DataError(
-                f"{self._key}: {len(texts)} examples of category {problem.category!r}, which problem {problem.id!r} has, "
-                f"and {self._count} are asked for"
+                f"{self._key}: {len(texts)} examples of category {problem.category!r}, which problem {problem.id!r} "
+                f"has, and {self._count} are asked for"
             )
         head = QUESTIONS.format(category=problem.category or "various subjects")
         return msgspec.structs.replace(problem, text="\n\n".join([head, *texts, _question(problem)]))
+
+
+def outputs_of(
+    problems: Sequence[Problem], responses: Sequence[str], *, generator: str, dataset: str
+) -> list[dict[str, str]]:
+    """The outputs file of AlpacaEval, which its own tool judges; `generator` is what it calls the model."""
+    return [
+        {
+            "instruction": problem.text,
+            "output": response,
+            "generator": generator,
+            "dataset": problem.category or dataset,
+        }
+        for problem, response in zip(problems, responses, strict=True)
+    ]
 
 
 def _question(problem: Problem) -> str:

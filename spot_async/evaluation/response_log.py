@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from spot_async.errors import DataError, StorageError
 from spot_async.run_directory import RunDirectory
 from spot_async.types import FinishReason, Verdict
 from spot_async.vocabulary import first_line
+
+T = TypeVar("T")
 
 LOG_FORMAT = 1  # raised when a file can no longer be continued
 SYNC_EVERY = 64  # responses that a power failure may cost; a killed process costs none but those under way
@@ -70,20 +72,21 @@ def read_partial(data: bytes, name: str = "partial file") -> PartialFile:
 
     Raises DataError naming the line for whole ones that are no responses.
     """
-    lines = data[: data.rfind(b"\n") + 1].splitlines()
     whole_bytes = data.rfind(b"\n") + 1
+    lines = data[:whole_bytes].split(b"\n")[:-1]
     if not lines:
         return PartialFile(None, [], 0)
-    number = 1
-    try:
-        identity = msgspec.json.decode(lines[0], type=Identity)
-        responses = []
-        decoder = msgspec.json.Decoder(JudgedResponse)
-        for number, line in enumerate(lines[1:], start=2):
-            responses.append(decoder.decode(line))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{name}:{number}: cannot continue this evaluation: {first_line(error)}") from None
+    head, *rest = lines
+    identity = _decode(head, Identity, f"{name}:1")
+    responses = [_decode(line, JudgedResponse, f"{name}:{number}") for number, line in enumerate(rest, start=2)]
     return PartialFile(identity, responses, whole_bytes)
+
+
+def _decode(line: bytes, kind: type[T], where: str) -> T:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: cannot continue this evaluation: {first_line(error)}") from None
 
 
 def check_same(found: Identity, wanted: Identity, name: str) -> None:
@@ -165,5 +168,3 @@ def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
         new.replace(path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
-
-

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from spot_async.evaluation.figures import (
     BenchmarkFigures,
@@ -71,11 +73,13 @@ class BenchmarkResult:
         return common if not self.is_judged else self._with_accuracy(common, self.correct[self.in_tier(tier)])
 
     def _with_accuracy(self, common: Figures, correct: BoolArray) -> Figures:
-        ks = sorted({k for k in self.pass_k if k <= self.samples} | {self.samples})
         return msgspec.structs.replace(
             common,
             avg=Estimate.over_problems(avg_at_k_per_problem(correct)),
-            pass_at={k: Estimate.over_problems(pass_at_k_per_problem(correct, k)) for k in ks},
+            pass_at={
+                k: Estimate.over_problems(pass_at_k_per_problem(correct, k))
+                for k in reported(self.pass_k, self.samples)
+            },
         )
 
     def benchmark_figures(self) -> BenchmarkFigures:
@@ -134,14 +138,18 @@ class EvaluationResult:
 
     def macro(self) -> MacroFigures | None:
         """Unweighted mean over the benchmarks that count for it; None where none does."""
-        members = {benchmark.name: benchmark.figures() for benchmark in self._in_macro}
+        members = [benchmark.correct for benchmark in self._in_macro]
         if not members:
             return None
-        ks = set.intersection(*(set(each.pass_at) for each in members.values()))
+        ks = reported(self._in_macro[0].pass_k, min(benchmark.samples for benchmark in self._in_macro))
+
+        def mean(values: Callable[[BoolArray], npt.NDArray[np.float64]]) -> Estimate:
+            return mean_of_independent([Estimate.over_problems(values(correct)) for correct in members])
+
         return MacroFigures(
-            benchmarks=list(members),
-            avg=mean_of_independent([each.avg for each in members.values() if each.avg is not None]),
-            pass_at={k: mean_of_independent([each.pass_at[k] for each in members.values()]) for k in sorted(ks)},
+            benchmarks=[benchmark.name for benchmark in self._in_macro],
+            avg=mean(avg_at_k_per_problem),
+            pass_at={k: mean(partial(pass_at_k_per_problem, k=k)) for k in ks},
         )
 
     @property
@@ -194,6 +202,11 @@ def _change(before: BenchmarkResult, after: BenchmarkResult, tier: str) -> tuple
     chosen = before.in_tier(tier)
     change = avg_at_k_per_problem(after.correct[chosen]) - avg_at_k_per_problem(before.correct[chosen])
     return float(change.mean()), standard_error(change)
+
+
+def reported(pass_k: Sequence[int], samples: int) -> list[int]:
+    """The k of Pass@k that so many samples allow; theirs is always one."""
+    return sorted({k for k in pass_k if k <= samples} | {samples})
 
 
 def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
