@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from spot_async.data.parts import Draft, Part
 from spot_async.data.rows import Columns
-from spot_async.verification.extraction import extract_boxed
+from spot_async.verification.extraction import extract_boxed, strip_answer
 
 Mend = Callable[[Draft], str | None]  # changes the draft; says what it did, if anything
 Refusal = Callable[[Draft], str | None]  # why the row is dropped, if it is
@@ -32,12 +32,11 @@ class Layout(NamedTuple):
 _CHINESE = re.compile("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff]")  # open-r1's, on which DAPO's 14,116 rest
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _FLOAT_OF_INTEGER = re.compile(r"(-?[0-9]+)\.0+")
-_LEADING_ZEROS = re.compile(r"0+(?=[0-9])")
-_BOX = r"(?:with)?in\ \$?\\{1,2}boxed\s*\{\s*\}\$?"
-_INSTRUCTION = rf"""
-    (?: please\ reason\ step\ by\ step,?\ and\ put\ your\ final\ answer\ {_BOX}
-      | (?:let's|let\ us)\ think\ step\ by\ step\ and\ output\ the\ final\ answer\ {_BOX}
-      | (?:please\ )?(?:put|present|write|give)\ (?:your|the)\ (?:final\ )?answer\ {_BOX}
+_IN_BRACES = re.compile(r"\{([^{}]*)\}")
+_INSTRUCTION = r"""
+    (?<![a-z])
+    (?: (?: (?:please\ reason|let's\ think|let\ us\ think|think|reason)\ step\ by\ step,?\ (?:and\ )? | please\ )?
+        (?:put|output|present|write|give)\ (?:your|the)\ (?:final\ )?answer\ (?:with)?in\ \$?\\{1,2}boxed\s*\{\s*\}\$?
       | solve\ the\ following\ math\ problem\ step\ by\ step\.\s+
         the\ last\ line\ of\ your\ response\ should\ be\ of\ the\ form\ answer:\ [\\$]*answer\ \(without\ quotes\)
         \ where\ [\\$]*answer\ is\ the\ answer\ to\ the\ problem
@@ -72,9 +71,6 @@ def narrow_digits(draft: Draft) -> str | None:
 
 def whole_number(draft: Draft) -> str | None:
     """27.0 where the competition asks for integers."""
-    if isinstance(draft.answer, float) and draft.gold != str(draft.answer):
-        draft.answer = draft.gold
-        return "answer was a float"
     if found := _FLOAT_OF_INTEGER.fullmatch(draft.gold):
         draft.answer = found[1]
         return "answer was a float"
@@ -82,9 +78,26 @@ def whole_number(draft: Draft) -> str | None:
 
 
 def without_leading_zeros(draft: Draft) -> str | None:
-    shorter = _LEADING_ZEROS.sub("", draft.gold, count=1) if draft.gold.isdecimal() else draft.gold
+    shorter = draft.gold.lstrip("0") or "0" if draft.gold.isdecimal() else draft.gold
     changed, draft.answer = shorter != draft.gold, shorter
     return "leading zeros removed from the answer" if changed else None
+
+
+def tidy_answer(draft: Draft) -> str | None:
+    """`{17}.`, which is left of a box that was opened as `\\boxed {17}.`"""
+    bare = strip_answer(draft.gold)
+    bare = found[1] if (found := _IN_BRACES.fullmatch(bare)) else bare
+    changed, draft.answer = bare != draft.gold, bare
+    return "braces or full stop around the answer removed" if changed else None
+
+
+def unboxed(draft: Draft) -> str | None:
+    """The answer itself where the column holds a box, or a whole solution with one."""
+    boxed = extract_boxed(draft.gold) if "boxed" in draft.gold else None
+    if boxed is None:
+        return None
+    draft.answer = boxed
+    return "answer taken out of its box"
 
 
 def answer_in_solution(draft: Draft) -> str | None:
@@ -148,19 +161,20 @@ def gather_choices(columns: Columns) -> Columns:
     return {**columns, "choices": [str(columns.get(name, "")).strip() for name in GPQA_CHOICES], "answer": "A"}
 
 
+_SOLUTION = ("solution", "reward_model.ground_truth.solution", "extra_info.solution")
 _COLUMNS: dict[Part, tuple[str, ...]] = {
     "problem": ("problem", "question", "prompt", "Problem", "Question"),
-    "answer": ("answer", "reward_model.ground_truth", "ground_truth", "gold", "expected_answer", "Answer"),
+    "answer": ("answer", "reward_model.ground_truth.target", "reward_model.ground_truth", "ground_truth", "gold", "expected_answer", "Answer"),
     "id": ("id", "unique_id", "extra_info.index", "idx", "index", "problem_idx", "question_id", "ID"),
     "tier": ("tier", "level"),
     "category": ("category", "subject", "type", "problem_type"),
 }  # fmt: skip
-_WITH_SOLUTION: dict[Part, tuple[str, ...]] = {**_COLUMNS, "solution": ("solution", "extra_info.solution")}
-_TEXT = (remove_instruction, narrow_digits)
+_WITH_SOLUTION: dict[Part, tuple[str, ...]] = {**_COLUMNS, "solution": _SOLUTION}
+_TEXT = (remove_instruction, narrow_digits, unboxed, tidy_answer)
 
 LAYOUTS: dict[str, Layout] = {
     "plain": Layout({part: (part,) for part in ("problem", "answer", "id", "tier", "category")}),
-    "columns": Layout(_COLUMNS, (*_TEXT, whole_number)),
+    "columns": Layout(_COLUMNS, _TEXT),
     "math": Layout(
         _WITH_SOLUTION,
         (*_TEXT, answer_in_solution, empty_box_is_zero, name_level, forget_solution),
@@ -220,8 +234,10 @@ def recognise(columns: Columns) -> str:
         return "alpaca_eval"
     if "dapo" in source:
         return "dapo"
-    if source.endswith("math-lighteval"):
+    if source.endswith(("math-lighteval", "/math")):
         return "math"
     if {"problem", "solution", "type"} <= names and "answer" not in names:
         return "math" if "level" in names else "minerva"
+    if {"problem", "answer", "subject", "level"} <= names:
+        return "math500"
     return "columns"

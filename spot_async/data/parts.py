@@ -23,7 +23,7 @@ class Draft(msgspec.Struct, kw_only=True):
     """What a row says of a problem, before anything is mended."""
 
     problem: str
-    answer: str | int | float = ""
+    answer: str | int = ""
     id: str | int | None = None
     tier: str | int | None = None
     category: str | None = None
@@ -32,9 +32,7 @@ class Draft(msgspec.Struct, kw_only=True):
 
     @property
     def gold(self) -> str:
-        """The answer as text. A whole number that passed through a float (27.0) is a whole number again."""
-        if isinstance(self.answer, float) and self.answer.is_integer() and abs(self.answer) < 2**53:
-            return str(int(self.answer))
+        """The answer as text."""
         return str(self.answer).strip()
 
     def finish(self, prefix: str, line: int) -> Problem:
@@ -69,7 +67,7 @@ def read_draft(
             if part == "problem" or (part == "answer" and needs_answer):
                 raise DataError(f"{row.where}: no `{part}`; name its column in {key}.fields.{part}; {_has(row)}")
             continue
-        parts[part] = _message(value) if part == "problem" else value
+        parts[part] = _message(value) if part == "problem" else str(value) if isinstance(value, float) else value
     try:
         return msgspec.convert(parts, Draft)
     except msgspec.ValidationError as error:
