@@ -8,7 +8,11 @@ turned into exactly one of the request errors (`failures.py` says which), with w
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import functools
+import hashlib
+import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +24,7 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-from spot_async.errors import Exchange, RequestError
+from spot_async.errors import Exchange, PoisonedReplyError, RequestError
 from spot_async.types import Traffic
 
 from .exchange import excerpt, shortened
@@ -30,6 +34,10 @@ REDACTED = "***"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
 LONG_BODY_BYTES = 1 << 20
 LONG_BODIES_AT_ONCE = 2
+DIGEST_HEADER = "Content-Digest"  # RFC 9530
+SHA_256 = re.compile(r"\bsha-256=:([A-Za-z0-9+/]{43}=):")
+
+parsed_url = functools.lru_cache(maxsize=256)(httpx.URL)  # parsing is half of making a request, and there are few
 
 ReadError = Callable[[int, bytes], RequestError | None]
 
@@ -120,7 +128,11 @@ class HttpEndpoint:
         *,
         resend: bool = True,
     ) -> None:
-        request = httpx.Request(method, self._base_url + path, content=body, headers={**self._headers, **headers})
+        url = parsed_url(self._base_url + path)
+        # As a stream: so httpx leaves Host and Content-Length to aiohttp, which adds them faster.
+        stream = httpx.ByteStream(body or b"")
+        request = httpx.Request(method, url, stream=stream, headers={**self._headers, **headers})
+        request.read()
         self.traffic.requests += 1
         self.traffic.sent_bytes += len(body or b"")
         status: int | None = None
@@ -131,10 +143,18 @@ class HttpEndpoint:
                 try:
                     if response.is_success:
                         encoded = "Content-Encoding" in response.headers
+                        digest = None if encoded else _stated_digest(response.headers.get(DIGEST_HEADER))
+                        seen = hashlib.sha256()
                         async with self._turn_of(response):
                             async for part in response.aiter_bytes() if encoded else response.aiter_raw():
                                 sink(part)
-                        return
+                                if digest is not None:
+                                    seen.update(part)
+                        if digest in (None, seen.digest()):
+                            return
+                        error: RequestError = PoisonedReplyError(f"{self.name}{path}: the reply changed on its way")
+                        error.exchange = self.exchange(method, path, body, status=status)
+                        raise error
                     content = await _body(response)
                 finally:
                     self.traffic.received_bytes += response.num_bytes_downloaded
@@ -189,6 +209,12 @@ class HttpEndpoint:
                 raise
             response = await self._transport.handle_async_request(request)
         return response
+
+
+def _stated_digest(header: str | None) -> bytes | None:
+    """The SHA-256 that a server states of its reply; None where it states none."""
+    stated = SHA_256.search(header or "")
+    return base64.b64decode(stated[1]) if stated else None
 
 
 async def _body(response: httpx.Response) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -142,16 +143,16 @@ class LocalBackend:
 
         def read(part: bytes) -> None:
             received.extend(part)
-            for frame in _take_frames(received):
-                try:
+            try:
+                for frame in _take_frames(received):
                     reply = self._decode(frame, api.GenerateReply)
                     if not 0 <= reply.index < len(requests):
-                        raise PoisonedReplyError(f"{self._name}: replied to request {reply.index} of {len(requests)}")
-                except PoisonedReplyError as error:
-                    raise failed(error, frame) from None
-                answered.add(reply.index)
-                outcome = self._outcome(requests[reply.index], reply, since)
-                on_reply(reply.index, failed(outcome, frame) if isinstance(outcome, RequestError) else outcome)
+                        raise PoisonedReplyError(f"replied to request {reply.index} of {len(requests)}")
+                    answered.add(reply.index)
+                    outcome = self._outcome(requests[reply.index], reply, since)
+                    on_reply(reply.index, failed(outcome, frame) if isinstance(outcome, RequestError) else outcome)
+            except PoisonedReplyError as error:
+                raise failed(error.reworded(f"{self._name}{api.GENERATE_MANY}: {error}"), bytes(received)) from None
 
         await self._endpoint.stream(api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline)
         if len(answered) < len(requests):
@@ -296,10 +297,14 @@ def _take_frames(received: bytearray) -> Iterator[bytes]:
     """Cut whole frames off the front of what was received."""
     header = api.FRAME_HEADER
     while len(received) >= header.size:
-        end = header.size + header.unpack_from(received)[0]
+        length, checksum = header.unpack_from(received)
+        end = header.size + length
         if len(received) < end:
             return
-        yield bytes(received[header.size : end])
+        frame = bytes(received[header.size : end])
+        if zlib.crc32(frame) != checksum:
+            raise PoisonedReplyError("a reply changed on its way")
+        yield frame
         del received[:end]
 
 

@@ -36,7 +36,7 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
     last = int(reply.token_ids[-1])
     if reply.finish_reason == "stop" and last not in sampling.stop_token_ids:
         raise PoisonedReplyError(f"finish reason 'stop' does not fit the last token {last}")
-    passed = np.flatnonzero(np.isin(reply.token_ids[:-1], sampling.stop_token_ids))
+    passed = np.flatnonzero((reply.token_ids[:-1, None] == np.array(sampling.stop_token_ids)).any(axis=1))
     if passed.size:
         raise PoisonedReplyError(f"goes on after stop token {reply.token_ids[passed[0]]}, token {passed[0] + 1} of it")
     ends = [span.end for span in reply.version_spans]

@@ -35,7 +35,7 @@ from spot_async.types import Generation, ScoredPositions, TokenScores
 
 STATUSES = (301, 400, 401, 402, 403, 404, 408, 409, 413, 418, 422, 425, 429, 429, 500, 501, 502, 503, 504, 529, 599)
 HEADERS: tuple[Mapping[str, str], ...] = (
-    {}, {"Retry-After": "3"}, {"Retry-After": "Fri, 31 Dec 2049 23:59:59 GMT"}, {"Retry-After": "soon"},
+    {}, {"Retry-After": "0"}, {"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"}, {"Retry-After": "soon"},
     {"Content-Encoding": "gzip"}, {"Content-Encoding": "deflate"}, {"Content-Length": "99999999"},
     {"retry-after-ms": "-1e400"},
 )  # fmt: skip

@@ -296,7 +296,7 @@ def local_cases(wire_: Wire, model: Path) -> Iterator[Case]:
 
     frames = [wire.encode(api.GenerateReply(index=index, generation=generation)) for index in (1, 0)]
     yield Case("generate", wire.encode(generation), generate, _local_generation)
-    yield Case("several", b"".join(struct.pack(">I", len(frame)) + frame for frame in frames), several)
+    yield Case("several", b"".join(api.frame(frame) for frame in frames), several)
     yield Case(
         "score",
         wire.encode(scores),

@@ -43,7 +43,7 @@ def generate_many(body: bytes) -> bytes:
     for index, request in enumerate(wire.decode(body, api.GenerateManyRequest).requests):
         reply = api.GenerateReply(index=index, generation=generation(min(TOKENS, request.sampling.max_tokens)))
         frame = wire.encode(reply)
-        frames.append(api.FRAME_HEADER.pack(len(frame)) + frame)
+        frames.append(api.frame(frame))
     return b"".join(frames)
 
 

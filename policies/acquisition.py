@@ -9,6 +9,7 @@ Axes: T response positions, k candidates, K served top-k, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import string
 import unicodedata
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -62,7 +63,7 @@ def score_positions(
             f"teacher {teacher.shape} and student {student.shape} log-probabilities must both be (T, k) "
             f"and the entropy {entropy.shape} (T,)"
         )
-    if min(lambda_mass, lambda_shape) < 0 or not np.isclose(lambda_mass + lambda_shape, 1.0):
+    if min(lambda_mass, lambda_shape) < 0 or not math.isclose(lambda_mass + lambda_shape, 1.0, rel_tol=1e-5):
         raise ValueError(f"lambda_mass {lambda_mass} and lambda_shape {lambda_shape} must be >= 0 and sum to 1")
 
     # Servers compute in float32 or less: rounding must not push a share past 1 and a score below 0.

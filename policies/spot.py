@@ -99,6 +99,7 @@ class Branch:
     teacher_logprobs: npt.NDArray[np.float32]  # (k_p,) full-vocabulary
     verdicts: list[list[Verdict]]  # k_p x N_p; N_p is 0 without verifier guidance
     continuations: list[list[Generation]]  # k_p x N_p
+    gamma: float
 
     @cached_property
     def values(self) -> npt.NDArray[np.float64] | None:
@@ -115,6 +116,16 @@ class Branch:
     def viable(self) -> bool:
         """Whether the position belongs to B+: some candidate has a positive value."""
         return self.values is not None and bool((self.values > 0).any())
+
+    @cached_property
+    def prior(self) -> npt.NDArray[np.float64]:
+        """(k_p,) the teacher renormalised on its candidates."""
+        return teacher_prior(self.teacher_logprobs)
+
+    @cached_property
+    def target(self) -> npt.NDArray[np.float64]:
+        """(k_p,) the prior calibrated by the values; the prior itself where there are none."""
+        return self.prior if self.values is None else calibrated_target(self.teacher_logprobs, self.values, self.gamma)
 
 
 def outcome_rewards(verdicts: Iterable[Verdict]) -> list[float]:
@@ -260,6 +271,7 @@ class SpotPolicy:
             teacher_logprobs=scores.topk_logprobs[position, :k],
             verdicts=[[verdict for _, verdict in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
             continuations=[[text for text, _ in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
+            gamma=self.settings.gamma,
         )
 
     def _exploit(self, retained: Sequence[Branch]) -> SoftTargets | None:
@@ -269,18 +281,12 @@ class SpotPolicy:
         return SoftTargets(
             positions=np.array([branch.position for branch in retained], dtype=np.int32),
             token_ids=np.stack([branch.candidate_ids for branch in retained]).astype(np.int32),
-            probabilities=np.stack([self._target(branch) for branch in retained]).astype(np.float32),
+            probabilities=np.stack([branch.target for branch in retained]).astype(np.float32),
             weights=np.full(len(retained), self.settings.beta / len(retained), dtype=np.float32),
         )
 
     def _keeps(self, branch: Branch) -> bool:
         return branch.viable or not self.settings.verifier_guidance
-
-    def _target(self, branch: Branch) -> npt.NDArray[np.float64]:
-        """(k_p,) of a branch that is kept; without verifier guidance the prior itself."""
-        if branch.values is None:
-            return teacher_prior(branch.teacher_logprobs)
-        return calibrated_target(branch.teacher_logprobs, branch.values, self.settings.gamma)
 
     def _metrics(
         self, selection: Selection, branches: Sequence[Branch], targets: SoftTargets | None
@@ -302,7 +308,7 @@ class SpotPolicy:
             metrics["probe/accuracy"] = sum(rewards) / len(rewards)
         kept = [branch for branch in branches if self._keeps(branch)]
         if kept:
-            shifts = [np.abs(self._target(b) - teacher_prior(b.teacher_logprobs)).sum() / 2 for b in kept]
+            shifts = [np.abs(branch.target - branch.prior).sum() / 2 for branch in kept]
             metrics["spot/calibration_shift"] = float(np.mean(shifts))
         return metrics
 
@@ -326,8 +332,7 @@ class SpotPolicy:
         parts = {} if selection.parts is None else selection.parts._asdict()
         student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])
         values = branch.values
-        target = self._target(branch) if values is not None or self._keeps(branch) else None
-        prior = teacher_prior(branch.teacher_logprobs)
+        target = branch.target if values is not None or self._keeps(branch) else None
         return {
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
@@ -340,7 +345,7 @@ class SpotPolicy:
                     "token": stages.decode(np.array([token_id], dtype=np.int32)),
                     "teacher": round(float(np.exp(branch.teacher_logprobs[c])), 6),
                     "student": None if student is None else round(float(student[c]), 6),
-                    "prior": round(float(prior[c]), 6),
+                    "prior": round(float(branch.prior[c]), 6),
                     "value": None if values is None else float(values[c]),
                     "target": None if target is None else round(float(target[c]), 6),
                     "verdicts": [verdict.value for verdict in branch.verdicts[c]],

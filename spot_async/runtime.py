@@ -142,6 +142,7 @@ async def train(
     ledger_file = SpendingLog(directory, spending.accounts)
     backends = make_backends(config, plan, directory, spending)
     replicas = partial(replica_lines, backends.by_role())
+    screen.replicas = replicas
     watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
     lag = LoopLag()
     student = backends.student
@@ -245,7 +246,8 @@ async def evaluate_student(
     """Only the student's server and one evaluation, continued where there is one. `exit_process`: see `Watchdog`."""
     screen = RunConsole(console, 0)
     watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
-    student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory)
+    account = config.student.backend.open_account("student")
+    student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory, account)
     with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live(), watchdog:
         phases = Phases(screen, watchdog)
         phases.begin("starting the student")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, end_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids = end_token_ids
+        self._token_text = functools.cache(lambda token_id: self._text([token_id]))
 
     @classmethod
     def load(cls, directory: Path) -> Vocabulary:
@@ -27,8 +29,11 @@ class Vocabulary:
         return cls(tokenizer, ends)
 
     def decode(self, token_ids: IntArray) -> str:
-        """Text without special tokens."""
-        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        """Text without special tokens. Single tokens, of which a sample's record names many, are decoded once."""
+        return self._token_text(int(token_ids[0])) if len(token_ids) == 1 else self._text(token_ids)
+
+    def _text(self, token_ids: IntArray | list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
     @property

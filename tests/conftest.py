@@ -11,12 +11,14 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the processes that tests start
 
 import contextlib
+import importlib.util
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -355,6 +357,17 @@ def recomputed() -> Callable[..., np.ndarray]:
         return log_softmax(logprobs + moves)
 
     return again
+
+
+@pytest.fixture(scope="session")
+def faults() -> ModuleType:
+    """`faulty_proxy.py`: a proxy that damages, delays and refuses."""
+    specification = importlib.util.spec_from_file_location("faulty_proxy", Path(__file__).with_name("faulty_proxy.py"))
+    assert specification is not None
+    assert specification.loader is not None
+    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

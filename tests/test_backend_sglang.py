@@ -20,6 +20,7 @@ import pytest
 
 from spot_async.backends.held_weights import WeightNames
 from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.limits import Limits
 from spot_async.backends.probing import LEAST_NOISE_NATS, differences, noise_nats, temperature_convention
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang_checks import check_ready, check_vocabulary
@@ -295,6 +296,7 @@ async def connected(
         exact_entropy=False, candidate_logprobs="single", weight_update=True,
         generation_temperature=generation_temperature,
     )  # fmt: skip
+    backend._limits = Limits("student", VOCAB, 100, VOCAB, "--context-length")
     async with server, backend._server:
         yield backend, stand_in
 

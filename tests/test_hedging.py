@@ -8,9 +8,11 @@ import pytest
 
 from spot_async.actor import Stage
 from spot_async.errors import BudgetSpentError, TransientError
+from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
 from spot_async.retry import RetryPolicy
 from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.types import Capabilities
 
 
 class Replica:
@@ -121,3 +123,47 @@ def test_a_second_that_fails_or_cannot_be_paid_leaves_the_first(second):
 def test_a_deadline_that_comes_first_leaves_no_second():
     with pytest.raises(TransientError, match="no answer within 2 s"):
         ask(Pool(Replica("a", 50.0), Replica("b", 0.1)), timeout_s=2.0)
+
+
+class Teacher(Replica):
+    """As a pool takes it."""
+
+    async def capabilities(self, *, deadline):
+        return Capabilities(
+            model="m",
+            vocab_size=8,
+            vocab_fingerprint="f",
+            max_context_tokens=100,
+            max_top_k=8,
+            exact_entropy=True,
+            candidate_logprobs="none",
+            weight_update=False,
+        )
+
+    async def watch(self):
+        await asyncio.get_running_loop().create_future()
+
+
+def test_a_pools_other_server_gets_the_second_request():
+    teachers = {"teacher-1": Teacher("teacher-1", 50.0, 50.0), "teacher-2": Teacher("teacher-2", 2.0, 2.0)}
+
+    async def run():
+        pool = ReplicaPool("teacher", {name: lambda it=it: it for name, it in teachers.items()})
+        async with pool:
+            stage = Stage(
+                "score",
+                pool,
+                concurrency=1,
+                timeout_s=60.0,
+                retry=RetryPolicy(1),
+                mailbox_capacity=2,
+                jitter=lambda: 0.0,
+                hedge_after_s=3.0,
+            )
+            # of one session, so both go to the same server first
+            return [await stage.ask((0,), lambda it, deadline: it.ask(), session="p") for _ in range(2)], stage.counters
+
+    answers, counters = run_on_virtual_time(run())
+    assert "teacher-2" in answers
+    assert teachers["teacher-1"].answered == 0
+    assert counters.hedged >= 1

@@ -24,6 +24,8 @@ from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import ReplicaStatus
 from spot_async.run_directory import RunDirectory
 from spot_async.simulation.services import (
     END_TOKEN,
@@ -44,7 +46,7 @@ from spot_async.trainer.metrics import METRICS
 from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-PLACEHOLDERS = {"<stage>": r"\w+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
+PLACEHOLDERS = {"<stage>": r"\w+", "<replica>": r"[\w-]+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
 
 
 SERVED = Capabilities(
@@ -116,6 +118,34 @@ class CountedStudent(SimulatedStudent):
         return await super().generate(*args, **rest)
 
 
+class CountedServer:
+    """One replica that has half of every prompt in its cache."""
+
+    def __init__(self, traffic):
+        self.traffic = traffic
+
+    @property
+    def replicas(self):
+        counted = msgspec.structs.replace(
+            self.traffic, prompt_tokens=8 * self.traffic.requests, cached_tokens=4 * self.traffic.requests
+        )
+        return [
+            ReplicaStatus(
+                name="student-1",
+                state=State.SERVING,
+                in_flight=0,
+                limit=512,
+                decreases=0,
+                restarts=0,
+                requests=counted.requests,
+                busy_s=0.1 * counted.requests,
+                away_s=0.0,
+                version=None,
+                traffic=counted,
+            )
+        ]
+
+
 class WritingTeacher(SimulatedTeacher):
     """One that also answers, for KD."""
 
@@ -155,7 +185,7 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
         capabilities=capabilities,
         config=StagesConfig(score=ScoreStageConfig(hedge_after_s=60.0)),
     )
-    server = SimpleNamespace(traffic=student.traffic)
+    server = CountedServer(student.traffic)
     given = []
     sink = SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))
     orchestrator = Orchestrator(
@@ -217,6 +247,16 @@ def test_traffic_is_that_of_the_iteration_by_the_role_of_the_server(simulated):
         assert row["traffic/student/sent_bytes"] == 100 * requests
         assert row["traffic/student/received_bytes"] == 1000 * requests
         assert not any(name.startswith("traffic/teacher/") for name in row)  # it counts none
+
+
+def test_a_replicas_figures_are_those_of_the_iteration(simulated):
+    rows, _ = simulated
+    for row in rows:
+        assert row["replica/student-1/requests"] == row["traffic/student/requests"]
+        busy_s = row["replica/student-1/mean_in_flight"] * row["time/iteration_s"]
+        assert busy_s == pytest.approx(0.1 * row["replica/student-1/requests"])
+        assert row["replica/student-1/cached_share"] == 0.5
+        assert row["replica/student-1/limit"] == 512
 
 
 def test_kds_throughput_counts_what_the_teacher_writes_and_nothing_is_said_where_nobody_writes(tmp_path):

@@ -213,7 +213,7 @@ def test_a_frozen_server_that_thaws_goes_on_without_being_started_again():
     async def freeze(servers):
         await asyncio.sleep(6.0)
         servers[0].freeze()
-        await asyncio.sleep(17.0)  # 5 s until it is asked, 10 s until that fails, thawed within the next 5 s
+        await asyncio.sleep(12.5)  # 5 s until it is asked, 5 s until that fails, thawed within the next 5 s
         servers[0].thaw()
         await asyncio.Event().wait()
 

@@ -53,6 +53,7 @@ class LifeCycle:
     def __init__(self, now_s: float, moved: Callable[[], None] = lambda: None) -> None:
         self.state = State.STARTING
         self.since_s = now_s
+        self._away_s = 0.0  # until then
         self._moved = moved
         self.version: WeightVersion | None = None  # last one that it confirmed; None where that is not known
         self.failed_trial = False  # it is suspect since a request failed that it was half open for
@@ -62,10 +63,15 @@ class LifeCycle:
         """Raises ValueError for a move that makes no sense: that is a bug."""
         if state not in MOVES[self.state]:
             raise ValueError(f"a replica cannot go from {self.state} to {state}")
+        self._away_s = self.away_s(now_s)
         self.state = state
         self.since_s = now_s
         self._failures = 0
         self._moved()
+
+    def away_s(self, now_s: float) -> float:
+        """Seconds so far in which it was to be had for no more than a trial."""
+        return self._away_s + (0.0 if self.state in ALIVE else now_s - self.since_s)
 
     def takes(self, version: WeightVersion | None, in_flight: int) -> bool:
         """Whether it may have one more request, which is for `version`."""

@@ -6,6 +6,7 @@ A thin shell: `dispatcher` grants leases, `weights` keeps versions, `supervisor`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Self
 
@@ -21,6 +22,8 @@ from spot_async.replicas.service_pool import Errand, Lease
 from spot_async.replicas.supervisor import CAPABILITIES_TIMEOUT_S, Supervisor
 from spot_async.replicas.weights import Weights
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
+
+LAST_SLEEP_TIMEOUT_S = 30.0  # of a server in trouble
 
 
 class ReplicaPool(Generic[B]):
@@ -130,24 +133,34 @@ class ReplicaPool(Generic[B]):
         return any(_sleeps(replica.backend) for replica in self._replicas)
 
     async def sleep(self, *, deadline: float) -> None:
-        """Also of one that is just coming back: what it runs on is to be free. Raises what the first one raises."""
+        """Also of one that is just coming back: what it runs on is to be free. Raises what one in rotation raises."""
         self._awake.clear()
-        for replica in self._replicas:
-            async with asyncio.timeout_at(deadline), replica.entering:
-                if replica.is_entered and replica.life.state in IN_ROTATION and isinstance(replica.backend, Sleeper):
-                    self._asleep.append(replica)
-                    await replica.backend.sleep(deadline=deadline)
+        await gather(self._sleep(replica, deadline) for replica in self._replicas)
+
+    async def _sleep(self, replica: Replica[B], deadline: float) -> None:
+        async with replica.entering:
+            if not (replica.is_entered and isinstance(replica.backend, Sleeper)):
+                return
+            if replica.life.state in IN_ROTATION:
+                self._asleep.append(replica)
+                await replica.backend.sleep(deadline=deadline)
+                return
+            with contextlib.suppress(RequestError):  # it may be beyond sleeping
+                soon = min(deadline, asyncio.get_running_loop().time() + LAST_SLEEP_TIMEOUT_S)
+                await replica.backend.sleep(deadline=soon)
+                self._asleep.append(replica)
 
     async def wake(self, *, deadline: float) -> None:
-        """One that does not wake is brought back as one that failed; raises when none of them wakes."""
+        """One that does not wake is brought back as others that failed; raises when none of those that serve wakes."""
         asleep, self._asleep = self._asleep, []
         try:
             errors = await gather(_wake(replica, deadline) for replica in asleep)
         finally:
             self._awake.set()
             self._replica_moved()
-        failed = [(replica, error) for replica, error in zip(asleep, errors, strict=True) if error is not None]
-        if failed and len(failed) == len(asleep):
+        serving = [each for each in zip(asleep, errors, strict=True) if each[0].life.state in IN_ROTATION]
+        failed = [(replica, error) for replica, error in serving if error is not None]
+        if failed and len(failed) == len(serving):
             raise failed[0][1]
         for replica, error in failed:
             replica.report(Trouble.RESTARTED, error)
@@ -190,7 +203,8 @@ def _sleeps(backend: object) -> bool:
 
 async def _wake(replica: Replica[B], deadline: float) -> RequestError | None:
     async with replica.entering:
-        assert isinstance(replica.backend, Sleeper)
+        if not (replica.is_entered and isinstance(replica.backend, Sleeper)):
+            return None  # it was left meanwhile
         try:
             await replica.backend.wake(deadline=deadline)
         except RequestError as error:

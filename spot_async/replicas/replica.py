@@ -50,6 +50,9 @@ class ReplicaStatus(NamedTuple):
     restarts: int  # how often it was entered again
     version: WeightVersion | None  # of weights that were sent to it
     traffic: Traffic
+    requests: int = 0  # that it was leased for, whatever came of them
+    busy_s: float = 0.0  # summed over them: mean in flight = busy_s / elapsed
+    away_s: float = 0.0  # out of rotation
 
 
 class Replica(Generic[B]):
@@ -66,7 +69,8 @@ class Replica(Generic[B]):
     ) -> None:
         """`make` gives a new backend object each time; `backend` is the first one, not entered yet. `moved` is told of
         every change of state."""
-        now_s = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        now_s = self._loop.time()
         self.name = name
         self.make = make
         self.backend = backend
@@ -79,6 +83,8 @@ class Replica(Generic[B]):
         self.last_error: SpotError | None = None
         self.restarts = 0
         self._requests = 0  # of the leases, without those that are the pool's own
+        self._requests_sent = 0
+        self._busy_s = 0.0
         self._unanswered: dict[int, Errand] = {}  # connections that failed since the last answer
         self._progress_s = now_s
         self._changed = asyncio.Event()
@@ -109,6 +115,7 @@ class Replica(Generic[B]):
 
     @property
     def status(self) -> ReplicaStatus:
+        """For any thread."""
         life = self.life
         return ReplicaStatus(
             self.name,
@@ -119,6 +126,9 @@ class Replica(Generic[B]):
             self.restarts,
             life.version,
             self.traffic,
+            self._requests_sent,
+            self._busy_s,
+            life.away_s(self._loop.time()),
         )
 
     # What the leases say
@@ -130,10 +140,13 @@ class Replica(Generic[B]):
             self._idle.clear()
         self.leases.add(lease)
         self._requests += lease.is_request
+        self._requests_sent += lease.is_request
 
     def released(self, lease: HeldLease[B]) -> None:
         self.leases.remove(lease)
-        self._requests -= lease.is_request
+        if lease.is_request:
+            self._requests -= 1
+            self._busy_s += self._loop.time() - lease.granted_s
         if not self.leases:
             self._idle.set()
 

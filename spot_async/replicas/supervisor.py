@@ -15,16 +15,24 @@ from typing import Generic
 import structlog
 
 from spot_async.config import ServingConfig
-from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError, SpotError, StorageError
+from spot_async.errors import (
+    DeadlineExceededError,
+    ProcessDiedError,
+    RequestError,
+    ServerRestartedError,
+    SpotError,
+    StorageError,
+)
 from spot_async.protocols import HealthCheck
 from spot_async.replicas.capabilities import MODEL, check_same
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, Replica, Report, Trouble
 from spot_async.replicas.weights import Weights
 
-PING_TIMEOUT_S = 10.0  # of a machine that swaps, too
+LONGEST_PING_S = 10.0  # for a machine that swaps
 PING_INTERVAL_S = 1.0
 LONGEST_PAUSE_S = 30.0  # between attempts to enter it
+LAST_WORDS_S = 10.0  # SGLang looks for its reasons for five
 RESTARTS_WITHIN_S = 3600.0
 CAPABILITIES_TIMEOUT_S = 60.0
 
@@ -58,6 +66,7 @@ class Supervisor(Generic[B]):
             report = await self._next_trouble()
             self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
             await self._take_out(report)
+            report = await self._explained(report)
             if not await self._serves_as_it_is(report):
                 await self._enter_again(report.error)
             self._log.info("replica is back", state=self._replica.life.state.value, restarts=self._replica.restarts)
@@ -88,7 +97,8 @@ class Supervisor(Generic[B]):
             if connections_failed and life.failed_trial:
                 error = error or self._replica.last_error
             if error is not None:
-                self._replica.report(Trouble.SILENT, error)
+                is_other = isinstance(error, ServerRestartedError)
+                self._replica.report(Trouble.RESTARTED if is_other else Trouble.SILENT, error)
                 return
             self._replica.pinged(_now_s())
             if life.state is State.SUSPECT:
@@ -102,7 +112,7 @@ class Supervisor(Generic[B]):
         if not isinstance(backend, HealthCheck):
             return None if unknown_is_well else self._replica.last_error
         try:
-            await backend.ping(deadline=_now_s() + PING_TIMEOUT_S)
+            await backend.ping(deadline=_now_s() + min(LONGEST_PING_S, self._serving.stall_s))
         except RequestError as error:
             return error
         return None
@@ -121,12 +131,24 @@ class Supervisor(Generic[B]):
         except TimeoutError:
             replica.take_back(reason, is_lost=False)
 
+    async def _explained(self, report: Report) -> Report:
+        """Connections to a server of ours fail before it has ended: how it ends says more."""
+        if not self._are_ours or report.trouble is not Trouble.SILENT or _is_frozen(report):
+            return report
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._replica.backend.watch()
+        except ProcessDiedError as error:
+            return Report(Trouble.ENDED, error)
+        except TimeoutError:
+            pass
+        return report
+
     async def _serves_as_it_is(self, report: Report) -> bool:
         """Whether the same backend object can go on: one that thawed, or only missed weights."""
         replica = self._replica
         replica.life.move(State.RECOVERING, _now_s())
-        is_frozen = report.trouble is Trouble.SILENT and isinstance(report.error, DeadlineExceededError)
-        if not (is_frozen or report.trouble is Trouble.BEHIND):
+        if not (_is_frozen(report) or report.trouble is Trouble.BEHIND):
             return False
         try:
             async with asyncio.timeout(self._serving.stall_s):
@@ -204,6 +226,10 @@ class Supervisor(Generic[B]):
         if self._restarts_s:
             final.add_note(f"  started again {len(self._restarts_s)} times within the last hour before that")
         return final
+
+
+def _is_frozen(report: Report) -> bool:
+    return report.trouble is Trouble.SILENT and isinstance(report.error, DeadlineExceededError)
 
 
 def _now_s() -> float:

@@ -7,7 +7,10 @@ is left of the caller's deadline, since the two processes share no clock.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import struct
+import zlib
 
 import msgspec
 
@@ -37,7 +40,8 @@ CONTENT_TYPE = "application/msgpack"
 # Names the process that a request is meant for: another one, such as the same server started again with other
 # weights, refuses it with `ServerRestartedError`.
 INSTANCE_HEADER = "X-Spot-Async-Instance"
-FRAME_HEADER = struct.Struct(">I")
+FRAME_HEADER = struct.Struct(">II")  # bytes of the frame, and their CRC-32
+DIGEST_HEADER = "Content-Digest"  # of RFC 9530: what lies between server and client may not change a number unseen
 
 STATUS: dict[type[SpotError], int] = {
     PermanentError: 400,
@@ -50,6 +54,16 @@ STATUS: dict[type[SpotError], int] = {
     TransientError: 500,
 }
 SERVER_ERROR = 500
+
+
+def digest(body: bytes) -> str:
+    """The value of `DIGEST_HEADER`."""
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
+
+
+def frame(body: bytes) -> bytes:
+    """A message of a stream: its header before it."""
+    return FRAME_HEADER.pack(len(body), zlib.crc32(body)) + body
 
 
 def status_of(error: Exception) -> int:
@@ -72,7 +86,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateManyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answered with a frame per request as each is done: the length in `FRAME_HEADER`, then a `GenerateReply`."""
+    """Answered with a frame per request as each is done: its `FRAME_HEADER`, then a `GenerateReply`."""
 
     requests: list[GenerateRequest]
 

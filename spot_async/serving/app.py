@@ -136,8 +136,7 @@ class _Replies(Response):
         except SpotError as error:
             reply = _failed(index, error)
         body = wire.encode(reply)
-        frame = api.FRAME_HEADER.pack(len(body)) + body
-        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": api.frame(body), "more_body": True})
 
 
 def _failed(index: int, error: SpotError) -> api.GenerateReply:
@@ -151,7 +150,9 @@ async def _cancel_when_gone(request: Request, future: Future[Any]) -> None:
 
 
 def _reply(message: object, status: int = 200) -> Response:
-    return Response(wire.encode(message), status_code=status, media_type=api.CONTENT_TYPE)
+    body = wire.encode(message)
+    headers = {api.DIGEST_HEADER: api.digest(body)}
+    return Response(body, status_code=status, media_type=api.CONTENT_TYPE, headers=headers)
 
 
 def _error_reply(request: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich import box
@@ -36,6 +36,7 @@ class RunConsole:
 
     def __init__(self, console: Console, iterations: int) -> None:
         self.console = console
+        self.replicas: Callable[[], Sequence[str]] = tuple  # lines on each
         self._iterations = iterations
         self._phase = "starting"
         self._progress: tuple[int, int] | None = None
@@ -106,6 +107,7 @@ class RunConsole:
             rows.append(bar)
         if self._orchestrator is not None:
             rows += [self._status(self._orchestrator), stage_table(self._orchestrator)]
+            rows += [Text(line, style="dim") for line in self.replicas()]
         return Group(*rows)
 
     def _status(self, orchestrator: Orchestrator) -> Text:

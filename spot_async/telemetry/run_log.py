@@ -26,6 +26,7 @@ from spot_async.run_directory import RunDirectory
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages import Stages
 from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.replica_metrics import ReplicaMetrics
 from spot_async.telemetry.sinks import MetricSink
 from spot_async.types import Prompt, Sample
 
@@ -44,13 +45,15 @@ class RunLog:
         loop_lag: LoopLag | None = None,
         spending: RunSpendingMetrics | None = None,
     ) -> None:
-        """`backends`, by role: the traffic of those that count it is reported."""
+        """`backends`, by role: the traffic of those that count it is reported, and the replicas of those that have
+        them."""
         self._spending = spending
         self._loop_lag = loop_lag
         self._directory = directory
         self._samples_every = samples_every
         self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
         self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in self._traffic.items()}
+        self._replicas = ReplicaMetrics(backends or {})
         self._sinks = sinks
         self._stages = stages
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
@@ -61,7 +64,7 @@ class RunLog:
         now_s = time.monotonic()
         elapsed_s = now_s - self._iteration_started_s
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
-        metrics |= self._traffic_metrics()
+        metrics |= self._traffic_metrics() | self._replicas.take(elapsed_s)
         metrics |= self._spending.take() if self._spending is not None else {}
         metrics |= self._loop_lag.take() if self._loop_lag is not None else {}
         self._iteration_started_s = now_s

@@ -6,6 +6,7 @@ Pure string work in linear time: nothing is evaluated. The rules forgive layout,
 
 from __future__ import annotations
 
+import functools
 import re
 from decimal import Decimal
 
@@ -46,6 +47,7 @@ _NUMBER = re.compile(
 _NUMBER_SPACING = re.compile(r"\\[!,;:]\s*")
 
 
+@functools.lru_cache(maxsize=4096)  # the branches of one rollout mostly come to the same few answers
 def normalize_answer(answer: str) -> str:
     r"""The canonical spelling of an answer.
 

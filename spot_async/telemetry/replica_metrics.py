@@ -1,0 +1,53 @@
+"""What each server of a role did in an iteration, as the metrics `replica/<name>/...`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from spot_async.replicas.replica import ReplicaStatus
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """What is read of a role's backend."""
+
+    @property
+    def replicas(self) -> Sequence[ReplicaStatus]: ...
+
+
+class ReplicaMetrics:
+    """Of all pools among the backends of a run, once they were entered."""
+
+    def __init__(self, backends: Mapping[str, object]) -> None:
+        self._pools = [each for each in backends.values() if isinstance(each, Pool)]
+        self._last = self._now()
+
+    def take(self, elapsed_s: float) -> dict[str, float]:
+        """Since this was last asked, `elapsed_s` ago."""
+        now, last = self._now(), self._last
+        self._last = now
+        metrics: dict[str, float] = {}
+        for name, status in now.items():
+            figures = _figures(status, last[name], elapsed_s)
+            metrics |= {f"replica/{name}/{figure}": float(value) for figure, value in figures.items()}
+        return metrics
+
+    def _now(self) -> dict[str, ReplicaStatus]:
+        return {status.name: status for pool in self._pools for status in pool.replicas}
+
+
+def _figures(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[str, float]:
+    figures: dict[str, float] = {
+        "requests": now.requests - last.requests,
+        "limit": now.limit,
+        "limit_decreases": now.decreases - last.decreases,
+        "restarts": now.restarts - last.restarts,
+        "away_s": now.away_s - last.away_s,
+    }
+    if elapsed_s > 0:
+        figures["mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
+    prompt_tokens = now.traffic.prompt_tokens - last.traffic.prompt_tokens
+    if prompt_tokens:
+        figures["cached_share"] = (now.traffic.cached_tokens - last.traffic.cached_tokens) / prompt_tokens
+    return figures
