@@ -76,7 +76,7 @@ def _formatted(problems: Sequence[Problem], settings: BenchmarkConfig, seed: int
     if settings.order_choices:
         problems = [order_choices(problem, seed, key) for problem in problems]
     if settings.examples is None:
-        return [with_options(problem) for problem in problems]
+        return [with_options(problem, key) for problem in problems]
     examples = load_problem_set(settings.examples, f"{key}.examples").problems
     worked = WorkedExamples(examples, settings.example_count, f"{key}.examples")
     return [worked.before(problem) for problem in problems]
