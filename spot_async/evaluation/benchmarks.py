@@ -52,7 +52,8 @@ def _plan(
     found = load_problem_set(settings, key)
     is_judged = settings.format != "alpaca_eval"
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
-    prompt = config.prompt.model_copy(update={"instruction": instruction if is_judged else ""})
+    native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
+    prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems, settings, evaluation.seed, key)
     sources = _rendered(problems, PromptRenderer(student.vocabulary, prompt), student, max_tokens, key)
