@@ -47,6 +47,8 @@ def test_other_seeds_give_other_letters():
         (r"\boxed{C. \frac{1}{2}}", "correct"),
         (r"\boxed{C) half}", "correct"),
         (r"\boxed{\frac12}", "correct"),  # the option's text
+        (r"\boxed{c}", "correct"),
+        (r"\boxed{b}", "wrong"),
         (r"\boxed{B}", "wrong"),  # a letter comes before an option of that text
         (r"\boxed{12 cm}", "wrong"),
         (r"\boxed{13 cm}", "wrong"),  # begins like no letter, equals no option
