@@ -164,12 +164,15 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
 def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
     """The section that a location leads to, through optional annotations."""
     current: type[BaseModel] | None = schema
+    is_name = False
     for key in location:
-        if key in (ONE, SEVERAL) or isinstance(key, int):  # the same section, one of a list
+        if key in (ONE, SEVERAL) or isinstance(key, int) or is_name:  # the same section, one of several
+            is_name = False
             continue
         field = current.model_fields.get(str(key)) if current else None
         if field is None:
             return None
+        is_name = typing.get_origin(field.annotation) is dict  # a section for each name
         current = next((c for c in _classes(field.annotation) if issubclass(c, BaseModel)), None)
     return current if current is not PluginSettings else None
 
