@@ -1,0 +1,61 @@
+r"""The verifier of multiple choice: the letter of the last box, or the text of one of the options in it.
+
+A box that holds a letter, alone or in front of something (`B`, `(B)`, `\text{B}`, `B. 4 cm`, `B) 4 cm`), names that
+option, also where another option's text is a single letter. Any other box names the option whose normalised text it
+equals. String work in linear time, like `boxed_match`.
+"""
+
+from __future__ import annotations
+
+import re
+from string import ascii_uppercase
+from typing import Self
+
+from spot_async.config import PluginSettings
+from spot_async.types import Problem, Verdict
+from spot_async.verification.extraction import extract_boxed
+from spot_async.verification.normalization import normalize_answer
+
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mathsf)\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"\(?\s*(?:option\s+)?([A-Za-z])\s*(?:\)|$|[.:](?=\s|$))", re.IGNORECASE)
+
+
+def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
+    """Which of the options the content of a box names; None where it names none, or several of different texts."""
+    text = _WRAPPED.sub(r"\1", answer).strip().strip("$").strip()
+    letter = _LETTER.match(text)
+    if letter is not None and (index := ascii_uppercase.index(letter[1].upper())) < len(choices):
+        return index
+    wanted = normalize_answer(answer)
+    equal = [index for index, choice in enumerate(choices) if wanted and normalize_answer(choice) == wanted]
+    return equal[0] if equal else None
+
+
+class MultipleChoice:
+    """`chosen_option` as a verifier of problems with options, whose answer is a letter."""
+
+    class Settings(PluginSettings):
+        """There is nothing to set."""
+
+        kind: str = "multiple_choice"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
+        """Immediate, whatever the deadline. NO_ANSWER without a box or with an empty one."""
+        answer = extract_boxed(response_text)
+        if not answer:
+            return Verdict.NO_ANSWER
+        chosen = chosen_option(answer, problem.choices)
+        if chosen is None:
+            return Verdict.WRONG
+        gold = ascii_uppercase.index(problem.answer)
+        same = chosen == gold or problem.choices[chosen] == problem.choices[gold]
+        return Verdict.CORRECT if same else Verdict.WRONG
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
