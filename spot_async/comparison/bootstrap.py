@@ -38,7 +38,8 @@ class Resampling:
         """The mean over the drawn problems, (draws, *rest), of `values` (problems, *rest) of one benchmark."""
         weights = self._weights[benchmark]  # (draws, problems)
         table = np.asarray(values, dtype=np.float64)
-        return np.asarray(np.tensordot(weights, table, axes=1))
+        means: Floats = np.tensordot(weights, table, axes=1)
+        return means
 
 
 def macro(per_benchmark: Sequence[Floats]) -> Floats:
@@ -56,4 +57,4 @@ def percentile_interval(draws: Floats, confidence: float) -> Interval:
 def _weights(random: np.random.Generator, size: int, draws: int) -> Floats:
     """(draws, size) shares that sum to 1. A single problem has no spread, and stays itself."""
     drawn = max(1, size - 1)
-    return np.asarray(random.multinomial(drawn, np.full(size, 1.0 / size), size=draws) / drawn)
+    return np.asarray(random.multinomial(drawn, np.full(size, 1.0 / size), size=draws), dtype=np.float64) / drawn
