@@ -24,6 +24,7 @@ import numpy as np
 from pipeline import EXAMPLE
 from report import show
 
+from spot_async.backends.limits import Limits
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.openai_dialect import COMPLETIONS
 from spot_async.backends.openai_dialect import Dialect as OpenAIDialect
@@ -32,7 +33,7 @@ from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm_probes import Found
 from spot_async.backends.vllm_replies import CompletionsRoute, GenerateRoute
 from spot_async.protocols import Scorer
-from spot_async.types import Capabilities
+from spot_async.types import Capabilities, Traffic
 
 VOCAB = 151_936
 PROMPT_TOKENS = 512
@@ -64,6 +65,7 @@ class Canned:
     """An endpoint without a network."""
 
     def __init__(self, reply: bytes) -> None:
+        self.traffic = Traffic()
         self._reply = reply
 
     async def post(self, path: str, body: bytes, **_: Any) -> bytes:
@@ -163,7 +165,8 @@ async def openai(stack: AsyncExitStack, url: str, *, by_text: bool) -> Backend:
 def sglang_rows() -> tuple[dict[str, Any], Any, Any]:
     """SGLang's reply without its top-K, and that: ids and log-probabilities of the response's rows."""
     ids = (RESPONSE[:, None] + np.arange(TOP_K, dtype=np.int32) * (VOCAB // TOP_K)) % VOCAB
-    logprobs = -np.sort(DRAW.exponential(4.0, (POSITIONS, TOP_K)).astype(np.float32))
+    spread = np.sort(DRAW.exponential(4.0, (POSITIONS, TOP_K)).astype(np.float32))
+    logprobs = -spread - np.float32(np.log(TOP_K))  # (T, K) that sum to less than 1
     own = zip(logprobs[:, 0].tolist(), RESPONSE.tolist(), strict=True)
     meta = {
         "id": "0" * 32,
@@ -201,6 +204,7 @@ async def sglang(stack: AsyncExitStack, url: str) -> Backend:
     backend = SglangBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
     await stack.enter_async_context(backend._server)
     backend._vocab_size = VOCAB
+    backend._limits = Limits("teacher", VOCAB, PROMPT_TOKENS + POSITIONS + 1, VOCAB, "")
     backend._capabilities = Capabilities(
         model="",
         vocab_size=VOCAB,

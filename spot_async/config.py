@@ -36,6 +36,10 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+Thinking = Annotated[
+    bool | None,
+    Field(description="`enable_thinking` for chat templates that know it; `null` leaves it to the template's default"),
+]
 
 
 class Section(BaseModel):
@@ -280,14 +284,22 @@ class PromptConfig(Section):
 
     instruction: str = Field(
         "Please reason step by step, and put your final answer within \\boxed{}.",
-        description="appended to the problem after a blank; empty for none",
+        description="appended to the problem; empty for none",
     )
-    template: Literal["teacher", "student"] = Field(
-        "teacher", description="whose chat template renders training prompts"
+    separator: str = Field(" ", description="between the problem and the instruction")
+    template: str = Field(
+        "teacher",
+        pattern=r"^(teacher|student|.+\.jinja)$",
+        description="whose chat template renders training prompts: `teacher`, `student`, or a Jinja file's path",
     )
-    template_arguments: dict[str, bool | int | str] = Field(
-        {"enable_thinking": False}, description="extra variables for the chat template"
-    )
+    thinking: Thinking = False
+    template_arguments: dict[str, bool | int | str] = Field({}, description="extra variables for the chat template")
+
+    @pydantic.model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        if "enable_thinking" in self.template_arguments:
+            raise ValueError("template_arguments.enable_thinking is what thinking sets: remove it")
+        return self
 
 
 class SamplingConfig(Section):
@@ -405,8 +417,8 @@ class StagesConfig(Section):
 
 
 # What `evaluation.preset: paper` holds to their defaults, which are the paper's (method.md section 6).
-PAPER_EVALUATION = ("samples", "temperature", "top_p", "max_response_tokens", "seed")
-PAPER_PROMPT = ("instruction", "template_arguments")
+PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
+PAPER_PROMPT = ("instruction", "separator", "template_arguments")
 
 
 class BenchmarkConfig(ProblemSetConfig):
@@ -459,6 +471,7 @@ class EvaluationConfig(Section):
     benchmarks: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")], BenchmarkConfig] = Field(
         {}, description="several sets of held-out problems by name, reported one by one and as their mean"
     )
+    thinking: Thinking = False
     samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
     pass_k: list[PositiveInt] = Field([], description="further k, up to `samples`, to report an unbiased Pass@k of")
     eval_every: int = Field(

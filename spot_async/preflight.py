@@ -297,7 +297,8 @@ def sleeps_while_training(model: ModelConfig) -> bool:
 
 
 def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
-    if config.prompt.template == "student":
+    """Whose tokenizer renders training prompts; a Jinja file is rendered with the student's."""
+    if config.prompt.template != "teacher":
         return student
     if teacher is None:
         raise ConfigError("prompt.template=teacher: the run has no teacher section; set prompt.template=student")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import time
@@ -263,6 +264,15 @@ def test_numbers_are_compared_as_numbers(gold: str, number: str, equal: bool) ->
     assert numbers_equal(Decimal(gold), Decimal(number)) is equal
 
 
+def test_a_relative_tolerance_is_a_share_of_the_gold() -> None:
+    tolerance = Decimal("0.01")
+    assert numbers_equal(Decimal("4.5e33"), Decimal("4.54e33"), tolerance)
+    assert numbers_equal(Decimal("100"), Decimal("99"), tolerance)
+    assert not numbers_equal(Decimal("99"), Decimal("100"), tolerance)
+    assert not numbers_equal(Decimal("2.88e-19"), Decimal("0"), tolerance)
+    assert not numbers_equal(Decimal("0"), Decimal("1e-9"), tolerance)
+
+
 @pytest.mark.parametrize(
     ("gold", "answer", "verdict"),
     [
@@ -333,6 +343,27 @@ def test_boxed_match_accepts_every_real_gold_and_the_solution_it_came_from(path:
         assert boxed_match(gold, rf"The answer is \boxed{{{gold}}}.") is expected, row["id"]
         if path.name.startswith("math"):
             assert boxed_match(gold, row["solution"]) is expected, row["id"]
+
+
+@needs_data
+def test_minervas_exponents_equal_powers_of_ten() -> None:
+    golds = [row["answer"] for row in rows("canonical/minerva_math.jsonl.gz")]
+    powers = {
+        gold: gold.replace("e", r" \times 10^{", 1) + "}" for gold in golds if re.fullmatch(r"[0-9.]+e-?\d+", gold)
+    }
+    assert len([gold for gold in golds if gold in powers]) == 58
+    for gold, power in powers.items():
+        assert compare_strings(gold, power) is Verdict.CORRECT, gold
+        assert boxed_match(gold, rf"\boxed{{{power}}}") is Verdict.CORRECT, gold
+
+
+@needs_data
+@pytest.mark.parametrize("path", sorted((DATA / "canonical").glob("*.jsonl.gz")), ids=lambda path: path.name)
+def test_every_real_gold_but_the_empty_ones_equals_itself_without_a_parser(path: Path) -> None:
+    golds = [row["answer"].strip() for row in rows(f"canonical/{path.name}")]
+    undecided = [gold for gold in golds if gold and compare_strings(gold, gold) is not Verdict.CORRECT]
+    assert not undecided
+    assert len(golds) - len(list(filter(None, golds))) == (2 if path.name == "math_train.jsonl.gz" else 0)
 
 
 @needs_data

@@ -57,4 +57,5 @@ def percentile_interval(draws: Floats, confidence: float) -> Interval:
 def _weights(random: np.random.Generator, size: int, draws: int) -> Floats:
     """(draws, size) shares that sum to 1. A single problem has no spread, and stays itself."""
     drawn = max(1, size - 1)
-    return np.asarray(random.multinomial(drawn, np.full(size, 1.0 / size), size=draws), dtype=np.float64) / drawn
+    counts: npt.NDArray[np.int64] = random.multinomial(drawn, np.full(size, 1.0 / size), size=draws)
+    return counts / float(drawn)

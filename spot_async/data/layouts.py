@@ -161,10 +161,11 @@ def gather_choices(columns: Columns) -> Columns:
     return {**columns, "choices": [str(columns.get(name, "")).strip() for name in GPQA_CHOICES], "answer": "A"}
 
 
+_GOLD = ("reward_model.ground_truth.target", "reward_model.ground_truth")
 _SOLUTION = ("solution", "reward_model.ground_truth.solution", "extra_info.solution")
 _COLUMNS: dict[Part, tuple[str, ...]] = {
     "problem": ("problem", "question", "prompt", "Problem", "Question"),
-    "answer": ("answer", "reward_model.ground_truth.target", "reward_model.ground_truth", "ground_truth", "gold", "expected_answer", "Answer"),
+    "answer": ("answer", *_GOLD, "ground_truth", "gold", "expected_answer", "Answer"),
     "id": ("id", "unique_id", "extra_info.index", "idx", "index", "problem_idx", "question_id", "ID"),
     "tier": ("tier", "level"),
     "category": ("category", "subject", "type", "problem_type"),

@@ -52,7 +52,8 @@ def _plan(
     found = load_problem_set(settings, key)
     is_judged = settings.format != "alpaca_eval"
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
-    prompt = config.prompt.model_copy(update={"instruction": instruction if is_judged else ""})
+    native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
+    prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems, settings, evaluation.seed, key)
     sources = _rendered(problems, PromptRenderer(student.vocabulary, prompt), student, max_tokens, key)
@@ -76,7 +77,7 @@ def _formatted(problems: Sequence[Problem], settings: BenchmarkConfig, seed: int
     if settings.order_choices:
         problems = [order_choices(problem, seed, key) for problem in problems]
     if settings.examples is None:
-        return [with_options(problem) for problem in problems]
+        return [with_options(problem, key) for problem in problems]
     examples = load_problem_set(settings.examples, f"{key}.examples").problems
     worked = WorkedExamples(examples, settings.example_count, f"{key}.examples")
     return [worked.before(problem) for problem in problems]

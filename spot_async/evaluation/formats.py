@@ -54,8 +54,9 @@ def gold_index(problem: Problem, key: str) -> int:
     return letters.index(problem.answer)
 
 
-def with_options(problem: Problem) -> Problem:
-    """The options as lines below the question."""
+def with_options(problem: Problem, key: str) -> Problem:
+    """The options as lines below the question. Raises DataError for a problem that is none with options."""
+    gold_index(problem, key)
     return msgspec.structs.replace(problem, text=f"{problem.text.strip()}\n{options_text(problem)}")
 
 
@@ -90,6 +91,7 @@ class WorkedExamples:
 
     def before(self, problem: Problem) -> Problem:
         """The question behind the examples of its category. Raises DataError where those are too few."""
+        gold_index(problem, self._key)
         texts = self._texts.get(problem.category, [])
         if len(texts) < self._count:
             raise DataError(

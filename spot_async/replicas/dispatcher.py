@@ -142,7 +142,7 @@ class Dispatcher(Generic[B]):
             case ServerRestartedError():
                 replica.report(Trouble.RESTARTED, error)
             case TransientError() if not _is_reply(error):
-                replica.unanswered(lease.errand, error, now_s)
+                replica.unanswered(lease, error, now_s)
             case RequestError():
                 replica.answered(now_s)
 

@@ -85,7 +85,8 @@ class Replica(Generic[B]):
         self._requests = 0  # of the leases, without those that are the pool's own
         self._requests_sent = 0
         self._busy_s = 0.0
-        self._unanswered: dict[int, Errand] = {}  # connections that failed since the last answer
+        self._unanswered: dict[int, Errand] = {}  # connections that failed since the last answer, and since when
+        self._failing_s = now_s
         self._progress_s = now_s
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -155,10 +156,13 @@ class Replica(Generic[B]):
         self._unanswered.clear()
         self.life.answered(now_s)
 
-    def unanswered(self, errand: Errand, error: SpotError, now_s: float) -> None:
-        """A connection failed, or was never made."""
+    def unanswered(self, lease: HeldLease[B], error: SpotError, now_s: float) -> None:
+        """A connection failed, or was never made: as for those that came after the first one that failed."""
         self.last_error = error
-        self._unanswered[id(errand)] = errand
+        if not self._unanswered:
+            self._failing_s = now_s
+        if lease.granted_s < self._failing_s:
+            self._unanswered[id(lease.errand)] = lease.errand
         if self.life.failed(now_s):
             self._changed.set()
 

@@ -3,7 +3,8 @@ r"""The evaluation verifier: the last balanced box, judged by Math-Verify.
 What can be decided by looking at the strings is decided here; the rest goes to worker processes, since text that a
 model wrote can hold a parser's interpreter for ever (`9^{9^{9^{9}}}`). Deliberate differences from Math-Verify on a
 whole response: one box counts, the last; without a box there is no answer; plain numbers are compared as numbers also
-where Math-Verify's six absolute decimals make 2e-19 zero; differing base suffixes differ. Its other leniencies (units,
+where Math-Verify's six absolute decimals make 2e-19 zero; differing base suffixes differ; a relative tolerance, where
+one is set, is not Math-Verify's at all. Its other leniencies (units,
 order of a list, `50\%` for `0.5`) are kept, so that figures compare with other people's.
 """
 
@@ -18,7 +19,7 @@ from typing import Self
 
 from pydantic import Field
 
-from spot_async.config import PluginSettings, PositiveFloat, PositiveInt
+from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
 from spot_async.errors import ProcessDiedError
 from spot_async.types import Problem, Verdict
 from spot_async.verification.extraction import extract_boxed, is_oversized, strip_answer
@@ -41,12 +42,19 @@ class MathVerify:
         timeout_s: PositiveFloat = Field(5.0, description="longest time one comparison may take before it is killed")
         memory_limit_bytes: int = Field(2 << 30, ge=256 * _MIB, description="address space of one worker process")
         cache_entries: PositiveInt = Field(65536, description="outcomes remembered by (gold, answer)")
+        relative_tolerance: NonNegativeFloat = Field(
+            0.0,
+            lt=1,
+            description="numbers that differ from the gold by at most this share of it are right too, such as 0.01 for "
+            "Minerva; figures with one are no Math-Verify figures. Default: Math-Verify's own 1e-6",
+        )
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         # -P: this directory holds a module that is called math_verify too.
         command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
         self._pool = WorkerPool(command, size=settings.workers)
+        self._tolerance = Decimal(str(settings.relative_tolerance))
         self._outcomes: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
 
     async def __aenter__(self) -> Self:
@@ -66,11 +74,15 @@ class MathVerify:
         if not answer:
             return Verdict.NO_ANSWER
         gold = strip_answer(problem.answer)
-        outcome = compare_strings(gold, answer) or self._recall(gold, answer)
+        outcome = compare_strings(gold, answer, self._tolerance) or self._recall(gold, answer)
         return outcome or await self._compare_in_worker(gold, answer, deadline)
 
     async def _compare_in_worker(self, gold: str, answer: str, deadline: float) -> Verdict:
-        request = {"gold": _spell_exponent(gold), "answer": _spell_exponent(answer)}
+        request = {
+            "gold": _spell_exponent(gold),
+            "answer": _spell_exponent(answer),
+            "relative_tolerance": self.settings.relative_tolerance,
+        }
         try:
             reply = await self._pool.ask(request, timeout_s=self.settings.timeout_s, deadline=deadline)
         except TimeoutError:
@@ -93,7 +105,7 @@ class MathVerify:
             self._outcomes.popitem(last=False)
 
 
-def compare_strings(gold: str, answer: str) -> Verdict | None:
+def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decimal(0)) -> Verdict | None:
     """What needs no parser: equal strings, oversized answers, two plain numbers, two base suffixes. Else None."""
     if gold.split() == answer.split():
         return Verdict.CORRECT
@@ -101,16 +113,19 @@ def compare_strings(gold: str, answer: str) -> Verdict | None:
         return Verdict.WRONG
     gold_number, number = parse_number(gold), parse_number(answer)
     if gold_number is not None and number is not None:
-        return Verdict.CORRECT if numbers_equal(gold_number, number) else Verdict.WRONG
+        return Verdict.CORRECT if numbers_equal(gold_number, number, relative_tolerance) else Verdict.WRONG
     gold_base, base = _BASE_SUFFIX.fullmatch(gold), _BASE_SUFFIX.fullmatch(answer)
     if gold_base and base and int(gold_base[1] or gold_base[2]) != int(base[1] or base[2]):
         return Verdict.WRONG  # Math-Verify ignores the suffix: 43_5 would equal 43_7
     return None
 
 
-def numbers_equal(gold: Decimal, number: Decimal) -> bool:
-    """Integers exactly; others to Math-Verify's 1e-6, taken relative to the larger below 1."""
-    if gold == number:
+def numbers_equal(gold: Decimal, number: Decimal, relative_tolerance: Decimal = Decimal(0)) -> bool:
+    """Integers exactly; others to Math-Verify's 1e-6, taken relative to the larger below 1.
+
+    With a relative tolerance also whatever is within that share of the gold, integers included.
+    """
+    if gold == number or abs(gold - number) <= relative_tolerance * abs(gold):
         return True
     if gold == gold.to_integral_value() and number == number.to_integral_value():
         return False

@@ -1,9 +1,10 @@
 r"""A process that compares answers with Math-Verify. Started by `math_verify.py` as a script, never imported.
 
-It reads `{"gold": ..., "answer": ...}`, one JSON object a line, and writes `{"equal": ...}`. Math-Verify's own time
-limits are off, since they need SIGALRM and leave ANTLR's caches half-built: the parent kills the process instead. An
-answer that does not parse is not equal. Running out of memory ends the process, which the parent takes for missing
-evidence, unless sympy swallows the MemoryError: then the answer, which no gold resembles, is not equal.
+It reads `{"gold": ..., "answer": ..., "relative_tolerance": ...}`, one JSON object a line, and writes
+`{"equal": ...}`. Math-Verify's own time limits are off, since they need SIGALRM and leave half-built caches: the
+parent kills the process instead. An answer that does not parse is not equal. Running out of memory ends the process,
+which the parent takes for missing evidence, unless sympy swallows the MemoryError: then the answer, which no gold
+resembles, is not equal.
 """
 
 from __future__ import annotations
@@ -15,22 +16,42 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from spot_async.processes import exit_with_parent
 
+TINY = 1e-3  # Math-Verify rounds to six decimals, which is one part in as many of such a number, and of 2e-19 nothing
 
-def load_comparison() -> Callable[[str, str], bool]:
-    """Import Math-Verify and return `equal(gold, answer)`."""
+
+def load_comparison() -> Callable[[str, str, float], bool]:
+    """Import Math-Verify and return `equal(gold, answer, relative_tolerance)`."""
+    import sympy
     from math_verify import parse, verify
 
-    def equal(gold: str, answer: str) -> bool:
+    def value(found: list[Any]) -> complex | None:
+        """The number that an answer is, if it is one."""
+        for each in found:
+            if isinstance(each, sympy.Expr) and each.is_number:
+                with suppress(TypeError, ValueError, ArithmeticError):
+                    return complex(each.doit())
+        return None
+
+    def equal(gold: str, answer: str, relative_tolerance: float) -> bool:
         # Both in a box: bare golds fail to parse in one case of five, those between dollars when they hold dollars.
         parsed = [parse(rf"\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
-        return bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
+        is_equal = bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
+        if not (is_equal or relative_tolerance):
+            return False
+        wanted, given = (value(found) for found in parsed)
+        if wanted is None or given is None:
+            return is_equal
+        if is_equal and not 0 < abs(wanted) < TINY:
+            return True
+        return abs(wanted - given) <= max(relative_tolerance, TINY * is_equal) * abs(wanted)
 
-    def equal_or_unparsable(gold: str, answer: str) -> bool:
+    def equal_or_unparsable(gold: str, answer: str, relative_tolerance: float) -> bool:
         try:
-            return equal(gold, answer)
+            return equal(gold, answer, relative_tolerance)
         except Exception as error:
             if isinstance(error, MemoryError):
                 raise
@@ -59,7 +80,9 @@ def main() -> None:
     replies.write('{"ready": true}\n')
     for line in sys.stdin:
         request = json.loads(line)
-        replies.write(json.dumps({"equal": equal(request["gold"], request["answer"])}) + "\n")
+        replies.write(
+            json.dumps({"equal": equal(request["gold"], request["answer"], request["relative_tolerance"])}) + "\n"
+        )
 
 
 if __name__ == "__main__":

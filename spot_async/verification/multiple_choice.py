@@ -1,8 +1,8 @@
 r"""The verifier of multiple choice: the letter of the last box, or the text of one of the options in it.
 
 A box that holds a letter, alone or in front of something (`B`, `(B)`, `\text{B}`, `B. 4 cm`, `B) 4 cm`), names that
-option, also where another option's text is a single letter. Any other box names the option whose normalised text it
-equals. String work in linear time, like `boxed_match`.
+option, also where another option's text is that letter. Any other box names the option whose normalised text it equals;
+a small letter that equals none (`c` may be a speed) stands for the capital. String work in linear time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from spot_async.verification.extraction import extract_boxed
 from spot_async.verification.normalization import normalize_answer
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mathsf)\s*\{([^{}]*)\}")
-_LETTER = re.compile(r"\(?\s*(?:option\s+)?([A-Za-z])\s*(?:\)|$|[.:](?=\s|$))", re.IGNORECASE)
+_LETTER = re.compile(r"\(?\s*(?:[Oo]ption\s+)?([A-Za-z])\s*(?:\)|$|[.:](?=\s|$))")
 
 
 def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
-    """Which of the options the content of a box names; None where it names none, or several of different texts."""
+    """Which of the options the content of a box names; None where it names none."""
     text = _WRAPPED.sub(r"\1", answer).strip().strip("$").strip()
     letter = _LETTER.match(text)
-    if letter is not None and (index := ascii_uppercase.index(letter[1].upper())) < len(choices):
-        return index
+    named = ascii_uppercase.index(letter[1].upper()) if letter is not None else len(choices)
+    if letter is not None and letter[1].isupper() and named < len(choices):
+        return named
     wanted = normalize_answer(answer)
     equal = [index for index, choice in enumerate(choices) if wanted and normalize_answer(choice) == wanted]
-    return equal[0] if equal else None
+    return equal[0] if equal else named if named < len(choices) else None
 
 
 class MultipleChoice:
