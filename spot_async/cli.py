@@ -400,6 +400,37 @@ def report(
         fail(error, code=2)
 
 
+@app.command("compare")
+def compare_runs(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=]RUN...", help="directories of `eval` or `train`, or their evaluation*.json"),
+    ],
+    baseline: Annotated[str | None, typer.Option(help="NAME that differences are from; default: the first")] = None,
+    benchmark: Annotated[
+        list[str] | None, typer.Option(help="compare only this one; repeat it for several; default: all of the mean")
+    ] = None,
+    pass_k: Annotated[int | None, typer.Option(help="the k of Pass@k; default: the number of responses")] = None,
+    draws: Annotated[int, typer.Option(min=100, help="of the bootstrap")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap")] = 0,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the intervals")] = 0.95,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="also write Markdown, LaTeX, CSV and curves")
+    ] = None,
+) -> None:
+    """Compare evaluations of the same problems: a table, paired differences, Pass@k curves, compute.
+
+    Nothing is asked of any server. Exit code 2 when the evaluations cannot be paired.
+    """
+    from spot_async.comparison import command
+
+    options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output)
+    try:
+        command.run(screen, runs, options)
+    except DataError as error:
+        fail(error, code=2)
+
+
 def show_plan(config: Config, path: Path, plan: Any) -> None:
     """What `train --dry-run` prints."""
     from spot_async.diagnosis import plan_warnings
