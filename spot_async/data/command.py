@@ -83,7 +83,8 @@ def is_config(path: str) -> bool:
 def evaluation_sets(config: Config) -> list[tuple[str, ProblemSetConfig]]:
     if config.evaluation is None:
         return []
-    return [("evaluation.problems", config.evaluation.problems)]
+    section = "evaluation.benchmarks." if config.evaluation.benchmarks else "evaluation."
+    return [(section + name, each) for name, each in config.evaluation.sets().items()]
 
 
 def read_verifier(text: str) -> PluginSettings:
