@@ -37,6 +37,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(no_args_is_help=True, help="Look at problem files.")
+app.add_typer(data_app, name="data")
 screen = Console()
 stderr = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -312,6 +314,45 @@ def conformance(
         raise typer.Exit(1)
 
 
+@data_app.command("check")
+def check_data(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|CONFIG", help="a problem file, a hub id, or a run's YAML file")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="of the problem set, e.g. fields.answer=gold; of CONFIG, overrides of it"
+        ),
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="short for layout=NAME; see docs/data.md")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="an evaluation set to look for; may be given again")
+    ] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="KIND", help="default: boxed_match, or CONFIG's")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR", help="whose tokenizer renders prompts of a FILE")] = None,
+) -> None:
+    """Read problems as a run would: what is kept, dropped and mended, what answers cannot be verified, what overlaps.
+
+    Exit code 1 when an answer is not right by its own verifier, 2 when something cannot be read.
+    """
+    from spot_async.data import command
+
+    try:
+        if command.is_config(target):
+            if layout or model:
+                raise ConfigError("--layout and --model are for files; CONFIG names both")
+            check = command.check_of_config(Path(target), settings or (), against or (), verifier)
+        else:
+            chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
+            check = command.check_of_file(target, chosen, against or (), verifier, model)
+        is_verifiable = command.run(screen, check)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+    if not is_verifiable:
+        raise typer.Exit(1)
+
+
 @app.command("inspect")
 def inspect_run(
     run: RunPath,
@@ -355,6 +396,37 @@ def report(
 
     try:
         commands.write_report(screen, run, html, tuning)
+    except DataError as error:
+        fail(error, code=2)
+
+
+@app.command("compare")
+def compare_runs(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=]RUN...", help="directories of `eval` or `train`, or their evaluation*.json"),
+    ],
+    baseline: Annotated[str | None, typer.Option(help="NAME that differences are from; default: the first")] = None,
+    benchmark: Annotated[
+        list[str] | None, typer.Option(help="compare only this one; repeat it for several; default: all of the mean")
+    ] = None,
+    pass_k: Annotated[int | None, typer.Option(help="the k of Pass@k; default: the number of responses")] = None,
+    draws: Annotated[int, typer.Option(min=100, help="of the bootstrap")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap")] = 0,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the intervals")] = 0.95,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="also write Markdown, LaTeX, CSV and curves")
+    ] = None,
+) -> None:
+    """Compare evaluations of the same problems: a table, paired differences, Pass@k curves, compute.
+
+    Nothing is asked of any server. Exit code 2 when the evaluations cannot be paired.
+    """
+    from spot_async.comparison import command
+
+    options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output)
+    try:
+        command.run(screen, runs, options)
     except DataError as error:
         fail(error, code=2)
 

@@ -46,7 +46,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's plain values, laid over those of the file that its `base` names (relative to its own folder)."""
+    """A file's plain values, laid over those of the files that its `base` names (relative to its own folder).
+
+    Of several, each lies over those before it.
+    """
     if path.resolve() in readers:
         raise ConfigError(f"{path}: is its own `base`, through {', '.join(reader.name for reader in readers)}")
     try:
@@ -58,12 +61,14 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: `base` must name a configuration file, but is {base!r}")
-    return laid_over(tree, read_tree(path.parent / base, (*readers, path.resolve())))
+    bases = tree.pop("base", [])
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: `base` must name a configuration file, or several in a list, but is {bases!r}")
+    below: dict[str, Any] = {}
+    for name in names:
+        below = laid_over(read_tree(path.parent / name, (*readers, path.resolve())), below)
+    return laid_over(tree, below)
 
 
 def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
