@@ -10,7 +10,7 @@ import asyncio
 import importlib.metadata
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -104,6 +104,8 @@ def train(
     from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
+    if len(plan.rows) > 2:  # more than read and problems
+        screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_estimates(screen, estimates)
@@ -458,10 +460,15 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
         f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
         f"in mini-batches of {training.mini_batch_size}, from "
         f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long)",
+        f"rows      {words_of(plan.rows)}",
         f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
         f"write     {path}",
     ]
     screen.print(Text("\n".join(lines)))
+
+
+def words_of(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def evaluations(config: Config, problems: int) -> str:

@@ -83,7 +83,7 @@ def is_config(path: str) -> bool:
 def evaluation_sets(config: Config) -> list[tuple[str, ProblemSetConfig]]:
     if config.evaluation is None:
         return []
-    return [("evaluation.problems", config.evaluation.problems)]
+    return [(config.evaluation.key_of(name), settings) for name, settings in config.evaluation.sets().items()]
 
 
 def read_verifier(text: str) -> PluginSettings:
