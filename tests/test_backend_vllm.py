@@ -567,7 +567,8 @@ def test_the_command_has_the_flags_that_the_installed_version_knows(
     for part in (
         "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --model /models/student",
         "--host 127.0.0.1 --port 8123",
-        "--max-logprobs 65 --dtype bfloat16 --tensor-parallel-size 2 --gpu-memory-utilization 0.5",
+        "--max-logprobs 65 --dtype bfloat16 --tensor-parallel-size 2",
+        "--enable-prompt-tokens-details --gpu-memory-utilization 0.5",
     ):
         assert part in given
     assert list(command.argv[-2:]) == ["--max-model-len", "5121"]
