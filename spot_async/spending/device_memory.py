@@ -12,6 +12,7 @@ from spot_async.spending.model_size import ModelSize
 
 GIB = float(1 << 30)
 DEVICE_GIB = 80.0  # of the GPUs that the recipes are for
+USABLE = 0.95  # of it: the allocator's gaps, the driver and what is not counted here have the rest
 CONTEXT_GIB = 0.8  # of a process on a device: CUDA, libraries, NCCL
 WORKSPACE_GIB = 2.0  # of a server beside weights and cache: activations, graphs
 LOGITS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
@@ -78,7 +79,7 @@ class DeviceMemory:
 
     @property
     def fits(self) -> bool:
-        return max(self.sampling, self.training) <= DEVICE_GIB
+        return max(self.sampling, self.training) <= USABLE * DEVICE_GIB
 
 
 def per_device(servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int) -> list[DeviceMemory]:

@@ -22,6 +22,7 @@ from spot_async.inspection.reading import RunFiles
 from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.spending.device_memory import (
     DEVICE_GIB,
+    USABLE,
     DeviceMemory,
     ServerOnDevice,
     TrainerMemory,
@@ -224,17 +225,19 @@ def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
     screen.print(work_table(estimate))
     screen.print(memory_table(estimate))
     screen.print(Text(assumptions(estimate)), soft_wrap=True)
-    for each in estimate.devices:
-        if not each.fits:
-            screen.print(
-                Text(
-                    f"warning: device {each.device} would need {max(each.sampling, each.training):.0f} GiB of "
-                    f"{DEVICE_GIB:.0f}: lower training.micro_batch_tokens or a memory_fraction. The trainer keeps the "
-                    f"whole student on each rank ({estimate.trainer.resting:.0f} GiB at rest): sharding is not built yet",
-                    style="yellow",
-                ),
-                soft_wrap=True,
-            )
+    for line in misfits(estimate):
+        screen.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
+
+
+def misfits(estimate: MachineEstimate) -> list[str]:
+    """A line for each device that is too small."""
+    return [
+        f"device {each.device} would need {max(each.sampling, each.training):.0f} GiB, and "
+        f"{USABLE * DEVICE_GIB:.0f} are safe: lower training.micro_batch_tokens or a memory_fraction. The trainer "
+        f"keeps the whole student on each rank ({estimate.trainer.resting:.0f} GiB at rest): sharding is not built yet"
+        for each in estimate.devices
+        if not each.fits
+    ]
 
 
 def work_table(estimate: MachineEstimate) -> Table:
@@ -243,12 +246,12 @@ def work_table(estimate: MachineEstimate) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     rows = [
-        ("million tokens of rollouts", [each.work.rollout for each in both]),
-        ("... of probes", [each.work.probe for each in both]),
-        ("... written by the teacher", [each.work.teacher_written for each in both]),
-        ("... scored by teacher or reference", [each.work.scored for each in both]),
-        ("... trained", [each.work.trained for each in both]),
-        ("... of evaluations", [each.evaluation_tokens for each in both]),
+        ("million tokens: rollouts", [each.work.rollout for each in both]),
+        ("million tokens: probes", [each.work.probe for each in both]),
+        ("million tokens: the teacher's responses", [each.work.teacher_written for each in both]),
+        ("million tokens: scored, prompts included", [each.work.scored for each in both]),
+        ("million tokens: trained, prompts included", [each.work.trained for each in both]),
+        ("million tokens: evaluations", [each.evaluation_tokens for each in both]),
     ]
     for name, tokens in rows:
         if any(tokens):
@@ -274,8 +277,9 @@ def assumptions(estimate: MachineEstimate) -> str:
     return (
         f"a rank: {estimate.student_parameters:,} parameters, weights {trainer.weights:.1f} GiB, gradients "
         f"{trainer.gradients:.1f}, optimiser {trainer.optimiser:.1f}, bfloat16 copies {trainer.cast:.1f}, activations "
-        f"{trainer.activations:.1f}. Left for keys and values, GiB: {caches}. Assumes {estimate.assumption}, evaluation's "
-        f"likewise; devices of {DEVICE_GIB:.0f} GiB, {OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and {BYTES_PER_S / 1e12:.1f} TB/s "
-        f"(A800), of which training reaches {TRAINING_SHARE:.0%}, scoring {SCORING_SHARE:.0%} and decoding "
-        f"{DECODING_SHARE:.0%}; a batch's longest response at its limit; nothing overlaps. None of it is measured"
+        f"{trainer.activations:.1f}. Left for keys and values, GiB: {caches}. Assumes {estimate.assumption}, in "
+        f"evaluations likewise; devices of {DEVICE_GIB:.0f} GiB, {OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and "
+        f"{BYTES_PER_S / 1e12:.1f} TB/s (A800), of which training reaches {TRAINING_SHARE:.0%}, scoring "
+        f"{SCORING_SHARE:.0%} and decoding {DECODING_SHARE:.0%}; a batch's longest response at its limit; nothing "
+        "overlaps. None of it is measured"
     )
