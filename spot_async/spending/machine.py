@@ -123,9 +123,10 @@ def _launched(config: Config, plan: TrainPlan) -> dict[str, ModelConfig]:
 
 
 def _launches(model: ModelConfig) -> list[Any]:
-    """The launch settings, of servers that name their devices."""
+    """The launch settings, of servers that name their devices by number, as the trainer's ranks are."""
     found = [getattr(each, "launch", None) for each in model.backend.servers()]
-    return [each for each in found if each is not None and each.devices is not None]
+    named = [each for each in found if each is not None and each.devices is not None]
+    return [each for each in named if all(device.strip().isdecimal() for device in each.devices.split(","))]
 
 
 def _servers(role: str, model: ModelConfig, size: ModelSize) -> Iterator[ServerOnDevice]:
