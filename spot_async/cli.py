@@ -10,7 +10,7 @@ import asyncio
 import importlib.metadata
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -37,6 +37,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(no_args_is_help=True, help="Look at problem files.")
+app.add_typer(data_app, name="data")
 screen = Console()
 stderr = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -105,6 +107,8 @@ def train(
     from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
+    if len(plan.rows) > 2:  # more than read and problems
+        screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_estimates(screen, estimates)
@@ -316,6 +320,45 @@ def conformance(
         raise typer.Exit(1)
 
 
+@data_app.command("check")
+def check_data(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|CONFIG", help="a problem file, a hub id, or a run's YAML file")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="of the problem set, e.g. fields.answer=gold; of CONFIG, overrides of it"
+        ),
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="short for layout=NAME; see docs/data.md")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="an evaluation set to look for; may be given again")
+    ] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="KIND", help="default: boxed_match, or CONFIG's")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR", help="whose tokenizer renders prompts of a FILE")] = None,
+) -> None:
+    """Read problems as a run would: what is kept, dropped and mended, what answers cannot be verified, what overlaps.
+
+    Exit code 1 when an answer is not right by its own verifier, 2 when something cannot be read.
+    """
+    from spot_async.data import command
+
+    try:
+        if command.is_config(target):
+            if layout or model:
+                raise ConfigError("--layout and --model are for files; CONFIG names both")
+            check = command.check_of_config(Path(target), settings or (), against or (), verifier)
+        else:
+            chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
+            check = command.check_of_file(target, chosen, against or (), verifier, model)
+        is_verifiable = command.run(screen, check)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+    if not is_verifiable:
+        raise typer.Exit(1)
+
+
 @app.command("inspect")
 def inspect_run(
     run: RunPath,
@@ -421,10 +464,15 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
         f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
         f"in mini-batches of {training.mini_batch_size}, from "
         f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long)",
+        f"rows      {words_of(plan.rows)}",
         f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
         f"write     {path}",
     ]
     screen.print(Text("\n".join(lines)))
+
+
+def words_of(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def evaluations(config: Config, problems: int) -> str:

@@ -38,6 +38,7 @@ class TrainPlan:
     renderer: PromptRenderer
     schedule: PromptSchedule
     problems: int
+    rows: Mapping[str, int]  # what became of the rows of data.train: read, dropped, mended
     filtered: int  # problems whose prompts are too long
     policy: Policy
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
@@ -63,7 +64,8 @@ def plan_training(config: Config) -> TrainPlan:
     _check_roles(config, policy.needs)
     check_places(config, policy.needs)
     _check_sleep(config)
-    problems = load_problem_set(config.data.train, "data.train").problems
+    training_set = load_problem_set(config.data.train, "data.train")
+    problems = training_set.problems
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     if not sources:
@@ -90,6 +92,7 @@ def plan_training(config: Config) -> TrainPlan:
         renderer=renderer,
         schedule=schedule,
         problems=len(problems),
+        rows=training_set.counts,
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=plan_evaluation(config, student) if config.evaluation is not None else (),

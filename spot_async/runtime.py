@@ -401,6 +401,7 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "prompts": outcome.prompts | {"filtered": plan.filtered},
         "problems": {
             "usable": plan.problems - plan.filtered,
+            "rows": dict(plan.rows),
             "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
         },
         "before": evaluation_summary(outcome.before),
