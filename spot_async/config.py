@@ -510,6 +510,10 @@ class EvaluationConfig(Section):
             return self.benchmarks
         return {"problems": BenchmarkConfig.model_validate(dict(self.problems))}
 
+    def key_of(self, name: str) -> str:
+        """Where one of `sets` stands in the configuration."""
+        return f"evaluation.benchmarks.{name}" if self.benchmarks else "evaluation.problems"
+
 
 def _check_defaults(section: Section, keys: Sequence[str], prefix: str = "") -> None:
     for key in keys:
