@@ -290,10 +290,12 @@ class HeldLease(Generic[B]):
         self._replica.released(self)
 
     async def __aenter__(self) -> B:
+        if self._reason is not None:  # revoked on the way here: its service may have been left
+            error = self._given_up()
+            self._end(error)
+            raise error
         await self._timeout.__aenter__()
         self._is_entered = True
-        if self._reason is not None:  # revoked on the way here
-            self.revoke(self._reason)
         return self.service
 
     async def __aexit__(
@@ -302,12 +304,18 @@ class HeldLease(Generic[B]):
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:
-            error = TransientError(f"{self.replica}: given up: {self._reason}")
+            error = self._given_up()
             raise error from None
         finally:
             self._is_entered = False
-            self._replica.released(self)
-            self._released(self, error)
+            self._end(error)
+
+    def _given_up(self) -> TransientError:
+        return TransientError(f"{self.replica}: given up: {self._reason}")
+
+    def _end(self, error: BaseException | None) -> None:
+        self._replica.released(self)
+        self._released(self, error)
 
 
 def add_traffic(total: Traffic, more: Traffic) -> None:

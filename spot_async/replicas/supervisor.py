@@ -197,7 +197,13 @@ class Supervisor(Generic[B]):
         replica.life.version = None
 
     async def _leave(self) -> None:
-        """The old one, which may be beyond saying farewell."""
+        """The old one, which may be beyond saying farewell. What was taken back first has its time to end: a request
+        may still have to tell the server that nobody waits for it."""
+        try:
+            async with asyncio.timeout(self._serving.stall_s):
+                await self._replica.until_idle()
+        except TimeoutError:
+            self._log.warning("replica is left although requests to it have not ended")
         try:
             await self._replica.leave()
         except SpotError as error:

@@ -1,0 +1,129 @@
+"""What a pool makes of one incident at a replica: requests come back cleanly, the healthy are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import structlog
+
+from spot_async.config import ServingConfig
+from spot_async.errors import ProcessDiedError, RequestError, TransientError
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.service_pool import Errand
+from spot_async.runtime import watched
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.types import Capabilities
+
+OFFERS = Capabilities(
+    model="m",
+    vocab_size=8,
+    vocab_fingerprint="f",
+    max_context_tokens=100,
+    max_top_k=8,
+    exact_entropy=True,
+    candidate_logprobs="none",
+    weight_update=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with structlog.testing.capture_logs():
+        yield
+
+
+class Server:
+    """A backend object; pinged well unless it is frozen."""
+
+    def __init__(self):
+        self.ended = asyncio.get_running_loop().create_future()
+        self.is_left = False
+        self.is_frozen = False
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc_info):
+        self.is_left = True
+
+    async def capabilities(self, *, deadline):
+        return OFFERS
+
+    async def watch(self):
+        await asyncio.shield(self.ended)
+
+    async def ping(self, *, deadline):
+        await asyncio.sleep(0.001)
+
+    def kill(self):
+        self.ended.set_exception(ProcessDiedError("it was killed"))
+
+
+async def ask(pool, request, *, errand=None):
+    """What `request(server)` gives, or the error that it fails with."""
+    try:
+        async with await pool.lease(errand or Errand("score", (0,))) as server:
+            return await request(server)
+    except RequestError as error:
+        return error
+
+
+async def reset(server):
+    raise TransientError("connection reset")
+
+
+def incident(scenario, *, make=Server, number=1, are_ours=True, **serving):
+    """`scenario(pool, made)` beside the pool's watch; `made` are all backend objects, by the replica's number."""
+
+    async def run():
+        made = [[] for _ in range(number)]
+
+        def factory(i):
+            made[i].append(make())
+            return made[i][-1]
+
+        factories = {f"r{i}": (lambda i=i: factory(i)) for i in range(number)}
+        async with ReplicaPool("teacher", factories, ServingConfig(**serving), are_ours=are_ours) as pool:
+            await watched(scenario(pool, made), [pool.watch])
+
+    run_on_virtual_time(run())
+
+
+def test_a_lost_replica_is_left_only_after_its_requests_have_ended():
+    """They may still have to tell the server that nobody waits for them."""
+
+    async def scenario(pool, made):
+        async def request(server):
+            try:
+                await asyncio.sleep(1000.0)
+            except asyncio.CancelledError:
+                await asyncio.sleep(1.0)
+                assert not server.is_left
+                raise
+
+        task = asyncio.create_task(ask(pool, request))
+        await asyncio.sleep(1.0)
+        made[0][0].kill()
+        assert "given up" in str(await task)
+        await asyncio.sleep(1.0)
+        assert made[0][0].is_left
+        assert pool.replicas[0].state is State.SERVING
+
+    incident(scenario)
+
+
+def test_a_lease_that_was_taken_back_before_it_is_used_sends_nothing():
+    async def scenario(pool, made):
+        lease = await pool.lease(Errand("score", (0,)))
+        made[0][0].kill()
+        await asyncio.sleep(1.0)
+        with pytest.raises(TransientError, match="r0: given up"):
+            async with lease:
+                pytest.fail("sent to a server that was lost")
+        await asyncio.sleep(1.0)
+        assert [each.in_flight for each in pool.replicas] == [0]
+        assert pool.replicas[0].restarts == 1
+
+    incident(scenario)
