@@ -8,13 +8,13 @@ import pytest
 import structlog
 
 from spot_async.config import ServingConfig
-from spot_async.errors import ProcessDiedError, RequestError, TransientError
+from spot_async.errors import DataError, ProcessDiedError, RequestError, TransientError
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
 from spot_async.runtime import watched
 from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities
+from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
 
 OFFERS = Capabilities(
     model="m",
@@ -127,3 +127,38 @@ def test_a_lease_that_was_taken_back_before_it_is_used_sends_nothing():
         assert pool.replicas[0].restarts == 1
 
     incident(scenario)
+
+
+def test_a_healthy_replica_on_trial_may_wait_for_a_request_for_as_long_as_it_takes():
+    """Such as through the training of a batch, when nobody asks the teacher."""
+
+    async def scenario(pool, made):
+        for _ in range(3):
+            await ask(pool, reset)
+        await asyncio.sleep(1.0)
+        assert pool.replicas[0].state is State.HALF_OPEN
+        await asyncio.sleep(1000.0)
+        assert pool.replicas[0].away_s == 0.0
+
+    incident(scenario, are_ours=False, recovery_timeout_s=100.0)
+
+
+@pytest.mark.parametrize("error", [ProcessDiedError("it must be restarted"), DataError("not its weights")])
+def test_a_replica_that_cannot_catch_up_is_started_again_and_ends_nothing(error):
+    class Missing(Server):
+        async def update_weights(self, snapshot, *, deadline):
+            if errors and self is servers[0]:
+                raise errors.pop(0)
+
+    errors, servers = [TransientError("reset"), error], []
+
+    async def scenario(pool, made):
+        servers.extend(made[0])
+        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+        await asyncio.sleep(10.0)
+        assert [each.state for each in pool.replicas] == [State.SERVING] * 2
+        assert [each.restarts for each in pool.replicas] == [1, 0]
+        assert {each.version for each in pool.replicas} == {snapshot.version}
+
+    incident(scenario, make=Missing, number=2)

@@ -159,7 +159,9 @@ class Supervisor(Generic[B]):
             await self._weights.catch_up(replica)
         except TimeoutError:
             return False
-        except RequestError as error:
+        except StorageError:
+            raise
+        except SpotError as error:  # also such as says that it must be started again
             self._log.warning("replica took no weights", error=str(error))
             return False
         replica.life.move(State.HALF_OPEN, _now_s())
