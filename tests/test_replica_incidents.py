@@ -162,3 +162,25 @@ def test_a_replica_that_cannot_catch_up_is_started_again_and_ends_nothing(error)
         assert {each.version for each in pool.replicas} == {snapshot.version}
 
     incident(scenario, make=Missing, number=2)
+
+
+def test_a_burst_of_resets_that_comes_in_over_a_while_ends_no_healthy_server():
+    async def scenario(pool, made):
+        async def reset_after(seconds):
+            async def request(server):
+                await asyncio.sleep(seconds)
+                return await reset(server)
+
+            return await ask(pool, request)
+
+        async def long(server):
+            await asyncio.sleep(30.0)
+            return "done"
+
+        burst = [asyncio.create_task(reset_after(seconds)) for seconds in (1.0, 1.0, 1.0, 1.5)]
+        assert await ask(pool, long) == "done"
+        await asyncio.gather(*burst)
+        assert pool.replicas[0].restarts == 0
+        assert pool.replicas[0].state is State.SERVING
+
+    incident(scenario)

@@ -161,7 +161,7 @@ def test_only_replicas_that_are_trusted_at_the_version_get_requests(events):
             life.answered(1.0)
             assert life.state == (State.SERVING if before is State.HALF_OPEN else before)
         elif event == "failed":
-            life.failed(1.0)
+            life.failed(1.0, 1.0)
         elif event in MOVES[before]:
             life.move(event, 1.0)
         else:
@@ -176,12 +176,12 @@ def test_a_replica_is_suspect_after_failures_in_a_row_and_after_a_single_one_on_
     life = LifeCycle(0.0)
     life.move(State.SERVING, 0.0)
     for _ in range(3):
-        assert [life.failed(0.0) for _ in range(FAILURES_TO_SUSPECT - 1)] == [False] * (FAILURES_TO_SUSPECT - 1)
+        assert [life.failed(0.0, 0.0) for _ in range(FAILURES_TO_SUSPECT - 1)] == [False] * (FAILURES_TO_SUSPECT - 1)
         life.answered(0.0)
-    assert [life.failed(0.0) for _ in range(FAILURES_TO_SUSPECT)][-1]
+    assert [life.failed(0.0, 0.0) for _ in range(FAILURES_TO_SUSPECT)][-1]
     assert not life.failed_trial
     life.move(State.HALF_OPEN, 0.0)
-    assert life.failed(0.0)
+    assert life.failed(0.0, 0.0)
     assert life.failed_trial
 
 

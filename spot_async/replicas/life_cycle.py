@@ -85,9 +85,12 @@ class LifeCycle:
         if self.state is State.HALF_OPEN:
             self.move(State.SERVING, now_s)
 
-    def failed(self, now_s: float) -> bool:
-        """A connection failed. Returns whether it is suspect from now on, and must be pinged."""
+    def failed(self, sent_s: float, now_s: float) -> bool:
+        """A connection failed, of a request sent at `sent_s`. Returns whether it is suspect from now on, and must be
+        pinged. What was sent before a trial says nothing of the trial: a burst of resets may come in over a while."""
         if self.state not in (State.SERVING, State.HALF_OPEN):
+            return False
+        if self.state is State.HALF_OPEN and sent_s < self.since_s:
             return False
         self._failures += 1
         if self.state is State.SERVING and self._failures < FAILURES_TO_SUSPECT:

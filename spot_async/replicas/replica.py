@@ -163,7 +163,7 @@ class Replica(Generic[B]):
             self._failing_s = now_s
         if lease.granted_s < self._failing_s:
             self._unanswered[id(lease.errand)] = lease.errand
-        if self.life.failed(now_s):
+        if self.life.failed(lease.granted_s, now_s):
             self._changed.set()
 
     def take_back(self, reason: str, *, is_lost: bool) -> None:
