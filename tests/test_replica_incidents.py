@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from spot_async.config import ServingConfig
-from spot_async.errors import DataError, ProcessDiedError, RequestError, TransientError
+from spot_async.errors import DataError, ProcessDiedError, RequestError, ServerRestartedError, TransientError
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
@@ -184,3 +184,22 @@ def test_a_burst_of_resets_that_comes_in_over_a_while_ends_no_healthy_server():
         assert pool.replicas[0].state is State.SERVING
 
     incident(scenario)
+
+
+def test_one_restart_that_many_requests_notice_is_answered_once():
+    async def scenario(pool, made):
+        async def noticed_after(turns):
+            async def request(server):
+                await asyncio.sleep(1.0)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                raise ServerRestartedError("another instance")
+
+            return await ask(pool, request)
+
+        await asyncio.gather(*(noticed_after(turns) for turns in range(8)))
+        await asyncio.sleep(10.0)
+        assert pool.replicas[0].state is State.SERVING
+        assert pool.replicas[0].restarts == 1
+
+    incident(scenario, are_ours=False)

@@ -92,7 +92,7 @@ class Replica(Generic[B]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._retired = Traffic()  # of backend objects that were left
-        self._report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        self._report: asyncio.Future[Report] = self._loop.create_future()
 
     @property
     def in_flight(self) -> int:
@@ -206,11 +206,13 @@ class Replica(Generic[B]):
             self._report.set_result(Report(trouble, error))
 
     async def trouble(self) -> Report:
-        """The next trouble that is reported."""
-        try:
-            return await self._report
-        finally:
-            self._report = asyncio.get_running_loop().create_future()
+        """The first that was reported since it was last taken out."""
+        return await asyncio.shield(self._report)
+
+    def take_out(self, state: State, now_s: float) -> None:
+        """Of rotation. Whatever else was reported until now is the same incident."""
+        self.life.move(state, now_s)
+        self._report = self._loop.create_future()
 
     # Backend objects
 

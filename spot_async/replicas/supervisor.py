@@ -121,10 +121,10 @@ class Supervisor(Generic[B]):
         """Out of rotation, and what it has in flight back."""
         replica, reason = self._replica, f"{report.trouble.value} ({report.error})"
         if report.trouble in (Trouble.ENDED, Trouble.SILENT):
-            replica.life.move(State.OPEN, _now_s())
+            replica.take_out(State.OPEN, _now_s())
             replica.take_back(reason, is_lost=True)
             return
-        replica.life.move(State.DRAINING, _now_s())
+        replica.take_out(State.DRAINING, _now_s())
         try:
             async with asyncio.timeout(self._serving.stall_s):
                 await replica.until_idle()
