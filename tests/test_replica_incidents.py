@@ -203,3 +203,44 @@ def test_one_restart_that_many_requests_notice_is_answered_once():
         assert pool.replicas[0].restarts == 1
 
     incident(scenario, are_ours=False)
+
+
+@pytest.mark.parametrize("slow", ["enter", "update"])
+def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow):
+    log = []
+
+    class Sleeping(Server):
+        sleeps_while_training = True
+        is_asleep = False
+
+        async def __aenter__(self):
+            await asyncio.sleep(10.0 if slow == "enter" else 0.0)
+            return self
+
+        async def sleep(self, *, deadline):
+            self.is_asleep = True
+            log.append("sleep")
+
+        async def wake(self, *, deadline):
+            self.is_asleep = False
+
+        async def update_weights(self, snapshot, *, deadline):
+            assert not self.is_asleep
+            await asyncio.sleep(1.0 if slow == "enter" else 10.0)
+            assert not self.is_asleep
+            log.append("update")
+
+    async def scenario(pool, made):
+        later = asyncio.get_running_loop().time() + 600.0
+        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+        await pool.update_weights(snapshot, deadline=later)
+        log.clear()
+        made[0][0].kill()
+        await asyncio.sleep(5.0)
+        await pool.sleep(deadline=later)
+        assert log == ["update", "sleep"]
+        await asyncio.sleep(10.0)
+        await pool.wake(deadline=later)
+        assert [each.state for each in pool.replicas] == [State.SERVING]
+
+    incident(scenario, make=Sleeping)

@@ -76,7 +76,7 @@ class Replica(Generic[B]):
         self.backend = backend
         self.offers: Capabilities  # as it was found first
         self.is_entered = False
-        self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep or woken
+        self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken or catches up
         self.life = LifeCycle(now_s, moved)
         self.limit = ConcurrencyLimit(max_in_flight)
         self.leases: set[HeldLease[B]] = set()

@@ -8,8 +8,10 @@ which ends a server of ours for good, and a new one is entered, compared with th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
+from collections.abc import AsyncIterator
 from typing import Generic
 
 import structlog
@@ -156,7 +158,8 @@ class Supervisor(Generic[B]):
                     if not isinstance(error, DeadlineExceededError):
                         return False  # gone for good, such as a process that was killed while it was stopped
                     await asyncio.sleep(PING_INTERVAL_S)
-            await self._weights.catch_up(replica)
+            async with self._awake_throughout(), asyncio.timeout(self._serving.stall_s):
+                await self._weights.catch_up(replica)
         except TimeoutError:
             return False
         except StorageError:
@@ -172,8 +175,9 @@ class Supervisor(Generic[B]):
             if self._are_ours:
                 await self._take_a_restart(error)
             try:
-                await self._enter()
-                await self._weights.catch_up(self._replica)
+                async with self._awake_throughout():
+                    await self._enter()
+                    await self._weights.catch_up(self._replica)
             except StorageError:
                 raise
             except SpotError as again:
@@ -186,17 +190,22 @@ class Supervisor(Generic[B]):
 
     async def _enter(self) -> None:
         replica = self._replica
-        while True:
-            async with replica.entering:
-                if self._awake.is_set():
-                    await self._leave()
-                    replica.restarts += 1
-                    await replica.enter(replica.make())
-                    break
-            await self._awake.wait()
+        await self._leave()
+        replica.restarts += 1
+        await replica.enter(replica.make())
         found = await replica.backend.capabilities(deadline=_now_s() + CAPABILITIES_TIMEOUT_S)
         check_same(replica.offers, replica.name, found, MODEL)
         replica.life.version = None
+
+    @contextlib.asynccontextmanager
+    async def _awake_throughout(self) -> AsyncIterator[None]:
+        """What the servers run on is theirs meanwhile: whoever wants them to sleep waits for the end."""
+        while True:
+            await self._awake.wait()
+            async with self._replica.entering:
+                if self._awake.is_set():
+                    yield
+                    return
 
     async def _leave(self) -> None:
         """The old one, which may be beyond saying farewell. What was taken back first has its time to end: a request
@@ -220,7 +229,8 @@ class Supervisor(Generic[B]):
             self._restarts_s.append(now_s)
             return
         self._replica.life.move(State.DEAD, now_s)
-        await self._leave()
+        async with self._replica.entering:
+            await self._leave()
         if all(each.life.state is State.DEAD for each in self._others):
             raise self._final(error)
         self._log.error("replica is given up: started again too often", restarts=self._serving.restarts)
