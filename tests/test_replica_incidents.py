@@ -8,7 +8,15 @@ import pytest
 import structlog
 
 from spot_async.config import ServingConfig
-from spot_async.errors import DataError, ProcessDiedError, RequestError, ServerRestartedError, TransientError
+from spot_async.errors import (
+    DataError,
+    Exchange,
+    PermanentError,
+    ProcessDiedError,
+    RequestError,
+    ServerRestartedError,
+    TransientError,
+)
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
@@ -244,3 +252,24 @@ def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow
         assert [each.state for each in pool.replicas] == [State.SERVING]
 
     incident(scenario, make=Sleeping)
+
+
+def test_what_a_backend_refuses_by_itself_says_nothing_of_its_server():
+    async def scenario(pool, made):
+        def failing(error):
+            async def request(server):
+                raise error
+
+            return request
+
+        for _ in range(3):
+            await ask(pool, reset)
+        await asyncio.sleep(1.0)
+        await ask(pool, failing(PermanentError("no such token")))
+        assert pool.replicas[0].state is State.HALF_OPEN
+        refused = PermanentError("HTTP 400")
+        refused.exchange = Exchange("http://a", "POST", "/score", 2, {}, status=400)
+        await ask(pool, failing(refused))
+        assert pool.replicas[0].state is State.SERVING
+
+    incident(scenario, are_ours=False)

@@ -321,6 +321,20 @@ def test_a_request_that_servers_end_of_is_sent_alone_and_then_given_up():
     run_on_virtual_time(scenario())
 
 
+def test_suspected_requests_that_wait_hold_up_nobody_who_comes_later():
+    async def scenario():
+        pool, (replica,) = dispatcher(most=9)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(hold(pool, Errand("probe", (0,), losses=2), 15.0, []))
+            await asyncio.sleep(1.0)
+            await hold(pool, Errand("probe", (5,)), 0.5, [])
+            assert asyncio.get_running_loop().time() == 1.5
+        assert (replica.in_flight, len(pool)) == (0, 0)
+
+    run_on_virtual_time(scenario())
+
+
 def test_refusals_and_failures_are_known_to_the_replica():
     async def scenario():
         pool, (replica,) = dispatcher(most=99)
