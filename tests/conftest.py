@@ -359,15 +359,30 @@ def recomputed() -> Callable[..., np.ndarray]:
     return again
 
 
+def helper(name: str) -> ModuleType:
+    """A module beside this file that is no test file."""
+    specification = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert specification is not None
+    assert specification.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="session")
 def faults() -> ModuleType:
     """`faulty_proxy.py`: a proxy that damages, delays and refuses."""
-    specification = importlib.util.spec_from_file_location("faulty_proxy", Path(__file__).with_name("faulty_proxy.py"))
-    assert specification is not None
-    assert specification.loader is not None
-    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return helper("faulty_proxy")
+
+
+@pytest.fixture(scope="module")
+def servers_on_threads() -> Iterator[None]:
+    """Servers of kind `local` are started as `server_on_thread.py` does, for as long as a file's tests run."""
+    from spot_async.backends.local_server import LocalServer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalServer, "_start", helper("server_on_thread").start)
+        yield
 
 
 @pytest.fixture(scope="session")
