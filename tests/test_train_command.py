@@ -246,12 +246,12 @@ def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypat
 
 
 def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):
-    command = train(tmp_path / "run", "teacher.model=no/such/model")
+    command = train(tmp_path / "run", "student.model=no/such/model")
     code, out, err = command.finish()
     assert code == 2, err
     (line,) = error_lines(err)
     assert (out, err) == ("", f"{line}\n")
-    assert "teacher.model" in line
+    assert "student.model" in line
     assert "no/such/model" in line
     command.assert_nothing_left()
 
