@@ -30,6 +30,7 @@ from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, prob
 from .openai_replies import (
     Completion,
     PromptRows,
+    check_not_aborted,
     echoed_rows,
     generation,
     no_scores,
@@ -273,6 +274,7 @@ class OpenAIBackend(RemoteBackend):
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
         """Rows of the prompt that was sent as `sent_ids`, or as text."""
         dialect, choice = self._dialect, reply.only
+        check_not_aborted(self._role, choice.finish_reason)
         if dialect.scoring == "prompt_logprobs":
             return prompt_rows(choice, sent_ids)
         tokens = None if sent_ids is None else len(sent_ids)

@@ -34,6 +34,7 @@ from .stepwise import Steps
 from .token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
 
 ROWS_PER_STEP = 256
+ABORTED = frozenset({"abort", "error"})  # of vLLM and SGLang, with status 200
 FLOOR_NATS = -9999.0  # vLLM's word for minus infinity and for NaN
 Doubles = npt.NDArray[np.float64]
 
@@ -288,11 +289,11 @@ def _scattered(
 def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: int) -> Generation:
     """A response of a server that says which token ids it sampled. Raises `PoisonedReplyError`, or `TransientError`
     for one that was aborted."""
+    check_finished(role, choice.finish_reason)
     logprobs = choice.logprobs
     if logprobs is None:
         raise PoisonedReplyError("no log-probabilities although they were asked for")
     ids = choice.token_ids if choice.token_ids is not None else [token_id_of(each) for each in logprobs.tokens]
-    check_finished(role, choice.finish_reason)
     if not len(ids) == len(logprobs.token_logprobs):
         raise PoisonedReplyError(f"{len(logprobs.token_logprobs)} log-probabilities of {len(ids)} tokens")
     count = len(ids)
@@ -348,10 +349,15 @@ def retokenized(
 
 def check_finished(role: str, finish_reason: str | None) -> None:
     """Whether it is a whole response, or one that used up its tokens."""
-    if finish_reason == "abort":
-        raise TransientError(f"{role}: the server aborted the request")
+    check_not_aborted(role, finish_reason)
     if finish_reason not in ("stop", "length", "eos", "eos_token"):
         raise PermanentError(f"{role}: the server ended the response for another reason: {finish_reason!r}")
+
+
+def check_not_aborted(role: str, finish_reason: str | None) -> None:
+    """Raises `TransientError` for a request that the server ended by itself: what it gives then is not all of it."""
+    if finish_reason in ABORTED:
+        raise TransientError(f"{role}: the server aborted the request (finish reason {finish_reason!r})")
 
 
 def no_scores(top_k: int) -> TokenScores:

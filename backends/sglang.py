@@ -98,7 +98,7 @@ class SglangBackend(RemoteBackend):
         self._run_directory = run_directory
         self._vocab_size = self._server.files.vocab_size
         self._standstill = Standstill()
-        self._limits: Limits  # known once the server is asked
+        self._limits = self._limits_of(self._server.files.max_context_tokens)
         self._names = WeightNames(self._name, is_student=role == "student")
         self._weights: SglangWeights
         self._capabilities: Capabilities
@@ -260,7 +260,7 @@ class SglangBackend(RemoteBackend):
         files = self._server.files
         served = info.max_req_input_len  # one more than it takes
         max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
-        self._limits = Limits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
+        self._limits = self._limits_of(max_tokens)
         if self._settings.is_attached:
             await check_ready(self._server, deadline=deadline)
         await check_vocabulary(self._server, info, deadline=deadline)
@@ -374,6 +374,9 @@ class SglangBackend(RemoteBackend):
             with contextlib.suppress(RequestError):
                 await self._server.ask(ABORT, {"rid": request_id}, bytes, deadline=soon)
             raise
+
+    def _limits_of(self, max_tokens: int) -> Limits:
+        return Limits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
 
     def _check_temperature(self, temperature: float) -> None:
         if temperature != 1.0 and self._capabilities.generation_temperature == "one":

@@ -117,8 +117,12 @@ def read_generation(body: bytes, names: SentNames, *, top_k: int) -> Steps[Gener
 
 
 def read_scores(body: bytes, names: SentNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
-    """Log-probabilities that were asked for from the last prompt token on; that token's own row is dropped."""
+    """Log-probabilities that were asked for from the last prompt token on; that token's own row is dropped.
+
+    Raises `TransientError` where the server ended the request by itself.
+    """
     meta = _read(body).meta_info
+    _finish_reason(meta)
     entries = (meta.input_token_logprobs or [])[1:]
     scored_ids = np.array([token for _, token, _ in entries], np.int32)
     # The server takes the vocabulary's last token for one of its placeholders, and calls it 0. Its row is right.

@@ -40,7 +40,7 @@ class Silence:
 def _example() -> tuple[Vocabulary, Sequence[PromptSource]]:
     """Read once, as a run does before it starts."""
     vocabulary = Vocabulary.load(EXAMPLE / "student")
-    renderer = PromptRenderer(vocabulary, PromptConfig(instruction="", template_arguments={}))
+    renderer = PromptRenderer(vocabulary, PromptConfig(instruction=""))
     problems = ProblemSetConfig(path=str(EXAMPLE / "data" / "train.jsonl"))
     return vocabulary, render_all(load_problem_set(problems, "data.train").problems, renderer, 64)
 

@@ -45,6 +45,7 @@ from spot_async.types import (
 DATA = Path(__file__).parents[1] / "tests" / "data"
 VOCAB = 512
 V0 = WeightVersion(0, 0)
+ABORTED = "TransientError"  # what a reply is refused with that ended before it was whole
 UNUSED = frozenset(  # parts of recorded replies that no adapter looks at
     {"id", "created", "object", "model", "request_id", "e2e_latency", "system_fingerprint", "service_tier", "rank",
      "kv_transfer_params", "prompt_tokens_details", "decoded_token", "routed_experts", "text_offset"}
@@ -167,7 +168,7 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
         "aborted",
         json.dumps(replies["aborted"]["reply"]).encode(),
         lambda: aborted(ids(5, 6), sampling(2000), deadline=soon()),
-        fails="TransientError",
+        fails=ABORTED,
     )
 
 
@@ -206,8 +207,9 @@ def sglang_cases(wire: Wire, model: Path) -> Iterator[Case]:
         "position",
         lambda: backend.score_at(prompt, response, ids(2), top_k=3, temperature=1.0, deadline=soon()),
     )
-    yield case("aborted", generate(1500), fails="TransientError")
-    yield case("aborted in the queue", generate(15), fails="TransientError")
+    yield Case("score aborted", json.dumps(replies["aborted in the queue"]["reply"]).encode(), score, fails=ABORTED)
+    yield case("aborted", generate(1500), fails=ABORTED)
+    yield case("aborted in the queue", generate(15), fails=ABORTED)
 
 
 def openai_cases(wire: Wire, model: Path) -> Iterator[Case]:
@@ -252,6 +254,13 @@ def openai_cases(wire: Wire, model: Path) -> Iterator[Case]:
             json.dumps(source[name]["reply"]).encode(),
             lambda made=made: made.score(tokens[:4], tokens[4:], top_k=1, temperature=1.0, deadline=soon()),
             (lambda reply: _prompt_rows(reply["choices"][0]["prompt_logprobs"], first=4)) if is_plain else None,
+        )
+    for ask in (
+        lambda: made.score(tokens[:4], tokens[4:], top_k=1, temperature=1.0, deadline=soon()),
+        lambda: made.generate(tokens, sampling(4, 2), deadline=soon()),
+    ):
+        yield Case(
+            "aborted", b'{"choices": [{"text": "", "token_ids": [], "finish_reason": "abort"}]}', ask, fails=ABORTED
         )
     writes = backend(token_id_prompts=False, sampled_token_ids=False, extensions=False)
     yield Case(

@@ -165,7 +165,8 @@ async def openai(stack: AsyncExitStack, url: str, *, by_text: bool) -> Backend:
 def sglang_rows() -> tuple[dict[str, Any], Any, Any]:
     """SGLang's reply without its top-K, and that: ids and log-probabilities of the response's rows."""
     ids = (RESPONSE[:, None] + np.arange(TOP_K, dtype=np.int32) * (VOCAB // TOP_K)) % VOCAB
-    logprobs = -np.sort(DRAW.exponential(4.0, (POSITIONS, TOP_K)).astype(np.float32))
+    spread = np.sort(DRAW.exponential(4.0, (POSITIONS, TOP_K)).astype(np.float32))
+    logprobs = -spread - np.float32(np.log(TOP_K))  # (T, K) that sum to less than 1
     own = zip(logprobs[:, 0].tolist(), RESPONSE.tolist(), strict=True)
     meta = {
         "id": "0" * 32,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,15 +23,25 @@ from spot_async.vocabulary import Vocabulary, first_line
 
 
 class PromptRenderer:
-    """Renders problems with a chat template: one user message, the instruction behind the problem."""
+    """Renders problems with a chat template: one user message, the instruction behind the problem.
+
+    The template is the tokenizer's own, or the Jinja file that `config.template` names.
+    """
 
     def __init__(self, vocabulary: Vocabulary, config: PromptConfig) -> None:
         self._tokenizer = vocabulary.tokenizer
         self._config = config
-        if not self._tokenizer.chat_template:
+        self._arguments: dict[str, Any] = dict(config.template_arguments)
+        if config.thinking is not None:
+            self._arguments["enable_thinking"] = config.thinking
+        self._name = str(self._tokenizer.name_or_path)
+        if config.template.endswith(".jinja"):
+            self._name = config.template
+            self._arguments["chat_template"] = read_template(Path(config.template))
+        elif not self._tokenizer.chat_template:
             raise DataError(
-                f"{self._tokenizer.name_or_path}: the tokenizer has no chat template; "
-                "add chat_template.jinja or set prompt.template to the other model"
+                f"{self._name}: the tokenizer has no chat template; "
+                "add chat_template.jinja or set prompt.template to the other model or to a Jinja file"
             )
 
     def text(self, problem: Problem) -> str:
@@ -47,16 +58,25 @@ class PromptRenderer:
         return Prompt(ordinal=ordinal, problem=problem, token_ids=self.token_ids(problem))
 
     def _apply(self, problem: Problem, **arguments: Any) -> Any:
-        content = f"{problem.text.strip()} {self._config.instruction}".strip()
+        parts = (problem.text.strip(), self._config.instruction.strip())
+        content = self._config.separator.join(filter(None, parts))
         try:
             return self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}],
                 add_generation_prompt=True,
-                **self._config.template_arguments,
+                **self._arguments,
                 **arguments,
             )
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
-            raise DataError(f"{self._tokenizer.name_or_path}: the chat template fails: {first_line(error)}") from None
+            raise DataError(f"{self._name}: the chat template fails: {first_line(error)}") from None
+
+
+def read_template(path: Path) -> str:
+    """The text of a Jinja file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"prompt.template: cannot read {path}: {first_line(error)}") from None
 
 
 def render_all(problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int) -> list[PromptSource]:

@@ -25,7 +25,7 @@ QUICK = {
     "student": {"model": "examples/running_sum/student"},
     "teacher": {"model": "examples/running_sum/teacher"},
     "data": {"train": "examples/running_sum/data/train.jsonl"},
-    "prompt": {"instruction": "", "template_arguments": {}},
+    "prompt": {"instruction": ""},
     "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
     "policy": "opd",
     "training": {"iterations": 1, "batch_size": 8, "mini_batch_size": 4},

@@ -40,7 +40,8 @@ class Limits:
         sampling = request.sampling
         self._check_ids("prompt_ids", request.prompt_ids, ndim=1)
         self._check_prompt(request.prompt_ids)
-        self._check_temperature(sampling.temperature)
+        if sampling.temperature != 0:  # greedy
+            self._check_temperature(sampling.temperature)
         self._check_top_k(request.top_k)
         if not 0 < sampling.top_p <= 1:
             raise PermanentError(f"top_p={sampling.top_p}: must be above 0 and at most 1")
