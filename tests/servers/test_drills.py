@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import pytest
 from coin_verifier import CoinVerifier
-from conftest import StartServer, TinyModels
 from parity import PARITY_NATS, Dense, decisions, own
 from server_process import free_port, run_server
 from tiny_models import TOKENS
 
+from conftest import StartServer, TinyModels
 from spot_async import stages_for
 from spot_async.backends.launch import LaunchSettings
 from spot_async.concurrency import gather
