@@ -279,3 +279,14 @@ def test_wider_rows_that_cannot_be_true_are_refused(change: dict[str, np.ndarray
         return
     with pytest.raises(PoisonedReplyError, match=complaint):
         check_scored_positions(reply, np.array([0, 4]), top_k=3, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+async def test_an_endpoint_that_was_left_fails_as_a_lost_connection_does(was_used: bool) -> None:
+    endpoint = HttpEndpoint("teacher", "http://127.0.0.1:9")
+    async with endpoint:
+        if was_used:
+            with pytest.raises(TransientError):
+                await endpoint.get("/", deadline=soon())
+    with pytest.raises(TransientError, match="was closed"):
+        await endpoint.get("/", deadline=soon())
