@@ -44,7 +44,10 @@ class KdSettings(PluginSettings):
         description="weight of the forward KL; the cross-entropy on the teacher's tokens has the rest. "
         "0 asks the teacher for no log-probabilities",
     )
-    save: str | None = Field(None, description="new file that the teacher's responses and scores are written to")
+    save: str | None = Field(
+        None,
+        description="file that the teacher's responses and scores are written to; one of a run like this that ended early is continued",
+    )
     load: str | None = Field(None, description="file written by `save`: train from it, without a teacher")
 
     @model_validator(mode="after")
@@ -68,7 +71,7 @@ class KdPolicy:
         if settings.load is not None:
             self._responses = ResponseFile(Path(settings.load), context, self._top_k).read()
         elif settings.save is not None:
-            self._file = ResponseFile.new(Path(settings.save), context, self._top_k)
+            self._file, self._responses = ResponseFile.to_save(Path(settings.save), context, self._top_k)
         asks_teacher = settings.load is None
         self.needs = PolicyNeeds(
             teacher_top_k=self._top_k if asks_teacher else 0,
@@ -78,18 +81,19 @@ class KdPolicy:
         )
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Refuse a loaded file that lacks a scheduled problem, or was written for other prompts."""
-        if self.settings.load is None:
+        """Refuse a loaded file that lacks a scheduled problem, and any that was written for other prompts."""
+        if not self._responses and self.settings.load is None:
             return
         scheduled = {prompt.problem.id: prompt for prompt in prompts}
         missing = [problem_id for problem_id in scheduled if problem_id not in self._responses]
-        if missing:
+        if missing and self.settings.load is not None:
             raise ConfigError(
                 f"policy.load: {self.settings.load} has no response to {len(missing)} of {len(scheduled)} scheduled "
                 f"problems, the first is {missing[0]!r}; leave them out of data.train or load a complete file"
             )
-        for prompt in scheduled.values():
-            self._check_rendering(prompt, self._responses[prompt.problem.id])
+        for problem_id, prompt in scheduled.items():
+            if problem_id in self._responses:
+                self._check_rendering(prompt, self._responses[problem_id])
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         async with self._turns[prompt.problem.id]:
@@ -99,9 +103,10 @@ class KdPolicy:
 
     def _check_rendering(self, prompt: Prompt, taught: TeacherResponse) -> None:
         if not np.array_equal(taught.prompt_ids, prompt.token_ids):
+            key, path = ("load", self.settings.load) if self.settings.load is not None else ("save", self.settings.save)
             raise DataError(
-                f"policy.load: problem {prompt.problem.id!r} was rendered differently when {self.settings.load} was "
-                "written; use the same prompt section and template"
+                f"policy.{key}: problem {prompt.problem.id!r} was rendered differently when {path} was written; use the "
+                "same prompt section and template"
             )
 
     async def _ask_teacher(self, prompt: Prompt, stages: PromptStages) -> TeacherResponse:

@@ -2,7 +2,7 @@
 
 A header, then one frame per problem, each a little-endian length and that many bytes of msgpack with raw
 arrays (`spot_async.wire`); never pickle. Frames are appended as responses come, so a run that was ended
-early leaves a file that can be used as far as it goes.
+early leaves a file that can be used as far as it goes, or continued by a run like it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseFile:
-    """Written by one run (`new`, `append`), read by later ones (`read`)."""
+    """Written by one run (`to_save`, `append`) or several alike, one after the other; read by later ones (`read`)."""
 
-    def __init__(self, path: Path, context: PolicyContext, top_k: int) -> None:
+    def __init__(self, path: Path, context: PolicyContext, top_k: int, key: str = "policy.load") -> None:
+        """`key` is the setting that names the file, for errors."""
         self._path = path
+        self._key = key
+        self._unfinished_bytes = 0  # at its end, of a writer that was interrupted
         sampling = context.sampling
         self._header = Header(
             format_version=FORMAT_VERSION,
@@ -61,18 +64,30 @@ class ResponseFile:
         )
 
     @classmethod
-    def new(cls, path: Path, context: PolicyContext, top_k: int) -> ResponseFile:
-        """A file that does not exist yet; nothing is written before the first response. Raises ConfigError."""
-        if path.exists():
-            raise ConfigError(f"policy.save: {path} exists already; train from it with policy.load or give another")
+    def to_save(cls, path: Path, context: PolicyContext, top_k: int) -> tuple[ResponseFile, dict[str, TeacherResponse]]:
+        """A file to append to, and what it holds already by problem: responses were paid for, and are not asked for
+        again. Nothing is written before the first new one. Raises ConfigError or DataError."""
         if not path.parent.is_dir():
             raise ConfigError(f"policy.save: no directory {str(path.parent)!r} to write {path.name} to")
-        return cls(path, context, top_k)
+        file = cls(path, context, top_k, key="policy.save")
+        return file, file._saved() if path.exists() else {}
+
+    def _saved(self) -> dict[str, TeacherResponse]:
+        header, responses = self._decoded()
+        if header != self._header:
+            raise ConfigError(
+                f"policy.save: {self._path} exists already, with responses {_origin(header)} and its top-{header.top_k}, "
+                "which are not this run's; train from it with policy.load or give another"
+            )
+        return {response.problem_id: response for response in responses}
 
     def append(self, response: TeacherResponse) -> None:
         """Raises StorageError when it cannot be written."""
         try:
             with self._path.open("ab") as file:
+                if self._unfinished_bytes:
+                    file.truncate(file.tell() - self._unfinished_bytes)
+                    self._unfinished_bytes = 0
                 if file.tell() == 0:
                     file.write(_frame(self._header))
                 file.write(_frame(response))
@@ -81,19 +96,24 @@ class ResponseFile:
 
     def read(self) -> dict[str, TeacherResponse]:
         """All responses by problem. Raises ConfigError or DataError when the file is not for this run."""
+        header, responses = self._decoded()
+        self._check(header)
+        self._check_lengths(header, responses)
+        return {response.problem_id: response for response in responses}
+
+    def _decoded(self) -> tuple[Header, list[TeacherResponse]]:
         try:
             data = self._path.read_bytes()
         except OSError as error:
-            raise ConfigError(f"policy.load: cannot read {self._path}: {error.strerror}") from None
+            raise ConfigError(f"{self._key}: cannot read {self._path}: {error.strerror}") from None
         try:
-            frames = _frames(data)
-            header = wire.decode(next(frames, memoryview(b"")), Header)
-            self._check(header)
+            head, *frames = list(_frames(data)) or [memoryview(b"")]
+            header = wire.decode(head, Header)
             responses = [wire.decode(frame, TeacherResponse) for frame in frames]
         except (msgspec.DecodeError, ValueError, TypeError) as error:
-            raise DataError(f"policy.load: {self._path} is no file of teacher responses: {error}") from None
-        self._check_lengths(header, responses)
-        return {response.problem_id: response for response in responses}
+            raise DataError(f"{self._key}: {self._path} is no file of teacher responses: {error}") from None
+        self._unfinished_bytes = len(data) - sum(LENGTH.size + len(frame) for frame in [head, *frames])
+        return header, responses
 
     def _check(self, found: Header) -> None:
         ours = self._header

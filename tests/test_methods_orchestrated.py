@@ -300,7 +300,29 @@ def test_kd_trains_from_its_file_as_from_the_teacher_with_no_teacher_there(tmp_p
     )
     assert {stage.name for stage in stages.all}.isdisjoint({"teacher_response", "reference"})
     with pytest.raises(ConfigError, match=r"policy\.save: .* exists already"):
-        kd(save=str(path))
+        kd(save=str(path), top_k=4)
+
+
+def test_a_run_that_saved_its_responses_and_ended_early_is_continued_without_paying_twice(tmp_path):
+    path, asked = tmp_path / "responses.msgpack", []
+    run(kd(save=str(path)), iterations=1)
+    path.write_bytes(path.read_bytes()[:-7])  # killed as it wrote
+
+    class Remembering(KdPolicy):
+        async def _ask_teacher(self, prompt, stages):
+            asked.append(prompt.problem.id)
+            return await super()._ask_teacher(prompt, stages)
+
+    policy = Remembering(KdPolicy.Settings(save=str(path)), context())
+    before = path.read_bytes()
+    policy.check(islice(prompts(), 16))
+    assert path.read_bytes() == before
+    run(policy, iterations=2)
+    assert len(asked) == PROBLEMS - 15  # the first run finished sixteen, of which one was cut
+    kd(load=str(path)).check(islice(prompts(), PROBLEMS))
+    changed = Prompt(ordinal=0, problem=next(prompts()).problem, token_ids=np.array([9, 9], np.int32))
+    with pytest.raises(DataError, match=r"policy\.save: .* rendered differently"):
+        kd(save=str(path)).check([changed])
 
 
 def test_a_file_that_its_writer_did_not_finish_is_used_as_far_as_it_goes(tmp_path):
