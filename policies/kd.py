@@ -46,7 +46,8 @@ class KdSettings(PluginSettings):
     )
     save: str | None = Field(
         None,
-        description="file that the teacher's responses and scores are written to; one of a run like this that ended early is continued",
+        description="file that the teacher's responses and scores are written to; one that a run like this left behind is "
+        "continued",
     )
     load: str | None = Field(None, description="file written by `save`: train from it, without a teacher")
 
@@ -105,8 +106,8 @@ class KdPolicy:
         if not np.array_equal(taught.prompt_ids, prompt.token_ids):
             key, path = ("load", self.settings.load) if self.settings.load is not None else ("save", self.settings.save)
             raise DataError(
-                f"policy.{key}: problem {prompt.problem.id!r} was rendered differently when {path} was written; use the "
-                "same prompt section and template"
+                f"policy.{key}: problem {prompt.problem.id!r} was rendered differently when {path} was written; use "
+                "the same prompt section and template"
             )
 
     async def _ask_teacher(self, prompt: Prompt, stages: PromptStages) -> TeacherResponse:
