@@ -25,7 +25,7 @@ from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyNeeds
 from spot_async.vocabulary import stop_token_ids
-from spot_async.watchdog.limits import SilenceLimits, silence_limits
+from spot_async.watchdog.limits import SilenceLimits, silence_limits, start_timeouts
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
+    _check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
     return plan_benchmarks(config, student)
 
@@ -262,6 +263,7 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
         if model is None:
             continue
         model.backend.check_machine(f"{role}.backend")
+        _check_recovery(role, model)
         for place in filter(None, places(model)):
             if (other := first_at.setdefault(place.address, role)) == role:
                 continue
@@ -272,6 +274,17 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
                 )
             if not place.is_attached:
                 raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+
+
+def _check_recovery(role: str, model: ModelConfig) -> None:
+    """Whether a server that ended has the time to start again before the run is given up for want of it."""
+    start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
+    if model.serving.restarts and start_s > recovery_s:
+        raise ConfigError(
+            f"{role}.serving.recovery_timeout_s={recovery_s:g}: shorter than the start_timeout_s={start_s:g} of "
+            f"{role}.backend, so that a server that ended would not have the time to start again; raise it, "
+            f"lower that, or set {role}.serving.restarts to 0"
+        )
 
 
 def places(model: ModelConfig) -> Sequence[Place | None]:

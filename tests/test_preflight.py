@@ -227,3 +227,17 @@ def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_stude
     assert decode(prompt.token_ids.tolist()) == f"<|assistant|>{prompt.problem.text}"
     assert decode(plan.evaluation[0].sources[0].token_ids.tolist()) == "<|user|>a1+0b<|assistant|>"
     assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_server_that_ended_must_have_the_time_to_start_again(monkeypatch, command):
+    monkeypatch.chdir(ROOT)
+
+    def plan(*overrides):
+        config = load_config(Path("configs/quickstart.yaml"), ["student.backend.start_timeout_s=1800", *overrides])
+        return plan_training(config) if command == "train" else plan_evaluation(config, read_model("student", STUDENT))
+
+    with pytest.raises(ConfigError, match=r"student\.serving\.recovery_timeout_s=600: shorter than the .*=1800"):
+        plan()
+    plan("student.serving.recovery_timeout_s=1800")
+    plan("student.serving.restarts=0")

@@ -74,7 +74,7 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
 
     evaluation_s = (1 + VERIFY_ATTEMPTS) * config.evaluation.timeout_s if config.evaluation is not None else 0.0
     training_s = config.training.step_timeout_s
-    start_s = max(_start_timeouts(config.model_dump()), default=0.0)
+    start_s = max(start_timeouts(config.model_dump()), default=0.0)
     return SilenceLimits(
         supervision_s=supervision_s,
         # Around training, student servers that share its devices sleep and wake; each has a weight update's time.
@@ -111,14 +111,14 @@ def _longest_recovery(config: Config) -> dict[str, float]:
     return {longest: times[longest]}
 
 
-def _start_timeouts(tree: Any) -> Iterator[float]:
+def start_timeouts(tree: Any) -> Iterator[float]:
     """Of everything that the run may start: backends name that time-out alike, wherever in their settings it is."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             if name == "start_timeout_s" and isinstance(value, int | float):
                 yield float(value)
             else:
-                yield from _start_timeouts(value)
+                yield from start_timeouts(value)
     elif isinstance(tree, list | tuple):
         for each in tree:
-            yield from _start_timeouts(each)
+            yield from start_timeouts(each)
