@@ -46,8 +46,8 @@ class KdSettings(PluginSettings):
     )
     save: str | None = Field(
         None,
-        description="file that the teacher's responses and scores are written to; one that a run like this left behind is "
-        "continued",
+        description="file that the teacher's responses and scores are written to; one that a run like this left "
+        "behind is continued",
     )
     load: str | None = Field(None, description="file written by `save`: train from it, without a teacher")
 

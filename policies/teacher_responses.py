@@ -76,7 +76,7 @@ class ResponseFile:
         header, responses = self._decoded()
         if header != self._header:
             raise ConfigError(
-                f"policy.save: {self._path} exists already, with responses {_origin(header)} and its top-{header.top_k} "
+                f"policy.save: {self._path} exists already with responses {_origin(header)} and its top-{header.top_k} "
                 "that are not this run's; train from it with policy.load or give another"
             )
         return {response.problem_id: response for response in responses}
