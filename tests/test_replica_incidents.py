@@ -9,6 +9,7 @@ import structlog
 
 from spot_async.config import ServingConfig
 from spot_async.errors import (
+    BudgetSpentError,
     DataError,
     Exchange,
     PermanentError,
@@ -273,3 +274,23 @@ def test_what_a_backend_refuses_by_itself_says_nothing_of_its_server():
         assert pool.replicas[0].state is State.SERVING
 
     incident(scenario, are_ours=False)
+
+
+def test_a_replica_that_cannot_be_entered_for_want_of_money_ends_the_run_as_such():
+    made_ones = []
+
+    class Paid(Server):
+        async def __aenter__(self):
+            made_ones.append(self)
+            if len(made_ones) > 1:
+                raise BudgetSpentError("teacher.backend.budget=1 EUR is spent")
+            return self
+
+    async def scenario(pool, made):
+        made[0][0].kill()
+        await asyncio.sleep(5000.0)
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        incident(scenario, make=Paid)
+    assert raised.group_contains(BudgetSpentError)
+    assert len(made_ones) == 2

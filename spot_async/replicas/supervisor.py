@@ -18,6 +18,7 @@ import structlog
 
 from spot_async.config import ServingConfig
 from spot_async.errors import (
+    BudgetSpentError,
     DeadlineExceededError,
     ProcessDiedError,
     RequestError,
@@ -165,7 +166,7 @@ class Supervisor(Generic[B]):
                 await self._weights.catch_up(replica)
         except TimeoutError:
             return False
-        except StorageError:
+        except (BudgetSpentError, StorageError):
             raise
         except SpotError as error:  # also such as says that it must be started again
             self._log.warning("replica took no weights", error=str(error))
@@ -181,7 +182,7 @@ class Supervisor(Generic[B]):
                 async with self._awake_throughout():
                     await self._enter()
                     await self._weights.catch_up(self._replica)
-            except StorageError:
+            except (BudgetSpentError, StorageError):  # which no other server can change
                 raise
             except SpotError as again:
                 self._log.warning("replica cannot be entered", error=str(again), attempt=attempt + 1)
