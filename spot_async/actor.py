@@ -177,7 +177,9 @@ class Stage(Generic[S]):
                     this.told_s = max(this.told_s, delay_s)
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= this.deadline:
                     raise
-                structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
+                count = failures[error.failure_class]
+                if not isinstance(error, ThrottledError) or count & (count - 1) == 0:  # those are without limit
+                    structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
             await asyncio.sleep(delay_s)
 

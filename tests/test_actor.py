@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,6 +170,20 @@ def test_an_endpoint_that_asks_for_longer_than_the_deadline_is_left_alone_for_as
         told_s = 3600.0
         assert await probe.ask((0,), closed_for_an_hour)
         assert sent == [0.0, 3600.0]
+
+    run_on_virtual_time(scenario())
+
+
+def test_a_request_that_is_throttled_for_long_is_logged_ever_less_often():
+    async def scenario():
+        probe = stage(timeout_s=600.0)
+
+        async def busy(_, deadline):
+            raise ThrottledError("503: full")
+
+        with structlog.testing.capture_logs() as logs, pytest.raises(ThrottledError):
+            await probe.ask((0,), busy)
+        assert [each["attempt"] for each in logs] == [1, 2, 4, 8, 16, 32, 64, 128]
 
     run_on_virtual_time(scenario())
 

@@ -347,7 +347,8 @@ def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_proc
         [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={run}"]
         + ["policy=waiting:WaitingPolicy", "evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"]
         + [f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")]
-        + [f"{role}.serving.{key}" for role in ("student", "teacher") for key in ("recovery_timeout_s=1", "restarts=0")],
+        + [f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")]
+        + [f"{role}.serving.restarts=0" for role in ("student", "teacher")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, name: value},
         capture_output=True,
