@@ -24,7 +24,7 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-from spot_async.errors import Exchange, PoisonedReplyError, RequestError
+from spot_async.errors import Exchange, PoisonedReplyError, RequestError, TransientError
 from spot_async.types import Traffic
 
 from .exchange import excerpt, shortened
@@ -128,6 +128,8 @@ class HttpEndpoint:
         *,
         resend: bool = True,
     ) -> None:
+        if self._is_left:  # such as by a replica's supervisor: an answer is to be had elsewhere
+            raise TransientError(f"{self.name}{path}: the connection to this server was closed")
         url = parsed_url(self._base_url + path)
         # As a stream: so httpx leaves Host and Content-Length to aiohttp, which adds them faster.
         stream = httpx.ByteStream(body or b"")

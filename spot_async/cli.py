@@ -10,7 +10,7 @@ import asyncio
 import importlib.metadata
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -37,6 +37,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(no_args_is_help=True, help="Look at problem files.")
+app.add_typer(data_app, name="data")
 screen = Console()
 stderr = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -83,6 +85,7 @@ def train(
     """
     from spot_async.preflight import plan_training  # imports transformers: not for --help
     from spot_async.spending.estimate import estimate_run, show_estimates
+    from spot_async.spending.machine import estimate_machine, show_machine
 
     try:
         settings = load_config(config, overrides or ())
@@ -90,9 +93,11 @@ def train(
         RunDirectory.check_unused(path)
         plan = plan_training(settings)
         estimates = estimate_run(settings, plan, earlier)
+        machine = estimate_machine(settings, plan, earlier)
         if dry_run:
             show_plan(settings, path, plan)
             show_estimates(screen, estimates)
+            show_machine(screen, machine)
             return
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
@@ -102,9 +107,12 @@ def train(
     from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
+    if len(plan.rows) > 2:  # more than read and problems
+        screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_estimates(screen, estimates)
+    show_machine(screen, machine)
     training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
     outcome = run_until_stopped(training, directory)
     if outcome.after is not None:
@@ -124,39 +132,65 @@ def train(
 
 
 @app.command("eval")
-def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="go on with an evaluation that was stopped, in its directory"),
+    ] = None,
+) -> None:
     """Evaluate `student.model` on the held-out problems of the `evaluation` section.
 
     To evaluate a trained student: spot-async eval CONFIG student.model=RUN/student
+
+    Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
     """
+    from spot_async.evaluation.figures import read_figures
+    from spot_async.evaluation.measuring import is_complete
     from spot_async.model_files import read_model
     from spot_async.preflight import plan_evaluation
+    from spot_async.telemetry.figures_table import figures_table
 
     try:
         settings = load_config(config, overrides or ())
-        path = RunDirectory.choose_path(settings, f"{config.stem}-eval")
+        path = resume or RunDirectory.choose_path(settings, f"{config.stem}-eval")
         student = read_model("student", settings.student.model)
-        sources = plan_evaluation(settings, student)
+        benchmarks = plan_evaluation(settings, student)
         if dry_run:
-            screen.print(Text(dump_yaml(settings)))
-            screen.rule(f"first prompt ({len(sources[0].token_ids)} tokens)", align="left")
-            screen.print(Text(student.vocabulary.tokenizer.decode(sources[0].token_ids.tolist())))
-            screen.rule("would start", align="left")
-            screen.print(Text(f"the student's server, and evaluate {len(sources)} problems into {path}"))
+            show_evaluation_plan(settings, path, benchmarks, student)
             return
-        directory = RunDirectory.create(path, settings)
+        directory = RunDirectory.create(path, settings) if resume is None else RunDirectory.open(path)
+        complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
     from spot_async.runtime import evaluate_student
-    from spot_async.telemetry.console import evaluation_table, unverified_note
 
-    evaluation = evaluate_student(settings, student, sources, directory, screen, exit_process=hung(directory))
-    result = run_until_stopped(evaluation, directory)
-    screen.print(evaluation_table(None, result))
-    if note := unverified_note(result):
-        screen.print(note)
+    if complete:
+        screen.print("this evaluation is complete")
+    else:
+        run = evaluate_student(settings, student, benchmarks, directory, screen, exit_process=hung(directory))
+        run_until_stopped(run, directory)
+    screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
     screen.print(Text(f"run directory: {path}"))
+
+
+def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
+    """What `eval --dry-run` prints."""
+    screen.print(Text(dump_yaml(config)))
+    for benchmark in benchmarks:
+        first = benchmark.sources[0]
+        screen.rule(f"{benchmark.name}: first prompt ({len(first.token_ids)} tokens)", align="left")
+        screen.print(Text(student.vocabulary.tokenizer.decode(first.token_ids.tolist())))
+    screen.rule("would start", align="left")
+    asked = [
+        f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
+        for benchmark in benchmarks
+    ]
+    lines = ["the student's server, and evaluate", *asked, f"into {path}"]
+    screen.print(Text("\n".join(lines)))
 
 
 @app.command(
@@ -286,6 +320,45 @@ def conformance(
         raise typer.Exit(1)
 
 
+@data_app.command("check")
+def check_data(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|CONFIG", help="a problem file, a hub id, or a run's YAML file")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="of the problem set, e.g. fields.answer=gold; of CONFIG, overrides of it"
+        ),
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="short for layout=NAME; see docs/data.md")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="an evaluation set to look for; may be given again")
+    ] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="KIND", help="default: boxed_match, or CONFIG's")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR", help="whose tokenizer renders prompts of a FILE")] = None,
+) -> None:
+    """Read problems as a run would: what is kept, dropped and mended, what answers cannot be verified, what overlaps.
+
+    Exit code 1 when an answer is not right by its own verifier, 2 when something cannot be read.
+    """
+    from spot_async.data import command
+
+    try:
+        if command.is_config(target):
+            if layout or model:
+                raise ConfigError("--layout and --model are for files; CONFIG names both")
+            check = command.check_of_config(Path(target), settings or (), against or (), verifier)
+        else:
+            chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
+            check = command.check_of_file(target, chosen, against or (), verifier, model)
+        is_verifiable = command.run(screen, check)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+    if not is_verifiable:
+        raise typer.Exit(1)
+
+
 @app.command("inspect")
 def inspect_run(
     run: RunPath,
@@ -333,6 +406,37 @@ def report(
         fail(error, code=2)
 
 
+@app.command("compare")
+def compare_runs(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=]RUN...", help="directories of `eval` or `train`, or their evaluation*.json"),
+    ],
+    baseline: Annotated[str | None, typer.Option(help="NAME that differences are from; default: the first")] = None,
+    benchmark: Annotated[
+        list[str] | None, typer.Option(help="compare only this one; repeat it for several; default: all of the mean")
+    ] = None,
+    pass_k: Annotated[int | None, typer.Option(help="the k of Pass@k; default: the number of responses")] = None,
+    draws: Annotated[int, typer.Option(min=100, help="of the bootstrap")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap")] = 0,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the intervals")] = 0.95,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="also write Markdown, LaTeX, CSV and curves")
+    ] = None,
+) -> None:
+    """Compare evaluations of the same problems: a table, paired differences, Pass@k curves, compute.
+
+    Nothing is asked of any server. Exit code 2 when the evaluations cannot be paired.
+    """
+    from spot_async.comparison import command
+
+    options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output)
+    try:
+        command.run(screen, runs, options)
+    except DataError as error:
+        fail(error, code=2)
+
+
 def show_plan(config: Config, path: Path, plan: Any) -> None:
     """What `train --dry-run` prints."""
     from spot_async.diagnosis import plan_warnings
@@ -360,10 +464,15 @@ def show_plan(config: Config, path: Path, plan: Any) -> None:
         f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
         f"in mini-batches of {training.mini_batch_size}, from "
         f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long)",
-        f"evaluate  {evaluations(config, len(plan.evaluation))}",
+        f"rows      {words_of(plan.rows)}",
+        f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
         f"write     {path}",
     ]
     screen.print(Text("\n".join(lines)))
+
+
+def words_of(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def evaluations(config: Config, problems: int) -> str:

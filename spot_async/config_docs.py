@@ -120,6 +120,10 @@ def _rows(
             yield f"`{key}`", _type_text(name, field, properties[name]), default, _unit(name), field.description
             continue
         inner = defaults.get(name)
+        if _is_mapping(field):
+            yield f"`{key}`", "mapping", f"`{_plain(inner)}`", NONE, field.description
+            yield from _rows(section, None, f"{key}.<name>.")
+            continue
         if inner is None and name in defaults:
             form = "section, a list of them or `null`" if _may_be_list(field) else "section or `null`"
             yield f"`{key}`", form, "`null`", NONE, field.description
@@ -138,6 +142,11 @@ def _may_be_list(field: FieldInfo) -> bool:
     return any(get_origin(each) is list for each in _types(field.annotation))
 
 
+def _is_mapping(field: FieldInfo) -> bool:
+    """Whether it holds a section for each of some names."""
+    return get_origin(field.annotation) is dict
+
+
 def _types(annotation: Any) -> Iterator[Any]:
     """An annotation and all that it is made of."""
     yield annotation
@@ -146,7 +155,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def _is_plugin(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, PluginSettings)
+    return any(isinstance(each, type) and issubclass(each, PluginSettings) for each in _types(field.annotation))
 
 
 def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
@@ -155,7 +164,7 @@ def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def _default_text(name: str, field: FieldInfo, defaults: dict[str, Any]) -> str:
-    if _is_plugin(field):
+    if _is_plugin(field) and defaults.get(name, PydanticUndefined) is not None:
         section: Any = Annotated[(field.annotation, *field.metadata)]
         try:
             return f"`{TypeAdapter(section).validate_python({}).kind}`"

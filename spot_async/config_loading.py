@@ -46,7 +46,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's plain values, laid over those of the file that its `base` names (relative to its own folder)."""
+    """A file's plain values, laid over those of the files that its `base` names (relative to its own folder).
+
+    Of several, each lies over those before it.
+    """
     if path.resolve() in readers:
         raise ConfigError(f"{path}: is its own `base`, through {', '.join(reader.name for reader in readers)}")
     try:
@@ -58,12 +61,14 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: `base` must name a configuration file, but is {base!r}")
-    return laid_over(tree, read_tree(path.parent / base, (*readers, path.resolve())))
+    bases = tree.pop("base", [])
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: `base` must name a configuration file, or several in a list, but is {bases!r}")
+    below: dict[str, Any] = {}
+    for name in names:
+        below = laid_over(read_tree(path.parent / name, (*readers, path.resolve())), below)
+    return laid_over(tree, below)
 
 
 def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
@@ -164,12 +169,15 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
 def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
     """The section that a location leads to, through optional annotations."""
     current: type[BaseModel] | None = schema
+    is_name = False
     for key in location:
-        if key in (ONE, SEVERAL) or isinstance(key, int):  # the same section, one of a list
+        if key in (ONE, SEVERAL) or isinstance(key, int) or is_name:  # the same section, one of several
+            is_name = False
             continue
         field = current.model_fields.get(str(key)) if current else None
         if field is None:
             return None
+        is_name = typing.get_origin(field.annotation) is dict  # a section for each name
         current = next((c for c in _classes(field.annotation) if issubclass(c, BaseModel)), None)
     return current if current is not PluginSettings else None
 

@@ -21,7 +21,7 @@ from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
 from spot_async.dead_letters import FILE_NAME
 from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError, TransientError
-from spot_async.evaluation.runner import EvaluationResult
+from spot_async.evaluation.results import EvaluationResult
 from spot_async.feed_guard import check_feed
 from spot_async.ledger import Ledger, PromptState
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink

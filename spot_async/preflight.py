@@ -17,8 +17,9 @@ from spot_async import registry
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError
+from spot_async.evaluation.benchmarks import Benchmark, plan_benchmarks
 from spot_async.model_files import ModelFiles, read_model
-from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
+from spot_async.prompts import PromptRenderer, PromptSchedule, render_all
 from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
@@ -37,9 +38,10 @@ class TrainPlan:
     renderer: PromptRenderer
     schedule: PromptSchedule
     problems: int
+    rows: Mapping[str, int]  # what became of the rows of data.train: read, dropped, mended
     filtered: int  # problems whose prompts are too long
     policy: Policy
-    evaluation: Sequence[PromptSource]  # empty without an evaluation section
+    evaluation: Sequence[Benchmark]  # empty without an evaluation section
     silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
 
     @property
@@ -62,7 +64,8 @@ def plan_training(config: Config) -> TrainPlan:
     _check_roles(config, policy.needs)
     check_places(config, policy.needs)
     _check_sleep(config)
-    problems = load_problem_set(config.data.train, "data.train").problems
+    training_set = load_problem_set(config.data.train, "data.train")
+    problems = training_set.problems
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     if not sources:
@@ -89,6 +92,7 @@ def plan_training(config: Config) -> TrainPlan:
         renderer=renderer,
         schedule=schedule,
         problems=len(problems),
+        rows=training_set.counts,
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=plan_evaluation(config, student) if config.evaluation is not None else (),
@@ -96,24 +100,13 @@ def plan_training(config: Config) -> TrainPlan:
     )
 
 
-def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[PromptSource]:
+def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     """The held-out problems, rendered with the student's own chat template."""
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
     silence_limits(config, PolicyNeeds())
-    problems = load_problem_set(config.evaluation.problems, "evaluation.problems").problems
-    native = {"template": "student", "thinking": config.evaluation.thinking}
-    renderer = PromptRenderer(student.vocabulary, config.prompt.model_copy(update=native))
-    room = student.max_context_tokens - config.evaluation.max_response_tokens
-    sources = render_all(problems, renderer, room)
-    if len(sources) < len(problems):
-        raise ConfigError(
-            f"evaluation.max_response_tokens={config.evaluation.max_response_tokens} leaves {room} prompt tokens of "
-            f"the student's context of {student.max_context_tokens}, too few for {len(problems) - len(sources)} of "
-            f"{len(problems)} problems: lower it"
-        )
-    return sources
+    return plan_benchmarks(config, student)
 
 
 def make_policy(config: Config, model: ModelFiles) -> Policy:
@@ -212,7 +205,7 @@ def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> lis
     )
     needs = [(role, served, *rollout) for role, served in found.items()]
     if evaluation is not None:
-        tokens = evaluation.max_response_tokens
+        tokens = max(each.max_response_tokens or evaluation.max_response_tokens for each in evaluation.sets().values())
         needs.append(("student", found["student"], tokens + 1, f"evaluation.max_response_tokens={tokens} and a prompt"))
     return [
         (served.max_context_tokens < tokens, f"{role}.backend serves a context of {served.max_context_tokens} tokens, "

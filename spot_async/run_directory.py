@@ -8,7 +8,9 @@ trace.json               when what ran, for ui.perfetto.dev
 spending.jsonl           what endpoints with prices were asked and paid, so far
 stall-report.txt         what the run waits for, of one that stalled or was asked
 dead_letters.jsonl       prompts given up for good, with the reason
-evaluation-*.jsonl       every judged response: before, after, and of each evaluation in between (000020)
+evaluation-*.jsonl       every judged response: before, after, and of each evaluation in between (000020); of one that
+                         was stopped the ones there are, as evaluation-*.jsonl.partial
+evaluation-*.json        the figures that follow from them
 summary.json             figures of the table
 weights/step-000012/     published students; `student` points to the newest
 weights/best-000010/     the best of those evaluated; `best` points to it
@@ -112,6 +114,10 @@ class RunDirectory:
             new.replace(path)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+    def weights_after(self, iteration: int) -> Path:
+        """Where the trainer publishes the student of an iteration."""
+        return self.path / "weights" / f"step-{iteration:06d}"
 
     def point_student_to(self, directory: Path) -> None:
         """Let `student` name the newest published weights; the switch is atomic."""

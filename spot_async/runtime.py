@@ -23,7 +23,9 @@ from spot_async.concurrency import alongside, gather
 from spot_async.config import Config, ModelConfig
 from spot_async.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.errors import BudgetSpentError, RequestError
-from spot_async.evaluation.runner import EvaluationResult, evaluate
+from spot_async.evaluation.benchmarks import Benchmark
+from spot_async.evaluation.measuring import measure, write_evaluation
+from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.model_files import ModelFiles
@@ -37,10 +39,8 @@ from spot_async.orchestrator import (
     RunObserver,
 )
 from spot_async.preflight import TrainPlan, sleeps_while_training
-from spot_async.prompts import PromptSource
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory import RunDirectory
 from spot_async.servers import backend_factories
 from spot_async.spending.account import Account
@@ -176,17 +176,17 @@ async def train(
             stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
-            async def evaluated(when: str) -> EvaluationResult | None:
-                return await measure(config, plan.evaluation, vocabulary, student, directory, phases, when)
+            async def evaluated(when: str, weights: Path) -> EvaluationResult | None:
+                return await measure(config, plan.evaluation, vocabulary, student, directory, phases, when, weights)
 
             async def evaluate_live(iteration: int) -> EvaluationResult | None:
                 if not evaluation_is_due(config, iteration):
                     return None
-                result = await evaluated(f"{iteration:06d}")
+                result = await evaluated(f"{iteration:06d}", directory.weights_after(iteration))
                 phases.begin(f"training with {config.policy.kind}", orchestrator)
                 return result
 
-            before = await evaluated("before")
+            before = await evaluated("before", plan.student.directory)
             log = RunLog(
                 directory,
                 stages,
@@ -206,11 +206,11 @@ async def train(
                 async with alongside(verdicts.speak):
                     await orchestrator.run()
             iterations, ledger = orchestrator.state.iteration, orchestrator.state.ledger
-            after = history.result_after(iterations)
+            after, last = history.result_after(iterations), directory.weights_after(iterations)
             if after is not None:  # the same weights, problems and seeds: asking again would give it again
-                write_responses(directory, "after", after)
+                write_evaluation(config, plan.evaluation, directory, "after", last, after)
             else:
-                after = await evaluated("after")
+                after = await evaluated("after", last if iterations else plan.student.directory)
                 if after is not None and history.best is not None:
                     history.add(iterations, after, (directory.path / "student").resolve())
             prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
@@ -237,13 +237,13 @@ async def train(
 async def evaluate_student(
     config: Config,
     student_files: ModelFiles,
-    sources: Sequence[PromptSource],
+    benchmarks: Sequence[Benchmark],
     directory: RunDirectory,
     console: Console,
     *,
     exit_process: Callable[[str], None] | None = None,
 ) -> EvaluationResult:
-    """Only the student's server and one evaluation. `exit_process`: see `Watchdog`."""
+    """Only the student's server and one evaluation, continued where there is one. `exit_process`: see `Watchdog`."""
     screen = RunConsole(console, 0)
     watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
     account = config.student.backend.open_account("student")
@@ -254,7 +254,8 @@ async def evaluate_student(
 
         async def run() -> EvaluationResult | None:
             await send_initial_weights(config.student, student, await capabilities(student), phases.begin)
-            return await measure(config, sources, student_files.vocabulary, student, directory, phases, "")
+            vocabulary, weights = student_files.vocabulary, student_files.directory
+            return await measure(config, benchmarks, vocabulary, student, directory, phases, "", weights)
 
         async with alongside(watchdog.watch), running(student):
             result = await watched(run(), [student.watch])
@@ -276,40 +277,6 @@ async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaita
         for task in watching:
             task.cancel()
     return result
-
-
-async def measure(
-    config: Config,
-    sources: Sequence[PromptSource],
-    vocabulary: Vocabulary,
-    generator: Generator | ServicePool[Generator],
-    directory: RunDirectory,
-    phases: Phases,
-    when: str,
-) -> EvaluationResult | None:
-    """One evaluation, its responses written; None when the configuration has no evaluation."""
-    if config.evaluation is None:
-        return None
-    phases.begin(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
-    settings = config.evaluation.verifier
-    async with registry.load("verifiers", settings.kind)(settings) as verifier:
-        result = await evaluate(
-            sources,
-            config.evaluation,
-            generator=generator,
-            verifier=verifier,
-            vocabulary=vocabulary,
-            on_progress=phases.judged,
-            on_stages=phases.evaluates_with,
-        )
-    write_responses(directory, when, result)
-    structlog.get_logger().info("evaluated", when=when, avg=result.figures("all").avg, tokens=result.tokens)
-    return result
-
-
-def write_responses(directory: RunDirectory, when: str, result: EvaluationResult) -> None:
-    name = f"evaluation-{when}.jsonl" if when else "evaluation.jsonl"
-    directory.append(name, [response for row in result.responses for response in row])
 
 
 def evaluation_is_due(config: Config, iteration: int) -> bool:
@@ -434,6 +401,7 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "prompts": outcome.prompts | {"filtered": plan.filtered},
         "problems": {
             "usable": plan.problems - plan.filtered,
+            "rows": dict(plan.rows),
             "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
         },
         "before": evaluation_summary(outcome.before),
@@ -453,19 +421,20 @@ def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
 def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None:
     if result is None:
         return None
-    tiers = [result.figures(tier) for tier in result.tier_names()]
+    rows = {name: result.figures(name) for name in result.row_names()}
     return {
-        "samples": result.samples,
+        "samples": max(benchmark.samples for benchmark in result.benchmarks),
         "tokens": result.tokens,
         "tiers": {
-            f.tier: {
-                "problems": f.problems,
-                "avg": f.avg,
-                "avg_standard_error": f.avg_error,
-                "pass": f.pass_,
-                "pass_standard_error": f.pass_error,
+            name: {
+                "problems": figures.problems,
+                "avg": figures.avg.value,
+                "avg_standard_error": figures.avg.standard_error,
+                "pass": figures.pass_at[figures.samples].value,
+                "pass_standard_error": figures.pass_at[figures.samples].standard_error,
             }
-            for f in tiers
+            for name, figures in rows.items()
+            if figures.avg is not None
         },
     }
 

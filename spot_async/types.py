@@ -86,7 +86,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. `seed` alone decides its randomness, whatever runs beside it."""
 
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0: the likeliest token, with log-probabilities of the server's own choice
     top_p: float = 1.0
     max_tokens: int
     stop_token_ids: tuple[int, ...]

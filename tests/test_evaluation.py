@@ -4,58 +4,136 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections import Counter
+from itertools import combinations
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from spot_async.config import EvaluationConfig
-from spot_async.evaluation.runner import EvaluationResult, JudgedResponse, evaluate, paired_change
+from spot_async.evaluation.benchmarks import Benchmark
+from spot_async.evaluation.figures import EvaluationFigures
+from spot_async.evaluation.response_log import JudgedResponse
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
+from spot_async.evaluation.runner import evaluate
 from spot_async.prompts import PromptSource
 from spot_async.seeds import derive_seed
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.telemetry.console import evaluation_table, unverified_note
+from spot_async.telemetry.figures_table import figures_table
 from spot_async.types import Generation, Problem, Verdict
+from spot_async.verification import BoxedMatch
+
+BOXED = BoxedMatch.Settings()
 
 
-def result(table, tiers):
+def benchmark_result(table, tiers=None, name="problems", **rest):
     """From a table of 1 (correct), 0 (wrong) and None (could not be judged)."""
     verdicts = {1: Verdict.CORRECT, 0: Verdict.WRONG, None: Verdict.TIMEOUT}
-    return EvaluationResult(
-        tiers=tuple(tiers),
-        responses=tuple(
-            tuple(
-                JudgedResponse(
-                    problem_id=str(j), sample=i, verdict=verdicts[cell], tokens=3, finish_reason="stop", response=""
-                )
-                for i, cell in enumerate(row)
+    responses = tuple(
+        tuple(
+            JudgedResponse(
+                benchmark=name,
+                problem_id=str(j),
+                sample=i,
+                verdict=verdicts[cell],
+                tokens=3 + j,
+                finish_reason="length" if cell is None else "stop",
+                response="",
             )
-            for j, row in enumerate(table)
-        ),
+            for i, cell in enumerate(row)
+        )
+        for j, row in enumerate(table)
     )
+    return BenchmarkResult(tiers=tuple(tiers or [None] * len(table)), responses=responses, name=name, **rest)
+
+
+def result(table, tiers=None):
+    return EvaluationResult((benchmark_result(table, tiers),))
+
+
+def evaluation_file(found):
+    """`found` as `evaluation.json` gives it back."""
+    figures = found.evaluation_figures(model="m", model_fingerprint="1", settings={"a": 1}, settings_fingerprint="2")
+    return msgspec.json.decode(msgspec.json.encode(figures), type=EvaluationFigures)
 
 
 def printed(table):
-    console = Console(file=io.StringIO(), width=80)
+    console = Console(file=io.StringIO(), width=140)
     console.print(table)
     return console.file.getvalue()
 
 
 def test_figures_and_errors_are_over_problems_and_missing_evidence_is_incorrect_and_said():
     before = result([[1, 0], [0, 0], [1, 1], [None, 0]], ["easy", "easy", "hard", "hard"])
-    figures = before.figures("all")
-    assert (figures.problems, figures.avg, figures.pass_) == (4, 0.375, 0.5)
-    assert figures.avg_error == pytest.approx(np.std([0.5, 0, 1, 0], ddof=1) / 2)
-    assert before.figures("easy").avg == 0.25
+    figures = before.figures()
+    assert (figures.problems, figures.avg.value, figures.pass_at[2].value) == (4, 0.375, 0.5)
+    assert figures.avg.standard_error == pytest.approx(np.std([0.5, 0, 1, 0], ddof=1) / 2)
+    assert (figures.tokens, figures.mean_tokens.value, figures.truncated) == (36, 4.5, 1 / 8)
+    assert figures.verdicts == {"correct": 3, "wrong": 4, "no_answer": 0, "timeout": 1, "error": 0}
+    assert before.figures("easy").avg.value == 0.25
     assert "1 responses could not be judged" in unverified_note(before)
+    assert "1 responses could not be judged" in printed(figures_table(evaluation_file(before)))
     assert unverified_note(result([[1, 0]], ["easy"])) is None
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    table=st.integers(1, 6).flatmap(
+        lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1, max_size=4)
+    ),
+    data=st.data(),
+)
+def test_every_pass_at_k_is_the_share_of_subsets_with_a_correct_response(table, data):
+    n = len(table[0])
+    ks = data.draw(st.lists(st.integers(1, n), max_size=4))
+    cells = [[int(cell) for cell in row] for row in table]
+    found = benchmark_result(cells, pass_k=tuple(ks)).figures().pass_at
+    assert list(found) == sorted({*ks, n})
+    for k, estimate in found.items():
+        subsets = [[any(subset) for subset in combinations(row, k)] for row in table]
+        expected = [sum(each) / len(each) for each in subsets]
+        assert estimate.value == pytest.approx(sum(expected) / len(expected))
+        spread = np.std(expected, ddof=1) / np.sqrt(len(table)) if len(table) > 1 else None
+        assert estimate.standard_error == (None if spread is None else pytest.approx(spread))
+
+
+def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent_errors():
+    found = EvaluationResult(
+        (
+            benchmark_result([[1, 1], [0, 0], [0, 0], [0, 0]], name="large", pass_k=(1,)),
+            benchmark_result([[1, 0], [1, 1]], name="small", pass_k=(1,)),
+            benchmark_result([[1], [1]], name="elsewhere", in_macro=False, note="judged by x"),
+            benchmark_result([[0], [0]], name="outputs", is_judged=False),
+        )
+    )
+    figures = evaluation_file(found)
+    large, small = figures.benchmarks["large"], figures.benchmarks["small"]
+    assert figures.macro.benchmarks == ["large", "small"]
+    assert figures.macro.avg.value == pytest.approx((0.25 + 0.75) / 2)
+    errors = [each.avg.standard_error for each in (large, small)]
+    assert figures.macro.avg.standard_error == pytest.approx(np.hypot(*errors) / 2)
+    assert {k: each.value for k, each in figures.macro.pass_at.items()} == {1: 0.5, 2: (0.25 + 1) / 2}
+    assert large.correct == {"0": 2, "1": 0, "2": 0, "3": 0}
+    assert (figures.benchmarks["outputs"].avg, figures.benchmarks["outputs"].correct) == (None, {})
+    text = printed(figures_table(figures))
+    assert re.search(r"macro +50.0", text)
+    assert "elsewhere *" in text
+    assert "* elsewhere: judged by x" in text
+    assert found.row_names() == ["large", "small", "elsewhere", "outputs", "macro"]
+    assert paired_change(found, found, "macro") == (0.0, 0.0)
+    assert "macro" in printed(evaluation_table(found, found))
+
+
 def test_the_change_is_paired_on_problems():
-    before = result([[1, 0], [0, 0], [1, 1]], [None] * 3)
-    after = result([[1, 1], [1, 0], [1, 1]], [None] * 3)
+    before = result([[1, 0], [0, 0], [1, 1]])
+    after = result([[1, 1], [1, 0], [1, 1]])
     change, error = paired_change(before, after, "all")
     assert change == pytest.approx(1 / 3)
     assert error == pytest.approx(np.std([0.5, 0.5, 0], ddof=1) / np.sqrt(3))
@@ -75,6 +153,7 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
         PromptSource(problem=Problem(id=str(j), text="", answer=str(j)), token_ids=np.array([j], np.int32))
         for j in range(5)
     ]
+    benchmarks = [Benchmark("one", sources, samples=4, max_response_tokens=77, verifier=BOXED)]
     seeds, peak, running, asked = [], 0, 0, Counter()
 
     class Student:
@@ -103,19 +182,17 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
 
     progress = []
     config = EvaluationConfig(
-        problems="",
-        samples=4,
+        problems={"path": ""},
         temperature=0.9,
-        max_response_tokens=77,
         concurrency=3,
         verifier={"kind": "boxed_match"},
     )
     found = run_on_virtual_time(
         evaluate(
-            sources,
+            benchmarks,
             config,
             generator=Student(),
-            verifier=Exact(),
+            verifiers={"one": Exact()},
             vocabulary=SimpleNamespace(end_token_ids=(1, 6), decode=lambda ids: str(ids[0])),
             on_progress=lambda done, total: progress.append((done, total)),
         )
@@ -123,5 +200,5 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
     assert len(set(seeds)) == 20
     assert peak == 3
     assert progress[-1] == (20, 20)
-    assert found.correct.shape == (5, 4)
+    assert found.benchmarks[0].correct.shape == (5, 4)
     assert found.count(Verdict.ERROR) == 0

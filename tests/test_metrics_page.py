@@ -15,7 +15,8 @@ import pytest
 
 from spot_async.config import ScoreStageConfig, StagesConfig
 from spot_async.errors import PermanentError, TransientError
-from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
+from spot_async.evaluation.response_log import JudgedResponse
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.library import stages_for
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.eopd import EopdPolicy
@@ -99,7 +100,8 @@ async def evaluate(iteration):
     response = JudgedResponse(
         problem_id="p", sample=0, verdict=Verdict.CORRECT, tokens=1, finish_reason="stop", response=""
     )
-    return EvaluationResult(tiers=("easy", "easy", "hard", "hard"), responses=((response, response),) * 4)
+    tiers = ("easy", "easy", "hard", "hard")
+    return EvaluationResult((BenchmarkResult(tiers=tiers, responses=((response, response),) * 4),))
 
 
 class CountedStudent(SimulatedStudent):

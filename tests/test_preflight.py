@@ -210,3 +210,20 @@ def test_responses_end_where_either_model_ends_them(tmp_path, config):
     own = plan.student.vocabulary.end_token_ids
     assert plan.stop_token_ids[: len(own)] == own
     assert set(plan.stop_token_ids) == {*own, *plan.teacher.vocabulary.end_token_ids} != set(own)
+
+
+def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_students(tmp_path, monkeypatch):
+    problems = tmp_path / "few.jsonl"
+    problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for message in messages %}<|assistant|>{{ message.content }}{% endfor %}")
+    monkeypatch.chdir(ROOT)
+    changes = [f"data.train={problems}", f"evaluation.problems={problems}", f"prompt.template={template}"]
+    plan = plan_training(
+        load_config(Path("configs/quickstart.yaml"), [*changes, "training.batch_size=8", "training.mini_batch_size=8"])
+    )
+    decode = plan.student.vocabulary.tokenizer.decode
+    prompt = next(iter(plan.schedule))
+    assert decode(prompt.token_ids.tolist()) == f"<|assistant|>{prompt.problem.text}"
+    assert decode(plan.evaluation[0].sources[0].token_ids.tolist()) == "<|user|>a1+0b<|assistant|>"
+    assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spot_async.config import ProblemSetConfig
+from spot_async.config import ProblemSetConfig, PromptConfig
+from spot_async.config_loading import validate_as
 from spot_async.data import load_problem_set
-from spot_async.errors import DataError
-from spot_async.prompts import PromptSchedule, PromptSource
+from spot_async.errors import ConfigError, DataError
+from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource
 from spot_async.types import Problem
+from spot_async.vocabulary import Vocabulary
 
 
 def write(tmp_path, text):
@@ -50,6 +53,52 @@ def test_numbers_are_accepted_as_answers_and_further_fields_ignored(tmp_path):
         write(tmp_path, '{"problem": "1+1", "answer": 2, "tier": 5, "source": "x"}\n'), "data.train"
     ).problems
     assert problem == Problem(id="line-1", text="1+1", answer="2", tier="5")
+
+
+# What a template makes of `enable_thinking`: Qwen3's, in short.
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ style }}"
+)
+
+
+@pytest.fixture
+def rendered(tmp_path):
+    """The text of one prompt under a Jinja template of the user's."""
+    path = tmp_path / "mine.jinja"
+    path.write_text(TEMPLATE)
+    vocabulary = Vocabulary.load(Path("examples/running_sum/student"))
+
+    def render(**keys):
+        config = validate_as(PromptConfig, {"template": str(path), **keys})
+        return PromptRenderer(vocabulary, config).text(Problem(id="p", text="1+1 \n", answer="2"))
+
+    return render
+
+
+def test_thinking_is_off_on_or_left_to_the_template(rendered):
+    bare = {"instruction": ""}
+    assert rendered(**bare) == "<user>1+1<assistant><think></think>"
+    assert rendered(**bare, thinking=True) == "<user>1+1<assistant>"
+    assert rendered(**bare, thinking=None) == "<user>1+1<assistant>"  # the default generation prompt, GRPO's
+    assert rendered(**bare, thinking=None, template_arguments={"style": "!"}) == "<user>1+1<assistant>!"
+    with pytest.raises(ConfigError, match="what thinking sets"):
+        rendered(template_arguments={"enable_thinking": True})
+
+
+def test_the_instruction_follows_the_problem_behind_the_separator(rendered):
+    assert rendered(instruction="Go.", thinking=None) == "<user>1+1 Go.<assistant>"
+    assert rendered(instruction="Go.", separator="\n", thinking=None) == "<user>1+1\nGo.<assistant>"
+
+
+def test_a_template_that_is_no_file_or_no_template_is_one_line(rendered, tmp_path):
+    with pytest.raises(DataError, match=r"prompt\.template: cannot read .*none\.jinja"):
+        rendered(template="none.jinja")
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    with pytest.raises(DataError, match=r"bad\.jinja: the chat template fails"):
+        rendered(template=str(tmp_path / "bad.jinja"))
+    with pytest.raises(ConfigError, match=r"^template: "):
+        rendered(template="chatml")
 
 
 def schedule(count=23, **arguments):

@@ -33,6 +33,7 @@ loads = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, ma
 )
 
 
+@settings(deadline=None)
 @given(loads, st.sets(st.integers(0, 3)))
 def test_a_request_goes_where_there_is_most_room_and_last_to_where_it_failed(replicas, failed_on):
     avoid = {f"r{i}" for i in failed_on}
@@ -46,6 +47,7 @@ def test_a_request_goes_where_there_is_most_room_and_last_to_where_it_failed(rep
     assert all(chosen.in_flight / chosen.most_in_flight <= each.in_flight / each.most_in_flight for each in best)
 
 
+@settings(deadline=None)
 @given(loads)
 def test_a_session_stays_where_its_prefix_is_while_that_replica_serves_and_has_room(after):
     router = Router()
@@ -97,6 +99,7 @@ def answer(limit, sent_s, now_s, *, in_flight, work=10, stage="probe"):
     limit.succeeded(stage, sent_s=sent_s, now_s=now_s, work=work, in_flight=in_flight)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["answer", "refuse"]), st.floats(0, 5), st.integers(1, 60)), max_size=80))
 def test_a_limit_stays_between_one_and_the_most(events):
     limit, now_s = ConcurrencyLimit(32), 0.0
@@ -151,6 +154,7 @@ def test_latency_lowers_the_limit_where_neither_length_nor_load_explains_it():
     assert (limit.value, limit.decreases) == (5, 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([*State, "answered", "failed"]), max_size=40))
 def test_only_replicas_that_are_trusted_at_the_version_get_requests(events):
     life = LifeCycle(0.0)
@@ -161,7 +165,7 @@ def test_only_replicas_that_are_trusted_at_the_version_get_requests(events):
             life.answered(1.0)
             assert life.state == (State.SERVING if before is State.HALF_OPEN else before)
         elif event == "failed":
-            life.failed(1.0)
+            life.failed(1.0, 1.0)
         elif event in MOVES[before]:
             life.move(event, 1.0)
         else:
@@ -176,12 +180,12 @@ def test_a_replica_is_suspect_after_failures_in_a_row_and_after_a_single_one_on_
     life = LifeCycle(0.0)
     life.move(State.SERVING, 0.0)
     for _ in range(3):
-        assert [life.failed(0.0) for _ in range(FAILURES_TO_SUSPECT - 1)] == [False] * (FAILURES_TO_SUSPECT - 1)
+        assert [life.failed(0.0, 0.0) for _ in range(FAILURES_TO_SUSPECT - 1)] == [False] * (FAILURES_TO_SUSPECT - 1)
         life.answered(0.0)
-    assert [life.failed(0.0) for _ in range(FAILURES_TO_SUSPECT)][-1]
+    assert [life.failed(0.0, 0.0) for _ in range(FAILURES_TO_SUSPECT)][-1]
     assert not life.failed_trial
     life.move(State.HALF_OPEN, 0.0)
-    assert life.failed(0.0)
+    assert life.failed(0.0, 0.0)
     assert life.failed_trial
 
 
@@ -317,6 +321,20 @@ def test_a_request_that_servers_end_of_is_sent_alone_and_then_given_up():
         with pytest.raises(PermanentError, match="rollout: 3 times a server ended or froze"):
             deadly.check()
         assert len(answered) == 5
+
+    run_on_virtual_time(scenario())
+
+
+def test_suspected_requests_that_wait_hold_up_nobody_who_comes_later():
+    async def scenario():
+        pool, (replica,) = dispatcher(most=9)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(hold(pool, Errand("probe", (0,), losses=2), 15.0, []))
+            await asyncio.sleep(1.0)
+            await hold(pool, Errand("probe", (5,)), 0.5, [])
+            assert asyncio.get_running_loop().time() == 1.5
+        assert (replica.in_flight, len(pool)) == (0, 0)
 
     run_on_virtual_time(scenario())
 

@@ -12,7 +12,8 @@ import pytest
 
 from spot_async.config_loading import validate
 from spot_async.errors import ConfigError, DataError
-from spot_async.evaluation.runner import EvaluationResult, JudgedResponse
+from spot_async.evaluation.response_log import JudgedResponse
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.run_directory import RunDirectory
 from spot_async.telemetry.console import best_words
 from spot_async.telemetry.evaluation_history import EvaluationHistory
@@ -50,10 +51,8 @@ def evaluation(*rows):
         verdict = Verdict.CORRECT if cell else Verdict.WRONG
         return JudgedResponse(problem_id=str(j), sample=i, verdict=verdict, tokens=1, finish_reason="stop", response="")
 
-    return EvaluationResult(
-        tiers=(None,) * len(rows),
-        responses=tuple(tuple(response(j, i, cell) for i, cell in enumerate(row)) for j, row in enumerate(rows)),
-    )
+    responses = tuple(tuple(response(j, i, cell) for i, cell in enumerate(row)) for j, row in enumerate(rows))
+    return EvaluationResult((BenchmarkResult(tiers=(None,) * len(rows), responses=responses),))
 
 
 def iteration(run, step, result):

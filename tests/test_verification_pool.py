@@ -274,6 +274,27 @@ async def test_a_hostile_answer_times_out_while_the_loop_runs_on() -> None:
 
 
 @needs_proc
+async def test_hostile_answers_are_never_right_and_leave_nothing_behind(tmp_path: Path) -> None:
+    code = f"__import__('pathlib').Path('{tmp_path}/hacked').touch()"
+    nested = r"\frac{1}{1+" * 20 + "x" + "}" * 20
+    before = children()
+    async with math_verify(workers=1, timeout_s=3.0) as judge:
+        for text in (
+            code,
+            nested,
+            "9" * 100_000,
+            "{" * 100_000,
+            "5\x00",
+            "\ud800 5",
+            r"\left[x",
+            r"\sum_{n=1}^{10^9} n^n",
+        ):
+            assert await judge("7", rf"\boxed{{{text}}}") is not Verdict.CORRECT, text[:40]
+    assert children() == before
+    assert not os.listdir(tmp_path)  # noqa: PTH208 - an asynchronous function
+
+
+@needs_proc
 async def test_a_killed_worker_is_an_error_and_the_next_answer_is_judged() -> None:
     before = children()
     async with math_verify(workers=1, timeout_s=30.0) as judge:

@@ -1,113 +1,54 @@
-"""Samples k responses to each held-out problem, judges them, and makes the figures of a table.
+"""Samples responses to each benchmark's problems and has them judged.
 
-Protocol of method.md section 6: native chat template, temperature 1.0, top-p 0.8, one seed per
-(problem, sample). A response without evidence after a second try counts as not correct, and is counted.
+Protocol of method.md section 6: one seed per (problem, sample), the same whatever else is evaluated beside it. A
+response without evidence after a second try counts as not correct, and is counted. What is asked is decided in
+`benchmarks.py`, what the responses amount to in `results.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-
-import msgspec
-import numpy as np
 
 from spot_async.actor import Stage
 from spot_async.config import EvaluationConfig
-from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_problem, standard_error
-from spot_async.prompts import PromptSource
+from spot_async.evaluation.benchmarks import Benchmark
+from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.seeds import derive_seed
 from spot_async.stages import ask_verdict
-from spot_async.types import BoolArray, SamplingSettings, Verdict
+from spot_async.types import SamplingSettings
 from spot_async.vocabulary import Vocabulary
 
 S = TypeVar("S")
-ALL_TIERS = "all"
+Job = tuple[int, int, int]  # benchmark, problem, sample
 
 
-class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One response of an evaluation; one line of its JSONL file."""
-
-    problem_id: str
-    sample: int
-    verdict: Verdict
-    tokens: int
-    finish_reason: str
-    response: str
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Avg@k and Pass@k of one tier, in [0, 1], with standard errors over its problems."""
-
-    tier: str
-    problems: int
-    avg: float
-    avg_error: float
-    pass_: float
-    pass_error: float
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """All responses of one evaluation, and what they amount to."""
-
-    tiers: tuple[str | None, ...]  # of each problem
-    responses: tuple[tuple[JudgedResponse, ...], ...]  # problems x samples
-
-    @property
-    def correct(self) -> BoolArray:
-        """(problems, samples)"""
-        return np.array([[r.verdict is Verdict.CORRECT for r in row] for row in self.responses], dtype=np.bool_)
-
-    @property
-    def samples(self) -> int:
-        return len(self.responses[0])
-
-    def tier_names(self) -> list[str]:
-        """Tiers in order of appearance, `all` last."""
-        return [*dict.fromkeys(tier for tier in self.tiers if tier is not None), ALL_TIERS]
-
-    def in_tier(self, tier: str) -> BoolArray:
-        """(problems,) which problems a row of the table is about."""
-        return np.array([tier in (ALL_TIERS, each) for each in self.tiers], dtype=np.bool_)
-
-    def figures(self, tier: str) -> Figures:
-        correct = self.correct[self.in_tier(tier)]
-        average, passed = avg_at_k_per_problem(correct), pass_at_k_per_problem(correct, self.samples)
-        return Figures(
-            tier=tier,
-            problems=len(correct),
-            avg=float(average.mean()),
-            avg_error=standard_error(average),
-            pass_=float(passed.mean()),
-            pass_error=standard_error(passed),
-        )
-
-    def count(self, verdict: Verdict) -> int:
-        return sum(response.verdict is verdict for row in self.responses for response in row)
-
-    @property
-    def tokens(self) -> int:
-        return sum(response.tokens for row in self.responses for response in row)
+async def _nowhere(response: JudgedResponse) -> None:
+    """For evaluations that nobody keeps."""
 
 
 async def evaluate(
-    sources: Sequence[PromptSource],
+    benchmarks: Sequence[Benchmark],
     config: EvaluationConfig,
     *,
     generator: Generator | ServicePool[Generator],
-    verifier: Verifier,
+    verifiers: Mapping[str, Verifier],
     vocabulary: Vocabulary,
     on_progress: Callable[[int, int], None],
     on_stages: Callable[[Sequence[Stage[Any]]], None] = lambda stages: None,
+    known: Mapping[ResponseKey, JudgedResponse] | None = None,
+    keep: Callable[[JudgedResponse], Awaitable[None]] = _nowhere,
 ) -> EvaluationResult:
-    """Run one evaluation. `on_progress(finished, total)` is called after each response, `on_stages` once before."""
+    """Run one evaluation. `verifiers` are by benchmark; one without is not judged.
+
+    Of `known` responses none is asked for again; each new one is given to `keep`. `on_progress(finished, total)` is
+    called after each response, `on_stages` once before.
+    """
 
     def stage(name: str, service: S | ServicePool[S]) -> Stage[S]:
         return Stage(
@@ -121,56 +62,85 @@ async def evaluate(
         )
 
     generation_stage = stage("evaluation", generator)
-    verification = stage("evaluation verify", verifier)
-    on_stages((generation_stage, verification))
-    total = len(sources) * config.samples
-    judged: dict[tuple[int, int], JudgedResponse] = {}
-    jobs = ((j, i) for j in range(len(sources)) for i in range(config.samples))
+    verify_stages = {id(verifier): stage("evaluation verify", verifier) for verifier in verifiers.values()}
+    on_stages((generation_stage, *verify_stages.values()))
+    judged = dict(known or {})
+    every = [
+        (b, j, i)
+        for b, benchmark in enumerate(benchmarks)
+        for j in range(len(benchmark.sources))
+        for i in range(benchmark.samples)
+    ]
+    jobs = iter([job for job in every if _key(benchmarks, job) not in judged])
 
-    async def work(jobs: Iterator[tuple[int, int]]) -> None:
-        for j, i in jobs:
-            judged[j, i] = await judge(j, i)
-            on_progress(len(judged), total)
+    async def work(jobs: Iterator[Job]) -> None:
+        for job in jobs:
+            response = await judge(job)
+            await keep(response)
+            judged[response.key] = response
+            on_progress(len(judged), len(every))
 
-    async def judge(j: int, i: int) -> JudgedResponse:
+    async def judge(job: Job) -> JudgedResponse:
+        b, j, i = job
+        benchmark = benchmarks[b]
+        problem, prompt_ids = benchmark.sources[j].problem, benchmark.sources[j].token_ids
         sampling = SamplingSettings(
             temperature=config.temperature,
             top_p=config.top_p,
-            max_tokens=config.max_response_tokens,
+            max_tokens=benchmark.max_response_tokens,
             stop_token_ids=vocabulary.end_token_ids,
             seed=derive_seed(config.seed, j, i),
         )
-        problem, prompt_ids = sources[j].problem, sources[j].token_ids
-        session = f"eval-{j}"
+        session = f"eval-{b}-{j}"
         generation = await generation_stage.ask(
-            (j, i),
+            job,
             lambda generator, deadline: generator.generate(prompt_ids, sampling, session=session, deadline=deadline),
             session=session,
             tokens=len(prompt_ids) + sampling.max_tokens,
             work=lambda generation: len(generation.token_ids),
         )
         text = vocabulary.decode(generation.token_ids)
-        verdict = await ask_verdict(verification, (j, i), problem, text)
+        verifier = verifiers.get(benchmark.name)
+        asked = verify_stages[id(verifier)] if verifier is not None else None
         return JudgedResponse(
+            benchmark=benchmark.name,
             problem_id=problem.id,
             sample=i,
-            verdict=verdict,
+            verdict=None if asked is None else await ask_verdict(asked, job, problem, text),
             tokens=len(generation.token_ids),
             finish_reason=generation.finish_reason,
             response=text,
         )
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(config.concurrency, total)):
+        for _ in range(min(config.concurrency, len(every))):
             group.create_task(work(jobs))
+    return collected(benchmarks, judged, config.pass_k)
+
+
+def collected(
+    benchmarks: Sequence[Benchmark], judged: Mapping[ResponseKey, JudgedResponse], pass_k: Sequence[int]
+) -> EvaluationResult:
+    """All responses in the order of benchmarks, problems and samples, whatever order they came in."""
     return EvaluationResult(
-        tiers=tuple(source.problem.tier for source in sources),
-        responses=tuple(tuple(judged[j, i] for i in range(config.samples)) for j in range(len(sources))),
+        tuple(
+            BenchmarkResult(
+                tiers=tuple(source.problem.tier for source in benchmark.sources),
+                responses=tuple(
+                    tuple(judged[_key(benchmarks, (b, j, i))] for i in range(benchmark.samples))
+                    for j in range(len(benchmark.sources))
+                ),
+                name=benchmark.name,
+                pass_k=tuple(pass_k),
+                is_judged=benchmark.verifier is not None,
+                in_macro=benchmark.in_macro,
+                note=benchmark.note,
+            )
+            for b, benchmark in enumerate(benchmarks)
+        )
     )
 
 
-def paired_change(before: EvaluationResult, after: EvaluationResult, tier: str) -> tuple[float, float]:
-    """Change of Avg@k on the same problems, and its standard error over them."""
-    chosen = before.in_tier(tier)
-    change = avg_at_k_per_problem(after.correct[chosen]) - avg_at_k_per_problem(before.correct[chosen])
-    return float(change.mean()), standard_error(change)
+def _key(benchmarks: Sequence[Benchmark], job: Job) -> ResponseKey:
+    b, j, i = job
+    return ResponseKey(benchmarks[b].name, benchmarks[b].sources[j].problem.id, i)

@@ -18,6 +18,10 @@ MAX_POINTS = 240  # of a line: more are averaged in groups
 SMOOTH_FROM = 24  # points from which a single line gets a running mean
 ROW_HEIGHT = 20
 ROW_LABEL = 92
+# Of drawings that stand alone; those on pages take theirs from the page's style sheet, which knows dark screens too.
+COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
+LEGEND_TOP = HEIGHT + 18
 
 Format = Callable[[float], str]
 
@@ -98,9 +102,42 @@ def level_plot(
     series: Sequence[Series], *, x_name: str, marked: float | None = None, format_y: Format = short_number
 ) -> Markup:
     """Dots and lines over powers of two, from zero; `marked` is the x of a vertical line."""
+    drawn, marks = _levels(series, x_name, marked, format_y)
+    return _figure(marks, drawn, lines=True) if drawn else Markup('<p class="quiet">no data</p>')
+
+
+def level_document(series: Sequence[Series], *, x_name: str, title: str, format_y: Format = short_number) -> str:
+    """`level_plot` as an SVG file of its own, with colours, title and legend in it. There must be data."""
+    drawn, marks = _levels(series, x_name, None, format_y)
+    legend = [Markup('<g transform="translate({},{})">').format(LEFT, LEGEND_TOP + ROW_HEIGHT * i)
+              + Markup('<line class="line c{}" x1="0" x2="18" y1="-4" y2="-4"/>').format(each.colour)
+              + _text(24, 0, each.name, "start") + Markup("</g>") for i, each in enumerate(drawn)]  # fmt: skip
+    height = LEGEND_TOP + ROW_HEIGHT * len(drawn)
+    heading = _text((LEFT + WIDTH - RIGHT) / 2, -8, title, "middle")
+    return str(
+        Markup('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -24 {0} {1}" width="{2}" height="{3}">'
+               "<style>{4}</style>").format(WIDTH, height + 24, 2 * WIDTH, 2 * (height + 24), Markup(_document_style()))
+        + Markup("").join([heading, *marks, *legend]) + Markup("</svg>\n"))  # fmt: skip
+
+
+def _document_style() -> str:
+    """What pages' style sheets say of plots, for light backgrounds and without variables."""
+    colours = "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(COLOURS))
+    dashes = "".join(f".line.c{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(DASHES) if dash)
+    return (
+        "svg{background:#fff;font:11px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}text{fill:#5d6167}"
+        ".grid{stroke:#d9dbde;stroke-width:.7}.line{fill:none;stroke-width:1.8}.strip{fill:none}"
+        f".dot{{fill:#fff;stroke-dasharray:none!important}}{colours}{dashes}"
+    )
+
+
+def _levels(
+    series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
+) -> tuple[list[Series], list[Markup]]:
+    """What `level_plot` draws; nothing of no data."""
     drawn = _drawn([Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour) for each in series])
     if not drawn:
-        return Markup('<p class="quiet">no data</p>')
+        return [], []
     low, high = _extent([x for each in drawn for x, _ in each.points])
     x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
     _, y, frame = _axes(None, (0.0, max(y for each in drawn for _, y in each.points)), format_y, x_name)
@@ -115,7 +152,7 @@ def level_plot(
     for power in range(math.ceil(low), math.floor(high) + 1):
         marks.append(_text(x(power), HEIGHT - BOTTOM + 15, short_number(2**power), "middle"))
     marks.append(_titles(drawn, x, format_y, lambda at: f"{round(2**at)} {x_name}"))
-    return _figure(marks, drawn, lines=True)
+    return drawn, marks
 
 
 def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:

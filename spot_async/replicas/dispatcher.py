@@ -14,6 +14,7 @@ from typing import Generic
 
 from spot_async.errors import (
     DeadlineExceededError,
+    PoisonedReplyError,
     RequestError,
     ServerRestartedError,
     ThrottledError,
@@ -82,6 +83,7 @@ class Dispatcher(Generic[B]):
         turn: asyncio.Future[HeldLease[B]] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = (errand, turn)
         try:
+            self.admit()  # those who came before may be such as let others pass
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it was granted as we were cancelled: pass it on
@@ -141,12 +143,18 @@ class Dispatcher(Generic[B]):
                 replica.limit.overloaded(sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case ServerRestartedError():
                 replica.report(Trouble.RESTARTED, error)
-            case TransientError() if not _is_reply(error):
+            case TransientError() if not _is_refusal(error):
                 replica.unanswered(lease, error, now_s)
-            case RequestError():
+            case RequestError() if _is_of_a_reply(error):
                 replica.answered(now_s)
 
 
-def _is_reply(error: RequestError) -> bool:
+def _is_refusal(error: RequestError) -> bool:
     """Whether the server said it itself, such as HTTP 500: a bad request's doing, not a dead server's."""
     return error.exchange is not None and (error.exchange.status or 0) >= HTTP_ERROR
+
+
+def _is_of_a_reply(error: RequestError) -> bool:
+    """What a backend refuses by itself is never sent, and tells nothing of the server."""
+    was_answered = error.exchange is not None and error.exchange.status is not None
+    return was_answered or isinstance(error, PoisonedReplyError)

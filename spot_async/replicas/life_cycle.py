@@ -43,7 +43,7 @@ MOVES: dict[State, frozenset[State]] = {
     State.DEAD: frozenset(),
 }
 # Answers are to be had of it now or in a moment: the role is not without a server.
-ALIVE = frozenset({State.STARTING, State.SERVING, State.UPDATING, State.SUSPECT})
+ALIVE = frozenset({State.STARTING, State.SERVING, State.UPDATING, State.SUSPECT, State.HALF_OPEN})
 IN_ROTATION = frozenset({State.SERVING, State.UPDATING, State.SUSPECT, State.HALF_OPEN})
 
 
@@ -70,7 +70,7 @@ class LifeCycle:
         self._moved()
 
     def away_s(self, now_s: float) -> float:
-        """Seconds so far in which it was to be had for no more than a trial."""
+        """Seconds so far in which it was not to be had. It may be on trial for as long as nobody asks it anything."""
         return self._away_s + (0.0 if self.state in ALIVE else now_s - self.since_s)
 
     def takes(self, version: WeightVersion | None, in_flight: int) -> bool:
@@ -85,9 +85,12 @@ class LifeCycle:
         if self.state is State.HALF_OPEN:
             self.move(State.SERVING, now_s)
 
-    def failed(self, now_s: float) -> bool:
-        """A connection failed. Returns whether it is suspect from now on, and must be pinged."""
+    def failed(self, sent_s: float, now_s: float) -> bool:
+        """A connection failed, of a request sent at `sent_s`. Returns whether it is suspect from now on, and must be
+        pinged. What was sent before a trial says nothing of the trial: a burst of resets may come in over a while."""
         if self.state not in (State.SERVING, State.HALF_OPEN):
+            return False
+        if self.state is State.HALF_OPEN and sent_s < self.since_s:
             return False
         self._failures += 1
         if self.state is State.SERVING and self._failures < FAILURES_TO_SUSPECT:

@@ -76,7 +76,7 @@ class Replica(Generic[B]):
         self.backend = backend
         self.offers: Capabilities  # as it was found first
         self.is_entered = False
-        self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep or woken
+        self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken or catches up
         self.life = LifeCycle(now_s, moved)
         self.limit = ConcurrencyLimit(max_in_flight)
         self.leases: set[HeldLease[B]] = set()
@@ -92,7 +92,7 @@ class Replica(Generic[B]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._retired = Traffic()  # of backend objects that were left
-        self._report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        self._report: asyncio.Future[Report] = self._loop.create_future()
 
     @property
     def in_flight(self) -> int:
@@ -163,7 +163,7 @@ class Replica(Generic[B]):
             self._failing_s = now_s
         if lease.granted_s < self._failing_s:
             self._unanswered[id(lease.errand)] = lease.errand
-        if self.life.failed(now_s):
+        if self.life.failed(lease.granted_s, now_s):
             self._changed.set()
 
     def take_back(self, reason: str, *, is_lost: bool) -> None:
@@ -206,11 +206,13 @@ class Replica(Generic[B]):
             self._report.set_result(Report(trouble, error))
 
     async def trouble(self) -> Report:
-        """The next trouble that is reported."""
-        try:
-            return await self._report
-        finally:
-            self._report = asyncio.get_running_loop().create_future()
+        """The first that was reported since it was last taken out."""
+        return await asyncio.shield(self._report)
+
+    def take_out(self, state: State, now_s: float) -> None:
+        """Of rotation. Whatever else was reported until now is the same incident."""
+        self.life.move(state, now_s)
+        self._report = self._loop.create_future()
 
     # Backend objects
 
@@ -290,10 +292,12 @@ class HeldLease(Generic[B]):
         self._replica.released(self)
 
     async def __aenter__(self) -> B:
+        if self._reason is not None:  # revoked on the way here: its service may have been left
+            error = self._given_up()
+            self._end(error)
+            raise error
         await self._timeout.__aenter__()
         self._is_entered = True
-        if self._reason is not None:  # revoked on the way here
-            self.revoke(self._reason)
         return self.service
 
     async def __aexit__(
@@ -302,12 +306,18 @@ class HeldLease(Generic[B]):
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:
-            error = TransientError(f"{self.replica}: given up: {self._reason}")
+            error = self._given_up()
             raise error from None
         finally:
             self._is_entered = False
-            self._replica.released(self)
-            self._released(self, error)
+            self._end(error)
+
+    def _given_up(self) -> TransientError:
+        return TransientError(f"{self.replica}: given up: {self._reason}")
+
+    def _end(self, error: BaseException | None) -> None:
+        self._replica.released(self)
+        self._released(self, error)
 
 
 def add_traffic(total: Traffic, more: Traffic) -> None:

@@ -8,8 +8,10 @@ which ends a server of ours for good, and a new one is entered, compared with th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
+from collections.abc import AsyncIterator
 from typing import Generic
 
 import structlog
@@ -66,7 +68,10 @@ class Supervisor(Generic[B]):
             report = await self._next_trouble()
             self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
             await self._take_out(report)
-            report = await self._explained(report)
+            explained = await self._explained(report)
+            if explained is not report:
+                self._log.warning("replica ended", error=str(explained.error))
+            report = explained
             if not await self._serves_as_it_is(report):
                 await self._enter_again(report.error)
             self._log.info("replica is back", state=self._replica.life.state.value, restarts=self._replica.restarts)
@@ -121,10 +126,10 @@ class Supervisor(Generic[B]):
         """Out of rotation, and what it has in flight back."""
         replica, reason = self._replica, f"{report.trouble.value} ({report.error})"
         if report.trouble in (Trouble.ENDED, Trouble.SILENT):
-            replica.life.move(State.OPEN, _now_s())
+            replica.take_out(State.OPEN, _now_s())
             replica.take_back(reason, is_lost=True)
             return
-        replica.life.move(State.DRAINING, _now_s())
+        replica.take_out(State.DRAINING, _now_s())
         try:
             async with asyncio.timeout(self._serving.stall_s):
                 await replica.until_idle()
@@ -156,10 +161,13 @@ class Supervisor(Generic[B]):
                     if not isinstance(error, DeadlineExceededError):
                         return False  # gone for good, such as a process that was killed while it was stopped
                     await asyncio.sleep(PING_INTERVAL_S)
-            await self._weights.catch_up(replica)
+            async with self._awake_throughout(), asyncio.timeout(self._serving.stall_s):
+                await self._weights.catch_up(replica)
         except TimeoutError:
             return False
-        except RequestError as error:
+        except StorageError:
+            raise
+        except SpotError as error:  # also such as says that it must be started again
             self._log.warning("replica took no weights", error=str(error))
             return False
         replica.life.move(State.HALF_OPEN, _now_s())
@@ -170,8 +178,9 @@ class Supervisor(Generic[B]):
             if self._are_ours:
                 await self._take_a_restart(error)
             try:
-                await self._enter()
-                await self._weights.catch_up(self._replica)
+                async with self._awake_throughout():
+                    await self._enter()
+                    await self._weights.catch_up(self._replica)
             except StorageError:
                 raise
             except SpotError as again:
@@ -184,20 +193,31 @@ class Supervisor(Generic[B]):
 
     async def _enter(self) -> None:
         replica = self._replica
-        while True:
-            async with replica.entering:
-                if self._awake.is_set():
-                    await self._leave()
-                    replica.restarts += 1
-                    await replica.enter(replica.make())
-                    break
-            await self._awake.wait()
+        await self._leave()
+        replica.restarts += 1
+        await replica.enter(replica.make())
         found = await replica.backend.capabilities(deadline=_now_s() + CAPABILITIES_TIMEOUT_S)
         check_same(replica.offers, replica.name, found, MODEL)
         replica.life.version = None
 
+    @contextlib.asynccontextmanager
+    async def _awake_throughout(self) -> AsyncIterator[None]:
+        """What the servers run on is theirs meanwhile: whoever wants them to sleep waits for the end."""
+        while True:
+            await self._awake.wait()
+            async with self._replica.entering:
+                if self._awake.is_set():
+                    yield
+                    return
+
     async def _leave(self) -> None:
-        """The old one, which may be beyond saying farewell."""
+        """The old one, which may be beyond saying farewell. What was taken back first has its time to end: a request
+        may still have to tell the server that nobody waits for it."""
+        try:
+            async with asyncio.timeout(self._serving.stall_s):
+                await self._replica.until_idle()
+        except TimeoutError:
+            self._log.warning("replica is left although requests to it have not ended")
         try:
             await self._replica.leave()
         except SpotError as error:
@@ -212,7 +232,8 @@ class Supervisor(Generic[B]):
             self._restarts_s.append(now_s)
             return
         self._replica.life.move(State.DEAD, now_s)
-        await self._leave()
+        async with self._replica.entering:
+            await self._leave()
         if all(each.life.state is State.DEAD for each in self._others):
             raise self._final(error)
         self._log.error("replica is given up: started again too often", restarts=self._serving.restarts)

@@ -25,7 +25,6 @@ from spot_async.types import FinishReason, FloatArray, IntArray, SamplingSetting
 
 # Below it the likeliest token is taken, as at 0: such a number stands for "almost 0", and float32 divides by it.
 GREEDY_TEMPERATURE = 1e-4
-GREEDY_TOP_P = 1e-9  # leaves the likeliest token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +80,8 @@ class Plan:
         """What choice `index` asks of the engine. Its seed depends on its place in the request and on nothing else."""
         number, sample = divmod(index, self.asked.samples)
         sampling = SamplingSettings(
-            temperature=self.temperature,
-            top_p=GREEDY_TOP_P if self._greedy else self.asked.top_p or 1.0,
+            temperature=0.0 if self._greedy else self.temperature,
+            top_p=self.asked.top_p or 1.0,
             max_tokens=self.asked.token_budget,
             stop_token_ids=self._stop_token_ids,
             seed=derive_seed(self._seed, "prompt", number, "sample", sample),

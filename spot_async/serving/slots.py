@@ -14,6 +14,7 @@ import numpy.typing as npt
 from spot_async.serving.tasks import GenerateTask, Tokens
 
 NO_TOKEN = -1
+GREEDY_TOP_P = 1e-9  # leaves the likeliest token
 
 
 class SlotTable:
@@ -49,8 +50,9 @@ class SlotTable:
         self.last_token[row] = task.token_ids[-1] if produced else task.request.prompt_ids[-1]
         self.produced[row] = produced
         self.budget[row] = sampling.max_tokens
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
+        is_greedy = sampling.temperature == 0
+        self.temperature[row] = 1.0 if is_greedy else sampling.temperature
+        self.top_p[row] = GREEDY_TOP_P if is_greedy else sampling.top_p
         self.top_k[row] = task.request.top_k
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids

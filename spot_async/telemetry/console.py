@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.errors import RequestError
-from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult, paired_change
+from spot_async.evaluation.figures import Estimate
+from spot_async.evaluation.results import EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.run_log import mean_metrics
@@ -160,19 +161,23 @@ def accuracy_words(means: Mapping[str, float]) -> str:
 
 
 def evaluation_words(result: EvaluationResult | None) -> str:
-    """The two figures of all problems, for a line of progress."""
+    """The two figures of everything, for a line of progress."""
     if result is None:
         return ""
-    figures = result.figures(ALL_TIERS)
-    return f"held out: Avg@{result.samples} {percent(figures.avg)}, Pass@{result.samples} {percent(figures.pass_)}"
+    figures = result.figures()
+    if figures.avg is None:
+        return ""
+    n = figures.samples
+    return f"held out: Avg@{n} {percent(figures.avg.value)}, Pass@{n} {percent(figures.pass_at[n].value)}"
 
 
 def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
     """The best student and its figure, with what the figure is worth."""
     metric = f"{best.criterion.capitalize()}@{best.samples}"
     if before is not None:
-        start = before.figures(ALL_TIERS)
-        if best.value <= (start.avg if best.criterion == "avg" else start.pass_):
+        start = before.figures()
+        first = start.avg if best.criterion == "avg" else start.pass_at[start.samples]
+        if first is not None and best.value <= first.value:
             return (
                 f"No student was better by {metric} than the one it started from; best was iteration {best.iteration}."
             )
@@ -191,9 +196,9 @@ def evaluation_table(
     """
     result = after or before
     assert result is not None
-    k = result.samples
+    k = result.figures().samples
     columns = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
-    title = "Held-out problems: percent ± standard error over the n problems of a tier"
+    title = f"Held-out problems: percent ± standard error over the n problems of a {kind_of_row(result)}"
     table = Table(
         title=title,
         title_justify="left",
@@ -208,19 +213,30 @@ def evaluation_table(
                 for metric in (f"Avg@{k}", f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:
         headings.append(f"Avg@{k}\nchange")
-    table.add_column("tier", no_wrap=True)
+    table.add_column(kind_of_row(result), no_wrap=True)
     for heading in ("n", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
-    *single, whole = result.tier_names()
-    for tier in (*single, whole):
-        figures = [each.figures(tier) for _, each in columns]
-        cells = [with_error(f.avg, f.avg_error) for f in figures]
+    *single, whole = result.row_names()
+    for row in (*single, whole):
+        figures = [each.figures(row) for _, each in columns]
+        cells = [estimate_words(f.avg) for f in figures]
         if k > 1:
-            cells += [with_error(f.pass_, f.pass_error) for f in figures]
-        if before is not None and after is not None:
-            cells.append(with_error(*paired_change(before, after, tier), signed=True))
-        table.add_row(tier, str(figures[0].problems), *cells, end_section=tier in single[-1:])
+            cells += [estimate_words(f.pass_at.get(f.samples)) for f in figures]
+        if before is not None and after is not None and figures[0].avg is not None:
+            cells.append(with_error(*paired_change(before, after, row), signed=True))
+        table.add_row(row, str(figures[0].problems), *cells, end_section=row in single[-1:])
     return table
+
+
+def kind_of_row(result: EvaluationResult) -> str:
+    return "tier" if result.is_single else "benchmark"
+
+
+def estimate_words(estimate: Estimate | None) -> str:
+    """In percent; nothing where nothing is judged."""
+    if estimate is None:
+        return ""
+    return with_error(estimate.value, math.nan if estimate.standard_error is None else estimate.standard_error)
 
 
 def unverified_note(result: EvaluationResult) -> str | None:

@@ -6,12 +6,13 @@ measured on, so its figure is optimistic, and whoever shows it says so. Nothing 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from spot_async.errors import RequestError
-from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
+from spot_async.evaluation.results import EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
 from spot_async.types import Prompt
@@ -53,10 +54,11 @@ class EvaluationHistory:
     def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
         """Take note of an evaluation of `weights`; keeps them when they are the best."""
         self._last = (iteration, evaluation)
-        figures = evaluation.figures(ALL_TIERS)
-        value, error = (
-            (figures.avg, figures.avg_error) if self._criterion == "avg" else (figures.pass_, figures.pass_error)
-        )
-        if self.best is None or value > self.best.value:
+        figures = evaluation.figures()
+        if figures.avg is None:  # nothing was judged: none is better
+            return
+        estimate = figures.avg if self._criterion == "avg" else figures.pass_at[figures.samples]
+        if self.best is None or estimate.value > self.best.value:
             self._directory.keep_best(weights)
-            self.best = BestCheckpoint(iteration, self._criterion, evaluation.samples, value, error)
+            error = math.nan if estimate.standard_error is None else estimate.standard_error
+            self.best = BestCheckpoint(iteration, self._criterion, figures.samples, estimate.value, error)

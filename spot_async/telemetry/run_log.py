@@ -7,7 +7,6 @@ averaged over those samples that have them.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import structlog
 
 from spot_async.dead_letters import FILE_NAME, dead_letter
 from spot_async.errors import FailureClass, RequestError
-from spot_async.evaluation.runner import ALL_TIERS, EvaluationResult
+from spot_async.evaluation.results import EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory import RunDirectory
@@ -147,18 +146,19 @@ def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
     """Figures of all problems, then of each tier. A standard error over one problem does not exist."""
     if evaluation is None:
         return {}
-    k = evaluation.samples
-    metrics: dict[str, float] = {}
-    for tier in evaluation.tier_names():
-        figures = evaluation.figures(tier)
-        area = "evaluation" if tier == ALL_TIERS else f"evaluation/{tier}"
-        metrics |= {
-            f"{area}/avg@{k}": figures.avg,
-            f"{area}/pass@{k}": figures.pass_,
-            f"{area}/avg@{k}_standard_error": figures.avg_error,
-            f"{area}/pass@{k}_standard_error": figures.pass_error,
-        }
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    metrics: dict[str, float | None] = {}
+    for row in evaluation.row_names():
+        figures = evaluation.figures(row)
+        if figures.avg is None:
+            continue
+        area = "evaluation" if row == evaluation.overall else f"evaluation/{row}"
+        named = {f"avg@{figures.samples}": figures.avg, **{f"pass@{k}": each for k, each in figures.pass_at.items()}}
+        for name, estimate in named.items():
+            metrics |= {
+                f"{area}/{name}": estimate.value,
+                f"{area}/{name}_standard_error": estimate.standard_error,
+            }
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:

@@ -29,6 +29,7 @@ class Fault(StrEnum):
 
     CUT = "cut"  # the reply ends in its middle
     CORRUPT = "corrupt"  # some of its bits are others
+    GARBLE = "garble"  # a block of it is noise
     NAN = "nan"  # a number in it is none
     DUPLICATE = "duplicate"  # a row stands in it twice
     STALE = "stale"  # it names weights of another version
@@ -41,6 +42,7 @@ class Fault(StrEnum):
 
 Plan = Callable[[int, str], Fault | str | None]  # by how many requests came before, and the path
 NOT_ASKED = ("/health", "/capabilities", "/stats", "/update_weights")
+GARBLED_BYTES = 64
 PAGE = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 
 
@@ -67,6 +69,7 @@ class FaultyProxy:
     url: str = ""
     _calm_at_s: float = 0.0
     _server: asyncio.Server | None = None
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)  # the loop itself would forget those that wait
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -78,8 +81,15 @@ class FaultyProxy:
     ) -> None:
         assert self._server is not None
         self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             request, path = await _read_request(reader)
             number, self.requests = self.requests, self.requests + 1
@@ -124,6 +134,8 @@ class FaultyProxy:
                 await _send(writer, head + body[: len(body) // 2])
             case Fault.CORRUPT:
                 await _send(writer, head + corrupted(body, self.requests))
+            case Fault.GARBLE:
+                await _send(writer, head + garbled(body, self.requests))
             case Fault.SLOW:
                 for at in range(len(head + body)):
                     await _send(writer, (head + body)[at : at + 1])
@@ -142,6 +154,13 @@ def corrupted(body: bytes, seed: int) -> bytes:
     for _ in range(3):
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     return bytes(data)
+
+
+def garbled(body: bytes, seed: int) -> bytes:
+    draw = random.Random(seed)
+    at = draw.randrange(max(1, len(body) - GARBLED_BYTES))
+    noise = draw.randbytes(min(GARBLED_BYTES, len(body)))
+    return body[:at] + noise + body[at + len(noise) :]
 
 
 def spoilt(fault: Fault, body: bytes) -> bytes:
@@ -169,6 +188,12 @@ def _spoilt(fault: Fault, tree: Any) -> Any:
             case [float(), *rest] if not done and fault in (Fault.NAN, Fault.DUPLICATE):
                 done = True
                 return [None, *rest] if fault is Fault.NAN else [node[0], *node]
+            case {"logprob": float()} if not done and fault is Fault.NAN:
+                done = True
+                return {**node, "logprob": None}
+            case [{"logprob": float()}, *_] | [None, dict(), *_] if not done and fault is Fault.DUPLICATE:
+                done = True
+                return [node[0], *node]
             case [int(start), int(end), [int(lineage), int(step)]] if fault is Fault.STALE:
                 return [start, end, [lineage, step + 7]]
             case str() if fault is Fault.STALE and re.fullmatch(r"\d+\.\d+", node):

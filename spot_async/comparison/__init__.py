@@ -1,0 +1,1 @@
+"""Several evaluations beside each other: tables, intervals, curves and what each method computed."""

@@ -1,0 +1,152 @@
+"""`spot-async compare`: reads, computes, prints and writes; each of these is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spot_async.comparison import tables
+from spot_async.comparison.compute import Compute, compute_rows, read_compute, training_run
+from spot_async.comparison.plots import write_curves
+from spot_async.comparison.reading import Evaluated, PairedBenchmark, different_settings, paired, read_evaluated
+from spot_async.comparison.statistics import Comparison, compare, pass_curves
+from spot_async.errors import DataError
+
+STYLES = {"best": "bold", "second": "underline", "": ""}
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """As on the command line; counts are checked there."""
+
+    baseline: str | None = None  # name of a row; default: the first
+    benchmarks: Sequence[str] = ()  # default: those that count for the first run's mean
+    pass_k: int | None = None
+    draws: int = 10_000
+    seed: int = 0
+    confidence: float = 0.95
+    output: Path | None = None
+
+
+def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> None:
+    """Raises DataError, one line, for what cannot be compared."""
+    runs = [read_evaluated(argument) for argument in arguments]
+    benchmarks = paired(runs, options.benchmarks)
+    methods = [run.name for run in runs]
+    comparison = compare(
+        methods,
+        benchmarks,
+        baseline=_baseline(methods, options.baseline),
+        k=options.pass_k,
+        draws=options.draws,
+        seed=options.seed,
+        confidence=options.confidence,
+    )
+    computed = _computed(runs)
+    notes = _notes(comparison, benchmarks, runs)
+    show(screen, comparison, notes, computed)
+    if options.output is not None:
+        told = write(options.output, comparison, benchmarks, notes, computed)
+        for line in (*told, f"written: {options.output}"):
+            screen.print(Text(line), soft_wrap=True)
+
+
+def write(
+    directory: Path,
+    comparison: Comparison,
+    benchmarks: Sequence[PairedBenchmark],
+    notes: Sequence[str],
+    computed: Sequence[tuple[str, Compute]],
+) -> list[str]:
+    """All files of a comparison. Returns what people should be told."""
+    curves = pass_curves(benchmarks)
+    texts = {
+        "comparison.md": tables.markdown(comparison, notes, compute_rows(computed)),
+        "comparison.tex": tables.latex(comparison, notes),
+        "comparison.csv": tables.long_csv(comparison),
+        "pass_at_k.csv": tables.curves_csv(comparison.methods, curves),
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        return write_curves(directory, comparison.methods, curves)
+    except OSError as error:
+        raise DataError(f"--output {directory}: cannot be written: {error.strerror}") from None
+
+
+def show(
+    screen: Console, comparison: Comparison, notes: Sequence[str], computed: Sequence[tuple[str, Compute]]
+) -> None:
+    """The paper's columns, a table for each metric so that a terminal holds them."""
+    ranks = tables.marks(comparison.values)
+    for metric in comparison.metrics:
+        places = [i for i, column in enumerate(comparison.columns) if column.metric == metric]
+        table = _table(metric, ["method", *(comparison.columns[i].benchmark for i in places)])
+        for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True):
+            table.add_row(Text(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places))
+        screen.print(table)
+    for number, name in enumerate(comparison.methods):
+        if number != comparison.baseline:
+            title = f"{name} minus {comparison.methods[comparison.baseline]}"
+            table = _table(title, ["benchmark", *comparison.metrics])
+            for cells in tables.difference_rows(comparison, number):
+                table.add_row(*map(Text, cells))
+            screen.print(table)
+    if computed:
+        headings, rows = compute_rows(computed)
+        table = _table("Compute of training", headings)
+        for cells in rows:
+            table.add_row(*map(Text, cells))
+        screen.print(table)
+    for note in notes:
+        screen.print(Text(note), soft_wrap=True)
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(headings[0])
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _baseline(methods: Sequence[str], wanted: str | None) -> int:
+    if wanted is None:
+        return 0
+    if wanted not in methods:
+        raise DataError(f"--baseline {wanted}: no such row; there are {', '.join(methods)}")
+    return methods.index(wanted)
+
+
+def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
+    """Of those whose training run is there."""
+    found = []
+    for run in runs:
+        directory = training_run(Path(run.figures.model)) or training_run(run.path.parent)
+        compute = None if directory is None else read_compute(directory)
+        if compute is not None:
+            found.append((run.name, compute))
+    return found
+
+
+def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
+    sizes = ", ".join(f"{each.name} {len(each.correct)}" for each in benchmarks)
+    notes = [
+        f"Percent; best bold, second underlined. Problems: {sizes}; {comparison.samples} responses each.",
+        f"Differences: points with a {comparison.confidence:.0%} percentile interval of {comparison.draws:,} bootstrap "
+        f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 out. "
+        "They say how another set of such problems would differ, not another training run.",
+    ]
+    for each in benchmarks:
+        if note := runs[0].figures.benchmarks[each.name].note:
+            notes.append(f"{each.name}: {note}.")
+    if warning := different_settings(runs):
+        notes.append(f"Warning: {warning}.")
+    return notes

@@ -1,0 +1,128 @@
+"""The figures of a comparison: each method's, with intervals, and its difference from the baseline, paired.
+
+Columns are metric by metric (Avg@n, then Pass@k), benchmark by benchmark, the unweighted mean over benchmarks last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spot_async.comparison.bootstrap import Floats, Interval, Resampling, macro, percentile_interval
+from spot_async.comparison.figures import pass_at_k_values
+from spot_async.comparison.reading import PairedBenchmark
+from spot_async.errors import DataError
+
+MACRO = "Avg."
+
+
+class Column(NamedTuple):
+    """What a column holds."""
+
+    metric: str
+    benchmark: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All shares are in [0, 1]; arrays (methods, columns)."""
+
+    methods: Sequence[str]
+    baseline: int
+    columns: Sequence[Column]
+    samples: int
+    k: int
+    values: Floats
+    intervals: Interval
+    differences: Floats  # from the baseline, 0 in its own row
+    difference_intervals: Interval
+    confidence: float
+    draws: int
+    seed: int
+
+    @property
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(column.metric for column in self.columns))
+
+    @property
+    def benchmarks(self) -> list[str]:
+        return list(dict.fromkeys(column.benchmark for column in self.columns))
+
+
+def compare(
+    methods: Sequence[str],
+    benchmarks: Sequence[PairedBenchmark],
+    *,
+    baseline: int = 0,
+    k: int | None = None,
+    draws: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Comparison:
+    """`k` is that of Pass@k, by default the number of responses. Raises DataError when there are fewer."""
+    samples = benchmarks[0].samples
+    k = samples if k is None else k
+    if not 1 <= k <= samples:
+        raise DataError(f"--pass-k {k}: there are {samples} responses a problem, so k is from 1 to {samples}")
+    resampling = Resampling([len(each.correct) for each in benchmarks], draws=draws, seed=seed)
+    values, drawn = [], []
+    for number, each in enumerate(benchmarks):
+        per_problem = np.stack([pass_at_k_values(each.correct, samples, j) for j in (1, k)], axis=1)
+        values.append(per_problem.mean(axis=0))  # (2 metrics, methods)
+        drawn.append(resampling.means(number, per_problem))  # (draws, 2, methods)
+    names = [each.name for each in benchmarks]
+    if len(benchmarks) > 1:
+        values.append(macro(values))
+        drawn.append(macro(drawn))
+        names.append(MACRO)
+    figures, draws_of = np.stack(values, axis=1), np.stack(drawn, axis=2)  # (2, columns, methods), (draws, 2, ...)
+    change, change_of = figures - figures[..., [baseline]], draws_of - draws_of[..., [baseline]]
+
+    def table(values: Floats) -> Floats:
+        return values.reshape(-1, len(methods)).T
+
+    def interval(draws_of: Floats) -> Interval:
+        return Interval(*map(table, percentile_interval(draws_of, confidence)))
+
+    return Comparison(
+        methods=methods,
+        baseline=baseline,
+        columns=[Column(metric, name) for metric in metric_names(samples, k) for name in names],
+        samples=samples,
+        k=k,
+        values=table(figures),
+        intervals=interval(draws_of),
+        differences=table(change),
+        difference_intervals=interval(change_of),
+        confidence=confidence,
+        draws=draws,
+        seed=seed,
+    )
+
+
+def metric_names(samples: int, k: int) -> tuple[str, str]:
+    """Pass@k of more responses than k says so: the paper generates k responses for each k anew."""
+    return f"Avg@{samples}", f"Pass@{k}" if k == samples else f"Pass@{k} (unbiased, from {samples})"
+
+
+@dataclass(frozen=True)
+class PassCurves:
+    """Unbiased Pass@k for every k up to the number of responses."""
+
+    benchmark: str
+    samples: int
+    values: Floats  # (samples, methods), k - 1 the row
+
+
+def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
+    """Of each benchmark, and of their mean where there are several."""
+    samples = benchmarks[0].samples
+    curves = [
+        np.stack([pass_at_k_values(each.correct, samples, k).mean(axis=0) for k in range(1, samples + 1)])
+        for each in benchmarks
+    ]
+    named = [PassCurves(each.name, samples, curve) for each, curve in zip(benchmarks, curves, strict=True)]
+    return [*named, PassCurves(MACRO, samples, macro(curves))] if len(benchmarks) > 1 else named

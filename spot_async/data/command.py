@@ -1,0 +1,208 @@
+"""Behind `spot-async data check`: which sets it looks at, and how what it finds is shown. Figures are `check.py`'s."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spot_async import registry
+from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptConfig
+from spot_async.config_loading import apply_override, load_config, validate_as
+from spot_async.data.check import GoldCheck, Spread, answer_type, check_golds, count_by, find_repeated
+from spot_async.data.overlap import Overlap, find_overlaps, too_short
+from spot_async.data.problem_set import ProblemSet, load_problem_set
+from spot_async.errors import ConfigError
+from spot_async.prompts import PromptRenderer
+from spot_async.protocols import Verifier
+from spot_async.types import Problem
+from spot_async.vocabulary import Vocabulary
+
+SAMPLES = 2
+SHOWN_IDS = 10
+SHOWN_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `data check` is asked to do."""
+
+    key: str  # of the configuration, for messages
+    problems: ProblemSetConfig
+    verifier: PluginSettings
+    against: Sequence[tuple[str, ProblemSetConfig]]  # name and set
+    model: str | None  # whose tokenizer renders prompts
+    prompt: PromptConfig
+    max_prompt_tokens: int | None
+
+
+def check_of_config(path: Path, overrides: Sequence[str], against: Sequence[str], verifier: str | None) -> Check:
+    """The training problems of a run, its verifier and its prompts, against its evaluation problems."""
+    config = load_config(path, overrides)
+    owner = config.teacher if config.prompt.template == "teacher" and config.teacher else config.student
+    return Check(
+        key="data.train",
+        problems=config.data.train,
+        verifier=read_verifier(verifier) if verifier else config.verifier,
+        against=[*evaluation_sets(config), *((each, ProblemSetConfig(path=each)) for each in against)],
+        model=owner.model,
+        prompt=config.prompt,
+        max_prompt_tokens=config.sampling.max_prompt_tokens,
+    )
+
+
+def check_of_file(
+    path: str, settings: Sequence[str], against: Sequence[str], verifier: str | None, model: str | None
+) -> Check:
+    """A file by itself; `settings` are KEY=VALUE of a problem set, such as `layout=math`."""
+    tree: dict[str, Any] = {"path": path}
+    for setting in settings:
+        apply_override(tree, setting)
+    return Check(
+        key="problems",
+        problems=validate_as(ProblemSetConfig, tree),
+        verifier=read_verifier(verifier or "boxed_match"),
+        against=[(each, ProblemSetConfig(path=each)) for each in against],
+        model=model,
+        prompt=PromptConfig(),
+        max_prompt_tokens=None,
+    )
+
+
+def is_config(path: str) -> bool:
+    return path.endswith((".yaml", ".yml"))
+
+
+def evaluation_sets(config: Config) -> list[tuple[str, ProblemSetConfig]]:
+    if config.evaluation is None:
+        return []
+    return [(config.evaluation.key_of(name), settings) for name, settings in config.evaluation.sets().items()]
+
+
+def read_verifier(text: str) -> PluginSettings:
+    """`KIND`, or a section such as `{kind: math_verify, workers: 4}`."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError:
+        tree = None
+    tree = {"kind": tree} if isinstance(tree, str) else tree
+    if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
+        raise ConfigError(f"--verifier {text}: give one of {', '.join(registry.names('verifiers'))}")
+    schema: type[PluginSettings] = registry.load("verifiers", tree["kind"]).Settings
+    return validate_as(schema, tree)
+
+
+def run(screen: Console, check: Check) -> bool:
+    """Look, print what was found, and say whether every answer can be verified.
+
+    Raises ConfigError and DataError for what cannot be read.
+    """
+    found = load_problem_set(check.problems, check.key)
+    others = [(name, load_problem_set(settings, name)) for name, settings in check.against]
+    renderer = PromptRenderer(Vocabulary.load(Path(check.model)), check.prompt) if check.model else None
+    tokens = [len(renderer.token_ids(problem)) for problem in found.problems] if renderer else None
+    golds = asyncio.run(_check_golds(found.problems, check.verifier))
+    screen.print(_rows_table(found, tokens, check.max_prompt_tokens))
+    screen.print(_problems_table(found.problems, tokens))
+    _show_samples(screen, found.problems, renderer)
+    _show_golds(screen, golds, check.verifier.kind)
+    if others:
+        _show_overlaps(screen, [(n, each, find_overlaps(found.problems, each.problems)) for n, each in others])
+    return not golds.unverifiable
+
+
+async def _check_golds(problems: Sequence[Problem], settings: PluginSettings) -> GoldCheck:
+    verifier: Verifier = registry.load("verifiers", settings.kind)(settings)
+    async with verifier:
+        return await check_golds(problems, verifier)
+
+
+def _rows_table(found: ProblemSet, tokens: Sequence[int] | None, max_prompt_tokens: int | None) -> Table:
+    table = _table(f"rows (layout {', '.join(dict.fromkeys(found.layouts))})", "", "rows")
+    for name, rows in found.counts.items():
+        table.add_row(Text(name), str(rows))
+    if tokens is not None and max_prompt_tokens is not None:
+        long = sum(length > max_prompt_tokens for length in tokens)
+        table.add_row(f"prompts longer than {max_prompt_tokens} tokens, filtered by a run", str(long))
+    return table
+
+
+def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -> Table:
+    table = _table("problems", "", "")
+    repeated = find_repeated(problems)
+    lengths = {"characters of a problem": Spread.of([len(problem.text) for problem in problems])}
+    if tokens is not None:
+        lengths["tokens of a prompt"] = Spread.of(tokens)
+    for name, spread in lengths.items():
+        table.add_row(name, f"median {spread.median}, 95 % {spread.p95}, longest {spread.longest}")
+    for name, counts in (
+        ("answers", count_by([answer_type(problem) for problem in problems])),
+        ("tiers", count_by([problem.tier for problem in problems])),
+        ("categories", count_by([problem.category for problem in problems])),
+    ):
+        if counts:
+            table.add_row(name, Text(", ".join(f"{value} {count}" for value, count in counts.items())))
+    table.add_row(
+        "repeated but for white space",
+        f"{repeated.groups} texts, {repeated.rows} further rows, {repeated.conflicting} of them with another answer",
+    )
+    return table
+
+
+def _show_samples(screen: Console, problems: Sequence[Problem], renderer: PromptRenderer | None) -> None:
+    for problem in problems[:: max(1, len(problems) // SAMPLES)][:SAMPLES]:
+        screen.rule(Text(f"problem {problem.id}"), align="left")
+        screen.print(Text(_cut(problem.text)))
+        for letter, choice in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", problem.choices, strict=False):
+            screen.print(Text(f"({letter}) {_cut(choice)}"))
+        screen.print(Text(f"answer: {problem.answer or '(none)'}"))
+    if renderer is not None:
+        screen.rule("first prompt", align="left")
+        screen.print(Text(renderer.text(problems[0])))
+
+
+def _show_golds(screen: Console, golds: GoldCheck, kind: str) -> None:
+    screen.rule(f"answers against themselves, by {kind}", align="left")
+    screen.print(f"{golds.tried} tried, {len(golds.unverifiable)} unverifiable", highlight=False)
+    for problem, verdict in golds.unverifiable[:SHOWN_IDS]:
+        screen.print(Text(f"  {problem.id}: {_cut(problem.answer)!r} is {verdict}"))
+    if golds.spelling_only:
+        ids = _ids([problem.id for problem in golds.spelling_only])
+        screen.print(Text(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
+    if golds.oversized:
+        screen.print(f"{golds.oversized} longer than any answer that is read", highlight=False)
+
+
+def _show_overlaps(screen: Console, found: Sequence[tuple[str, ProblemSet, Sequence[Overlap]]]) -> None:
+    table = _table("overlap by 13 words", "evaluation set", "problems", "contained", "with equal answers", "too short")
+    for name, other, overlaps in found:
+        equal = sum(overlap.has_equal_answer for overlap in overlaps)
+        table.add_row(Text(name), *map(str, (len(other.problems), len(overlaps), equal, too_short(other.problems))))
+    screen.print(table)
+    for name, _, overlaps in found:
+        if overlaps:
+            pairs = _ids([f"{each.evaluation.id} in {each.training.id}" for each in overlaps])
+            screen.print(Text(f"{name}: {pairs}"), soft_wrap=True)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _ids(ids: Sequence[str]) -> str:
+    more = f", and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+    return ", ".join(ids[:SHOWN_IDS]) + more
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"

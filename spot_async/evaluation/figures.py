@@ -1,0 +1,101 @@
+"""The figures of an evaluation, and the file that holds them: `evaluation.json`, which `compare` reads.
+
+A benchmark's figures are those of its problems; `macro` is the unweighted mean over benchmarks (method.md section 6).
+The counts of correct responses are kept per problem, so whoever compares two evaluations can pair and resample
+problems without the responses. Which responses there are, and what they were judged to be, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.errors import DataError
+from spot_async.evaluation.metrics import standard_error
+from spot_async.vocabulary import first_line
+
+FIGURES_FORMAT = 1  # raised when the file can no longer be read as before
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean, and its standard error over problems; None of a single problem, which has no spread."""
+
+    value: float
+    standard_error: float | None
+
+    @classmethod
+    def over_problems(cls, values: npt.ArrayLike) -> Estimate:
+        """Of `values` (problems,)."""
+        return cls(
+            value=float(np.mean(np.asarray(values, dtype=np.float64))), standard_error=finite(standard_error(values))
+        )
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of some problems, all with the same number of samples."""
+
+    problems: int
+    samples: int  # responses per problem: the n of Avg@n, and the largest k of Pass@k
+    tokens: int  # of all responses
+    mean_tokens: Estimate  # of a response
+    truncated: float  # share of the responses that ended at the longest length, in [0, 1]
+    verdicts: dict[str, int]  # responses of each class, all classes; empty where nothing is judged
+    avg: Estimate | None = None  # Avg@n; None where nothing is judged
+    pass_at: dict[int, Estimate] = {}  # Pass@k by k, unbiased
+
+
+class BenchmarkFigures(Figures, frozen=True, kw_only=True):
+    """Of one benchmark."""
+
+    note: str | None = None  # how it was judged, where that is special; belongs beside the figures
+    tiers: dict[str, Figures] = {}  # of the parts that its problems name
+    correct: dict[str, int] = {}  # correct responses of each problem (of `samples`), by its id
+
+
+class MacroFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Unweighted means over benchmarks, which are independent: their errors add in squares."""
+
+    benchmarks: list[str]
+    avg: Estimate
+    pass_at: dict[int, Estimate]  # of every k that all of them have
+
+
+class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `evaluation.json`."""
+
+    format: int = FIGURES_FORMAT
+    model: str  # directory that was evaluated
+    model_fingerprint: str  # equal for equal weights
+    settings: dict[str, Any]  # everything else that decides the responses and verdicts, by key
+    settings_fingerprint: str  # equal for equal settings: figures that may be compared
+    benchmarks: dict[str, BenchmarkFigures]  # `problems` for the only one of `evaluation.problems`
+    macro: MacroFigures | None  # None where no benchmark is judged
+    tokens: int  # of all benchmarks together, like the next two
+    truncated: float
+    verdicts: dict[str, int]
+
+
+def read_figures(path: Path) -> EvaluationFigures:
+    """Raises DataError for a file that is missing, damaged, or newer than this program."""
+    try:
+        data = path.read_bytes()
+        found = msgspec.json.decode(data, type=dict[str, Any]).get("format")
+        if isinstance(found, int) and found > FIGURES_FORMAT:
+            raise DataError(
+                f"{path} has format {found}, newer than this spot-async can read ({FIGURES_FORMAT}): install a newer "
+                "one"
+            )
+        return msgspec.json.decode(data, type=EvaluationFigures)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path}: is no evaluation.json: {first_line(error)}") from None
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,84 @@
+"""What decides the responses and verdicts of an evaluation: the model's files and the settings, as plain values.
+
+Two evaluations with equal identities are the same one (so a killed one can be continued); with equal settings they are
+the same measurement of two models (so their figures can be compared).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spot_async.config import Config, PluginSettings
+from spot_async.errors import DataError
+from spot_async.evaluation.benchmarks import Benchmark
+from spot_async.evaluation.response_log import Identity
+
+BLOCK_BYTES = 1 << 16
+BLOCKS = 64  # of one file that are looked at: training changes all of a model's weights
+_WITHOUT_EFFECT = {"workers", "cache_entries"}  # of a verifier's settings, on its verdicts
+
+
+def identity_of(config: Config, benchmarks: Sequence[Benchmark], model: Path) -> Identity:
+    """Of an evaluation of the weights in `model`."""
+    return Identity(
+        model=model_fingerprint(model),
+        backend=config.student.backend.kind,
+        settings=settings_of(config, benchmarks),
+    )
+
+
+def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
+    """By key: all that is the same however the model is served."""
+    evaluation = config.evaluation
+    assert evaluation is not None
+    settings: dict[str, Any] = {
+        f"evaluation.{name}": getattr(evaluation, name) for name in ("preset", "seed", "temperature", "top_p")
+    }
+    for each in benchmarks:
+        settings |= {
+            f"{each.key}.samples": each.samples,
+            f"{each.key}.max_response_tokens": each.max_response_tokens,
+            f"{each.key}.verifier": None if each.verifier is None else _plain(each.verifier),
+            f"{each.key}.prompts": prompts_fingerprint(each),
+        }
+    return settings
+
+
+def settings_fingerprint(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def prompts_fingerprint(benchmark: Benchmark) -> str:
+    """Of everything that is asked and of every gold, in order."""
+    digest = hashlib.sha256()
+    for source in benchmark.sources:
+        problem = source.problem
+        digest.update(json.dumps([problem.id, problem.answer, problem.choices]).encode())
+        digest.update(source.token_ids.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Of a model directory: names, sizes and evenly spread blocks of its files. Raises DataError."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(each for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")):
+            size = path.stat().st_size
+            digest.update(f"{path.name}\t{size}\n".encode())
+            step = max(BLOCK_BYTES, size // BLOCKS)
+            with path.open("rb") as file:
+                for offset in range(0, size, step):
+                    file.seek(offset)
+                    digest.update(file.read(BLOCK_BYTES))
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()[:16]
+
+
+def _plain(settings: PluginSettings) -> dict[str, Any]:
+    values: dict[str, Any] = settings.model_dump(mode="json")
+    return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}

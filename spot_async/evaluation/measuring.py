@@ -1,0 +1,143 @@
+"""One evaluation in a run directory: continued where it was begun, judged, and its files written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from spot_async import registry
+from spot_async.config import Config
+from spot_async.evaluation.benchmarks import Benchmark
+from spot_async.evaluation.figures import read_figures
+from spot_async.evaluation.formats import outputs_of
+from spot_async.evaluation.identity import identity_of, settings_fingerprint
+from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, write_whole
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.evaluation.runner import evaluate
+from spot_async.monitoring import Phases
+from spot_async.protocols import Generator, Verifier
+from spot_async.replicas.service_pool import ServicePool
+from spot_async.run_directory import RunDirectory
+from spot_async.vocabulary import Vocabulary
+
+
+async def measure(
+    config: Config,
+    benchmarks: Sequence[Benchmark],
+    vocabulary: Vocabulary,
+    generator: Generator | ServicePool[Generator],
+    directory: RunDirectory,
+    phases: Phases,
+    when: str,
+    weights: Path,
+) -> EvaluationResult | None:
+    """One evaluation of the `weights` that are served; None when the configuration has no evaluation.
+
+    `when` is part of its files' names; empty for the only one of a run directory.
+    """
+    if config.evaluation is None:
+        return None
+    phases.begin(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
+    identity = identity_of(config, benchmarks, weights)
+    log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
+    known = log.open()
+    async with AsyncExitStack() as stack:
+        result = await evaluate(
+            benchmarks,
+            config.evaluation,
+            generator=generator,
+            verifiers=await open_verifiers(benchmarks, stack),
+            vocabulary=vocabulary,
+            on_progress=phases.judged,
+            on_stages=phases.evaluates_with,
+            known=known,
+            keep=log.append,
+        )
+    write_files(directory, when, weights, result, log, identity, benchmarks)
+    log.discard_partial()
+    avg = None if (figures := result.figures().avg) is None else figures.value
+    structlog.get_logger().info("evaluated", when=when, avg=avg, tokens=result.tokens, continued_from=len(known))
+    return result
+
+
+def write_evaluation(
+    config: Config,
+    benchmarks: Sequence[Benchmark],
+    directory: RunDirectory,
+    when: str,
+    weights: Path,
+    result: EvaluationResult,
+) -> None:
+    """The files of an evaluation that was made under another name already."""
+    identity = identity_of(config, benchmarks, weights)
+    log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
+    write_files(directory, when, weights, result, log, identity, benchmarks)
+
+
+def write_files(
+    directory: RunDirectory,
+    when: str,
+    weights: Path,
+    result: EvaluationResult,
+    log: ResponseLog,
+    identity: Identity,
+    benchmarks: Sequence[Benchmark],
+) -> None:
+    """The sorted responses, outputs for other tools, and last the figures: where they are, everything is."""
+    log.complete(result.responses)
+    for benchmark, each in zip(benchmarks, result.benchmarks, strict=True):
+        if benchmark.writes_outputs:
+            problems, texts = (
+                [source.problem for source in benchmark.sources],
+                [row[0].response for row in each.responses],
+            )
+            outputs = outputs_of(problems, texts, generator=weights.name, dataset=benchmark.name)
+            name = f"{file_stem(when)}-outputs-{benchmark.name}.json"
+            write_whole(directory, name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n")
+    figures = result.evaluation_figures(
+        model=str(weights),
+        model_fingerprint=identity.model,
+        settings=identity.settings,
+        settings_fingerprint=settings_fingerprint(identity.settings),
+    )
+    write_whole(
+        directory, f"{file_stem(when)}.json", msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n"
+    )
+
+
+def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:
+    """Whether the directory holds the whole evaluation already.
+
+    Raises DataError where it holds that of another model or of other settings.
+    """
+    path = directory.path / f"{file_stem('')}.json"
+    if not path.exists():
+        return False
+    found, wanted = read_figures(path), identity_of(config, benchmarks, weights)
+    identity = Identity(model=found.model_fingerprint, backend=wanted.backend, settings=found.settings)
+    check_same(identity, wanted, str(path))
+    return True
+
+
+def file_stem(when: str) -> str:
+    return f"evaluation-{when}" if when else "evaluation"
+
+
+async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack) -> dict[str, Verifier]:
+    """By benchmark; those with equal settings share one, and its worker processes."""
+    opened: dict[str, Verifier] = {}
+    found: dict[str, Verifier] = {}
+    for benchmark in benchmarks:
+        settings = benchmark.verifier
+        if settings is None:
+            continue
+        key = settings.model_dump_json()
+        if key not in opened:
+            verifier: Verifier = registry.load("verifiers", settings.kind)(settings)
+            opened[key] = await stack.enter_async_context(verifier)
+        found[benchmark.name] = opened[key]
+    return found

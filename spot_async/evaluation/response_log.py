@@ -1,0 +1,170 @@
+"""Judged responses on disk: appended while an evaluation goes on, sorted once it is complete.
+
+While it goes on they are in `evaluation.jsonl.partial`, in the order in which they were judged, behind a header that
+says what they belong to. A killed evaluation leaves that file, perhaps with a torn last line, and whoever continues it
+asks only for what is missing. What is complete is `evaluation.jsonl`: in the order of benchmarks, problems and samples,
+so its bytes do not depend on interruptions. Figures and what identifies an evaluation are computed elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from spot_async.errors import DataError, StorageError
+from spot_async.run_directory import RunDirectory
+from spot_async.types import FinishReason, Verdict
+from spot_async.vocabulary import first_line
+
+T = TypeVar("T")
+
+LOG_FORMAT = 1  # raised when a file can no longer be continued
+SYNC_EVERY = 64  # responses that a power failure may cost; a killed process costs none but those under way
+
+
+class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """One response of an evaluation; one line of its JSONL file."""
+
+    benchmark: str = "problems"
+    problem_id: str
+    sample: int
+    verdict: Verdict | None  # None where nothing is judged
+    tokens: int
+    finish_reason: FinishReason
+    response: str
+
+    @property
+    def key(self) -> ResponseKey:
+        return ResponseKey(self.benchmark, self.problem_id, self.sample)
+
+
+class ResponseKey(NamedTuple):
+    """Which response it is."""
+
+    benchmark: str
+    problem_id: str
+    sample: int
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What responses belong to: the first line of the partial file. Others are never mixed with them."""
+
+    format: int = LOG_FORMAT
+    model: str  # fingerprint of its files
+    backend: str  # kind of the student's backend: servers round differently, and draw differently from equal seeds
+    settings: dict[str, Any]  # by key of the configuration
+
+
+class PartialFile(NamedTuple):
+    """What `read_partial` found."""
+
+    identity: Identity | None  # None where not even the header is whole: nothing was judged
+    responses: list[JudgedResponse]
+    whole_bytes: int  # up to here all lines are whole
+
+
+def read_partial(data: bytes, name: str = "partial file") -> PartialFile:
+    """The whole lines of a partial file; what follows the last line break was torn by a kill and is left out.
+
+    Raises DataError naming the line for whole ones that are no responses.
+    """
+    whole_bytes = data.rfind(b"\n") + 1
+    lines = data[:whole_bytes].split(b"\n")[:-1]
+    if not lines:
+        return PartialFile(None, [], 0)
+    head, *rest = lines
+    identity = _decode(head, Identity, f"{name}:1")
+    responses = [_decode(line, JudgedResponse, f"{name}:{number}") for number, line in enumerate(rest, start=2)]
+    return PartialFile(identity, responses, whole_bytes)
+
+
+def _decode(line: bytes, kind: type[T], where: str) -> T:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: cannot continue this evaluation: {first_line(error)}") from None
+
+
+def check_same(found: Identity, wanted: Identity, name: str) -> None:
+    """Raises DataError with the first thing that differs, what it was and what it is now."""
+    differences: list[tuple[str, Any, Any]] = [
+        ("format of the file", found.format, wanted.format),
+        ("student.model (its files)", found.model, wanted.model),
+        ("student.backend.kind", found.backend, wanted.backend),
+    ]
+    keys = dict.fromkeys([*found.settings, *wanted.settings])
+    differences += [(key, found.settings.get(key), wanted.settings.get(key)) for key in keys]
+    for key, was, now in differences:
+        if was != now:
+            raise DataError(
+                f"{name}: cannot be continued, {key} was {was!r} and is {now!r} now: set it back, or evaluate into "
+                "another run.directory"
+            )
+
+
+class ResponseLog:
+    """The responses of one evaluation in a run directory."""
+
+    def __init__(self, directory: RunDirectory, name: str, identity: Identity) -> None:
+        """`name` is that of the complete file."""
+        self._directory = directory
+        self._name, self._partial = name, f"{name}.partial"
+        self._identity = identity
+        self._unsynced = 0
+
+    def open(self) -> dict[ResponseKey, JudgedResponse]:
+        """Begin, or continue what is there: the responses that need not be asked for again.
+
+        Raises DataError where those belong to another model or other settings.
+        """
+        path = self._directory.path / self._partial
+        data = path.read_bytes() if path.exists() else b""
+        found = read_partial(data, str(path))
+        if found.identity is not None:
+            check_same(found.identity, self._identity, str(path))
+        if found.whole_bytes < len(data):
+            os.truncate(path, found.whole_bytes)
+        if found.identity is None:
+            self._directory.append(self._partial, [self._identity])
+        return {response.key: response for response in reversed(found.responses)}  # of equal ones the first
+
+    async def append(self, response: JudgedResponse) -> None:
+        """One more; it outlives this process at once, and the machine with the next SYNC_EVERY of them."""
+        self._directory.append(self._partial, [response])
+        self._unsynced += 1
+        if self._unsynced >= SYNC_EVERY:
+            self._unsynced = 0
+            await asyncio.to_thread(self._sync)  # a disk may take its time; the loop has none
+
+    def complete(self, responses: Iterable[JudgedResponse]) -> None:
+        """Write the complete file, in the order given."""
+        write_whole(self._directory, self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in responses))
+
+    def discard_partial(self) -> None:
+        """Once all that is made of the responses is written."""
+        (self._directory.path / self._partial).unlink(missing_ok=True)
+
+    def _sync(self) -> None:
+        path = self._directory.path / self._partial
+        try:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
+    """A file that is there with all of `data`, or not (anew) at all. Raises StorageError."""
+    path, new = directory.path / name, directory.path / f".{name}.new"
+    try:
+        with new.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None

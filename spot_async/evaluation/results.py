@@ -1,0 +1,230 @@
+"""All responses of an evaluation in memory, and the figures that follow from them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.evaluation.figures import (
+    BenchmarkFigures,
+    Estimate,
+    EvaluationFigures,
+    Figures,
+    MacroFigures,
+    finite,
+)
+from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_problem, standard_error
+from spot_async.evaluation.response_log import JudgedResponse
+from spot_async.types import BoolArray, Verdict
+
+ALL_TIERS = "all"
+MACRO = "macro"
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """The responses to one benchmark's problems."""
+
+    tiers: tuple[str | None, ...]  # of each problem
+    responses: tuple[tuple[JudgedResponse, ...], ...]  # problems x samples
+    name: str = "problems"
+    pass_k: tuple[int, ...] = ()  # that its figures have besides the number of samples
+    is_judged: bool = True
+    in_macro: bool = True
+    note: str | None = None  # how it was judged, where that is special
+
+    @property
+    def correct(self) -> BoolArray:
+        """(problems, samples)"""
+        return np.array([[r.verdict is Verdict.CORRECT for r in row] for row in self.responses], dtype=np.bool_)
+
+    @property
+    def samples(self) -> int:
+        return len(self.responses[0])
+
+    def tier_names(self) -> list[str]:
+        """In order of appearance."""
+        return list(dict.fromkeys(tier for tier in self.tiers if tier is not None))
+
+    def in_tier(self, tier: str) -> BoolArray:
+        """(problems,)"""
+        return np.array([tier in (ALL_TIERS, each) for each in self.tiers], dtype=np.bool_)
+
+    def figures(self, tier: str = ALL_TIERS) -> Figures:
+        """Of the problems of a tier."""
+        rows = [row for row, is_in in zip(self.responses, self.in_tier(tier), strict=True) if is_in]
+        responses = [response for row in rows for response in row]
+        common = Figures(
+            problems=len(rows),
+            samples=self.samples,
+            tokens=sum(response.tokens for response in responses),
+            mean_tokens=Estimate.over_problems([sum(r.tokens for r in row) / len(row) for row in rows]),
+            truncated=truncated_share(responses),
+            verdicts=verdict_counts(responses),
+        )
+        return common if not self.is_judged else self._with_accuracy(common, self.correct[self.in_tier(tier)])
+
+    def _with_accuracy(self, common: Figures, correct: BoolArray) -> Figures:
+        return msgspec.structs.replace(
+            common,
+            avg=Estimate.over_problems(avg_at_k_per_problem(correct)),
+            pass_at={
+                k: Estimate.over_problems(pass_at_k_per_problem(correct, k))
+                for k in reported(self.pass_k, self.samples)
+            },
+        )
+
+    def benchmark_figures(self) -> BenchmarkFigures:
+        """Everything that `evaluation.json` says of it."""
+        whole = self.figures()
+        counts = self.correct.sum(axis=1).tolist() if self.is_judged else []
+        return BenchmarkFigures(
+            **{name: getattr(whole, name) for name in Figures.__struct_fields__},
+            note=self.note,
+            tiers={tier: self.figures(tier) for tier in self.tier_names()},
+            correct={row[0].problem_id: count for row, count in zip(self.responses, counts, strict=False)},
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """All benchmarks of one evaluation; one that has no name of its own where `evaluation.problems` gives the only."""
+
+    benchmarks: tuple[BenchmarkResult, ...]
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.benchmarks) == 1
+
+    @property
+    def overall(self) -> str:
+        """The row of the table that stands for everything."""
+        return ALL_TIERS if self.is_single else MACRO
+
+    def row_names(self) -> list[str]:
+        """Of the table: tiers of the only benchmark or names of several, what stands for all of them last."""
+        if self.is_single:
+            return [*self.benchmarks[0].tier_names(), ALL_TIERS]
+        return [*(benchmark.name for benchmark in self.benchmarks), *([MACRO] if self._in_macro else [])]
+
+    def figures(self, row: str | None = None) -> Figures:
+        """Of a row, or of everything."""
+        row = row or self.overall
+        if self.is_single:
+            return self.benchmarks[0].figures(row)
+        if row != MACRO:
+            return next(benchmark for benchmark in self.benchmarks if benchmark.name == row).figures()
+        members, macro = [benchmark.figures() for benchmark in self._in_macro], self.macro()
+        assert macro is not None
+        responses = [response for benchmark in self._in_macro for row in benchmark.responses for response in row]
+        return Figures(
+            problems=sum(each.problems for each in members),
+            samples=min(each.samples for each in members),
+            tokens=sum(each.tokens for each in members),
+            mean_tokens=mean_of_independent([each.mean_tokens for each in members]),
+            truncated=truncated_share(responses),
+            verdicts=verdict_counts(responses),
+            avg=macro.avg,
+            pass_at=macro.pass_at,
+        )
+
+    def macro(self) -> MacroFigures | None:
+        """Unweighted mean over the benchmarks that count for it; None where none does."""
+        members = [benchmark.correct for benchmark in self._in_macro]
+        if not members:
+            return None
+        ks = reported(self._in_macro[0].pass_k, min(benchmark.samples for benchmark in self._in_macro))
+
+        def mean(values: Callable[[BoolArray], npt.NDArray[np.float64]]) -> Estimate:
+            return mean_of_independent([Estimate.over_problems(values(correct)) for correct in members])
+
+        return MacroFigures(
+            benchmarks=[benchmark.name for benchmark in self._in_macro],
+            avg=mean(avg_at_k_per_problem),
+            pass_at={k: mean(partial(pass_at_k_per_problem, k=k)) for k in ks},
+        )
+
+    @property
+    def _in_macro(self) -> list[BenchmarkResult]:
+        return [benchmark for benchmark in self.benchmarks if benchmark.is_judged and benchmark.in_macro]
+
+    @property
+    def responses(self) -> tuple[JudgedResponse, ...]:
+        """In the order of benchmarks, problems and samples."""
+        return tuple(response for each in self.benchmarks for row in each.responses for response in row)
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(response.verdict is verdict for response in self.responses)
+
+    @property
+    def tokens(self) -> int:
+        return sum(response.tokens for response in self.responses)
+
+    def evaluation_figures(
+        self, *, model: str, model_fingerprint: str, settings: dict[str, Any], settings_fingerprint: str
+    ) -> EvaluationFigures:
+        """The contents of `evaluation.json`."""
+        return EvaluationFigures(
+            model=model,
+            model_fingerprint=model_fingerprint,
+            settings=settings,
+            settings_fingerprint=settings_fingerprint,
+            benchmarks={benchmark.name: benchmark.benchmark_figures() for benchmark in self.benchmarks},
+            macro=self.macro(),
+            tokens=self.tokens,
+            truncated=truncated_share(self.responses),
+            verdicts=verdict_counts(self.responses),
+        )
+
+
+def paired_change(before: EvaluationResult, after: EvaluationResult, row: str) -> tuple[float, float]:
+    """Change of Avg@n on the same problems, and its standard error over them; of the mean, over benchmarks alike."""
+    if before.is_single:
+        return _change(before.benchmarks[0], after.benchmarks[0], row)
+    pairs = list(zip(before.benchmarks, after.benchmarks, strict=True))
+    if row != MACRO:
+        return next(_change(one, other, ALL_TIERS) for one, other in pairs if one.name == row)
+    changes = [_change(one, other, ALL_TIERS) for one, other in pairs if one.is_judged and one.in_macro]
+    estimates = [Estimate(value=change, standard_error=finite(error)) for change, error in changes]
+    mean = mean_of_independent(estimates)
+    return mean.value, math.nan if mean.standard_error is None else mean.standard_error
+
+
+def _change(before: BenchmarkResult, after: BenchmarkResult, tier: str) -> tuple[float, float]:
+    chosen = before.in_tier(tier)
+    change = avg_at_k_per_problem(after.correct[chosen]) - avg_at_k_per_problem(before.correct[chosen])
+    return float(change.mean()), standard_error(change)
+
+
+def reported(pass_k: Sequence[int], samples: int) -> list[int]:
+    """The k of Pass@k that so many samples allow; theirs is always one."""
+    return sorted({k for k in pass_k if k <= samples} | {samples})
+
+
+def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
+    """Unweighted; without an error as soon as one has none."""
+    errors = [each.standard_error for each in estimates]
+    known = [error for error in errors if error is not None]
+    return Estimate(
+        value=sum(each.value for each in estimates) / len(estimates),
+        standard_error=math.hypot(*known) / len(estimates) if len(known) == len(errors) else None,
+    )
+
+
+def verdict_counts(responses: Sequence[JudgedResponse]) -> dict[str, int]:
+    """Of every class, those that did not come up included; empty where nothing was judged."""
+    counts = Counter(response.verdict for response in responses if response.verdict is not None)
+    return {verdict.value: counts[verdict] for verdict in Verdict} if counts else {}
+
+
+def truncated_share(responses: Sequence[JudgedResponse]) -> float:
+    """Of the responses, those that ended at their longest length."""
+    return sum(response.finish_reason == "length" for response in responses) / len(responses)

@@ -1,0 +1,120 @@
+"""The table that `spot-async eval` prints of an `evaluation.json`, and the notes that belong below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, Figures
+from spot_async.types import Verdict
+
+NOT_JUDGED = (Verdict.TIMEOUT, Verdict.ERROR)
+COUNTED = (Verdict.NO_ANSWER, *NOT_JUDGED)  # the other classes follow from the accuracy
+
+
+def figures_table(figures: EvaluationFigures) -> RenderableType:
+    """Accuracy, and below it what the responses were like: one row per benchmark, several in the mean.
+
+    Of an only benchmark its tiers have rows of their own.
+    """
+    return Group(accuracy_table(figures), responses_table(figures))
+
+
+def accuracy_table(figures: EvaluationFigures) -> Table:
+    ks = sorted({k for each in figures.benchmarks.values() for k in each.pass_at if k > 1})  # Pass@1 is Avg@n
+    ns = {each.samples for each in figures.benchmarks.values() if each.avg is not None}
+    average = f"Avg@{ns.pop()}" if len(ns) == 1 else "Avg"
+    table = _table(
+        "Percent ± standard error over the n problems of a benchmark",
+        "benchmark",
+        "n",
+        average,
+        *(f"Pass@{k}" for k in ks),
+    )
+    table.caption = "\n".join(notes(figures)) or None
+    rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
+    for number, (name, each) in enumerate(rows, start=1):
+        passed = [words(each.pass_at.get(k)) for k in ks]
+        table.add_row(name, str(each.problems), words(each.avg), *passed, end_section=number == len(rows))
+    if figures.macro is not None and len(figures.benchmarks) > 1:
+        table.add_row("macro", "", words(figures.macro.avg), *(words(figures.macro.pass_at.get(k)) for k in ks))
+    return table
+
+
+def responses_table(figures: EvaluationFigures) -> Table:
+    headings = (
+        "benchmark",
+        "responses",
+        "tokens",
+        "cut off",
+        *(verdict.value.replace("_", " ") for verdict in COUNTED),
+    )
+    table = _table(
+        "Responses: mean tokens, percent cut off at the longest length, and those without a verdict", *headings
+    )
+    rows = list(_rows(figures))
+    for number, (name, each) in enumerate(rows, start=1):
+        responses = each.problems * each.samples
+        table.add_row(
+            name, *_counts(responses, each.tokens, each.truncated, each.verdicts), end_section=number == len(rows)
+        )
+    if len(figures.benchmarks) > 1:
+        responses = sum(each.problems * each.samples for each in figures.benchmarks.values())
+        table.add_row("all", *_counts(responses, figures.tokens, figures.truncated, figures.verdicts))
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        caption_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "benchmark" else "right", no_wrap=True)
+    return table
+
+
+def _rows(figures: EvaluationFigures) -> Iterator[tuple[str, Figures]]:
+    only = len(figures.benchmarks) == 1
+    for name, each in figures.benchmarks.items():
+        if only:
+            yield from each.tiers.items()
+        yield ("all" if only else f"{name}{_mark(each)}"), each
+
+
+def _counts(responses: int, tokens: int, truncated: float, verdicts: Mapping[str, int]) -> list[str]:
+    classes = [f"{verdicts[verdict.value]:,}" if verdicts else "" for verdict in COUNTED]
+    return [f"{responses:,}", f"{tokens / responses:,.0f}", f"{100 * truncated:.1f}", *classes]
+
+
+def notes(figures: EvaluationFigures) -> Iterator[str]:
+    """What the figures are not comparable without."""
+    for name, each in figures.benchmarks.items():
+        if each.note is not None:
+            yield f"* {name}: {each.note}"
+    macro = figures.macro
+    if macro is not None and len(figures.benchmarks) > 1:
+        yield f"macro: unweighted mean over {', '.join(macro.benchmarks)}"
+    missing = sum(figures.verdicts.get(verdict.value, 0) for verdict in NOT_JUDGED)
+    if missing:
+        yield f"{missing} responses could not be judged (timeout, error) and count as incorrect"
+
+
+def words(estimate: Estimate | None) -> str:
+    """In percent; nothing where there is no figure."""
+    if estimate is None:
+        return ""
+    error = "" if estimate.standard_error is None else f" ±{100 * estimate.standard_error:.1f}"
+    return f"{100 * estimate.value:.1f}{error}"
+
+
+def _mark(figures: BenchmarkFigures) -> str:
+    return "" if figures.note is None else " *"

@@ -1,0 +1,62 @@
+r"""The verifier of multiple choice: the letter of the last box, or the text of one of the options in it.
+
+A box that holds a letter, alone or in front of something (`B`, `(B)`, `\text{B}`, `B. 4 cm`, `B) 4 cm`), names that
+option, also where another option's text is that letter. Any other box names the option whose normalised text it equals;
+a small letter that equals none (`c` may be a speed) stands for the capital. String work in linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from string import ascii_uppercase
+from typing import Self
+
+from spot_async.config import PluginSettings
+from spot_async.types import Problem, Verdict
+from spot_async.verification.extraction import extract_boxed
+from spot_async.verification.normalization import normalize_answer
+
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mathsf)\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"\(?\s*(?:[Oo]ption\s+)?([A-Za-z])\s*(?:\)|$|[.:](?=\s|$))")
+
+
+def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
+    """Which of the options the content of a box names; None where it names none."""
+    text = _WRAPPED.sub(r"\1", answer).strip().strip("$").strip()
+    letter = _LETTER.match(text)
+    named = ascii_uppercase.index(letter[1].upper()) if letter is not None else len(choices)
+    if letter is not None and letter[1].isupper() and named < len(choices):
+        return named
+    wanted = normalize_answer(answer)
+    equal = [index for index, choice in enumerate(choices) if wanted and normalize_answer(choice) == wanted]
+    return equal[0] if equal else named if named < len(choices) else None
+
+
+class MultipleChoice:
+    """`chosen_option` as a verifier of problems with options, whose answer is a letter."""
+
+    class Settings(PluginSettings):
+        """There is nothing to set."""
+
+        kind: str = "multiple_choice"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
+        """Immediate, whatever the deadline. NO_ANSWER without a box or with an empty one."""
+        answer = extract_boxed(response_text)
+        if not answer:
+            return Verdict.NO_ANSWER
+        chosen = chosen_option(answer, problem.choices)
+        if chosen is None:
+            return Verdict.WRONG
+        gold = ascii_uppercase.index(problem.answer)
+        same = chosen == gold or problem.choices[chosen] == problem.choices[gold]
+        return Verdict.CORRECT if same else Verdict.WRONG
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass

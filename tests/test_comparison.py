@@ -1,0 +1,234 @@
+"""`spot-async compare`: figures, pairs, intervals and files, from the evaluation.json that evaluations write."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import itertools
+import json
+import struct
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from spot_async.cli import app
+from spot_async.comparison import tables
+from spot_async.comparison.bootstrap import Resampling, percentile_interval
+from spot_async.comparison.compute import compute_of
+from spot_async.comparison.figures import pass_at_k_values
+from spot_async.comparison.reading import PairedBenchmark, paired, read_evaluated
+from spot_async.comparison.statistics import Column, compare, pass_curves
+from spot_async.errors import DataError
+from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, MacroFigures
+
+ROOT = Path(__file__).parents[1]
+
+
+def written(path: Path, benchmarks: dict[str, list[int]], *, samples: int = 8, model: str = "m", **settings) -> Path:
+    """A run directory with the counts of correct responses of each benchmark's problems."""
+    some = Estimate(value=0.5, standard_error=0.1)
+    figures = EvaluationFigures(
+        model=model,
+        model_fingerprint="f",
+        settings=settings,
+        settings_fingerprint="s",
+        benchmarks={
+            name: BenchmarkFigures(
+                problems=len(counts),
+                samples=samples,
+                tokens=1,
+                mean_tokens=some,
+                truncated=0.0,
+                verdicts={},
+                correct={f"{name}-{i}": count for i, count in enumerate(counts)},
+            )
+            for name, counts in benchmarks.items()
+        },
+        macro=MacroFigures(benchmarks=list(benchmarks), avg=some, pass_at={}),
+        tokens=1,
+        truncated=0.0,
+        verdicts={},
+    )
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "evaluation.json").write_bytes(msgspec.json.encode(figures))
+    return path
+
+
+def shown(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["compare", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["compare", *arguments])
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(("samples", "k"), [(8, 1), (8, 8), (8, 3), (64, 8), (5, 4)])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_response(samples, k):
+    if samples <= 8:
+        for count in range(samples + 1):
+            subsets = list(itertools.combinations(range(samples), k))
+            solved = sum(any(i < count for i in subset) for subset in subsets) / len(subsets)
+            assert pass_at_k_values(count, samples, k) == pytest.approx(solved)
+    else:  # by the product that needs no binomials: the chance that each next response is wrong too
+        missed = np.prod([(samples - 10 - i) / (samples - i) for i in range(k)])
+        assert pass_at_k_values(10, samples, k) == pytest.approx(1 - missed)
+
+
+def test_macro_is_the_mean_of_benchmarks_whatever_their_sizes():
+    small = PairedBenchmark("small", 4, np.array([[4, 0], [0, 0]]))
+    large = PairedBenchmark("large", 4, np.array([[1, 4]] * 10))
+    comparison = compare(["a", "b"], [small, large], draws=200)
+    at = {column: i for i, column in enumerate(comparison.columns)}
+    assert comparison.values[0, at[Column("Avg@4", "Avg.")]] == pytest.approx((0.5 + 0.25) / 2)
+    assert comparison.values[1, at[Column("Pass@4", "Avg.")]] == pytest.approx(0.5)
+    assert comparison.differences[1, at[Column("Avg@4", "large")]] == pytest.approx(0.75)
+
+
+def test_differences_are_paired_by_problem():
+    """Two methods far apart from problem to problem but for one point everywhere: the difference is certain."""
+    base = np.random.default_rng(0).integers(0, 8, size=60)
+    comparison = compare(["a", "b"], [PairedBenchmark("x", 8, np.stack([base, base + 1], axis=1))], draws=500)
+    low, high = comparison.difference_intervals
+    assert low[1, 0] == pytest.approx(1 / 8)
+    assert high[1, 0] == pytest.approx(1 / 8)
+    assert comparison.intervals.high[0, 0] - comparison.intervals.low[0, 0] > 0.1
+
+
+def test_intervals_have_the_width_of_the_unbiased_standard_error_and_follow_the_seed():
+    values = np.random.default_rng(1).random(40)
+    low, high = percentile_interval(Resampling([40], draws=20_000, seed=3).means(0, values), 0.95)
+    error = values.std(ddof=1) / np.sqrt(40)
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.03)
+    again = percentile_interval(Resampling([40], draws=20_000, seed=3).means(0, values), 0.95)
+    assert (low, high) == again
+
+
+def test_95_percent_intervals_hold_the_truth_about_as_often(monkeypatch):
+    """The whole of it, with 1,000 evaluations: benchmarks/bootstrap_coverage.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    simulation = importlib.import_module("bootstrap_coverage")
+    sets = [simulation.Population("a", 100, 0.6), simulation.Population("b", 40, 0.3)]
+    found = simulation.coverage(sets, evaluations=400, samples=8, draws=400, seed=7)
+    for name, share in found["macro"].items():
+        assert 0.95 - 0.035 < share < 0.95 + 0.035, name  # 3.2 binomial errors of 400
+
+
+def test_the_table_marks_best_and_second_with_ties_as_the_paper_does():
+    values = np.array([[0.1333, 0.5], [0.1333, 0.4], [0.1, 0.4], [0.0, 0.3]])
+    columns = list(zip(*tables.marks(values), strict=True))
+    assert tables.percent(9 / 32) == "28.13"  # halves upwards
+    assert columns == [("best", "best", "second", ""), ("best", "second", "second", "")]
+
+
+def test_a_comparison_is_printed_and_written_in_every_form(tmp_path):
+    opd = written(tmp_path / "opd", {"AMC23": [0, 1, 8, 4], "AIME_24": [0, 0, 2]})
+    spot = written(tmp_path / "spot", {"AIME_24": [1, 0, 2], "AMC23": [0, 2, 8, 5]})
+    output = shown(f"OPD={opd}", f"SPOT={spot}", "-o", str(tmp_path / "out"))
+    assert "SPOT minus OPD" in output
+    assert "AMC23" in output
+    text = (tmp_path / "out" / "comparison.md").read_text()
+    header = text.splitlines()[0]
+    assert header.index("Avg@8 AMC23") < header.index("Avg@8 Avg.") < header.index("Pass@8 AMC23")
+    assert "| OPD | <u>40.63</u> |" in text
+    assert "**46.88**" in text  # 15 of 32
+    latex = (tmp_path / "out" / "comparison.tex").read_text()
+    assert r"\textbf{46.88}" in latex
+    assert r"AIME\_24" in latex
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "comparison.csv").read_text())))
+    (row,) = [r for r in rows if (r["method"], r["metric"], r["benchmark"]) == ("SPOT", "Avg@8", "AMC23")]
+    assert float(row["difference"]) == pytest.approx(2 / 32)
+    assert float(row["difference_low"]) <= 2 / 32 <= float(row["difference_high"])
+    curves = list(csv.DictReader(io.StringIO((tmp_path / "out" / "pass_at_k.csv").read_text())))
+    assert {int(r["k"]) for r in curves} == set(range(1, 9))
+    drawing = ElementTree.fromstring((tmp_path / "out" / "pass-at-k-AMC23.svg").read_text())
+    words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"OPD", "SPOT", "AMC23: Pass@k, unbiased from 8 responses a problem"} <= set(words)
+    assert (tmp_path / "out" / "pass-at-k-macro.svg").exists()
+
+
+def test_curves_are_pictures_too_where_matplotlib_is(tmp_path):
+    run = written(tmp_path / "run", {"AMC23": [0, 1, 8, 4]})
+    output = shown(str(run), "-o", str(tmp_path / "out"))
+    picture = tmp_path / "out" / "pass-at-k-AMC23.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        assert not picture.exists()
+        assert "spot-async[plots]" in output
+    else:
+        data = picture.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert min(struct.unpack(">II", data[16:24])) > 400
+
+
+def test_what_cannot_be_paired_is_refused_in_one_line(tmp_path):
+    one = written(tmp_path / "one", {"AMC23": [0, 1], "AIME24": [3]})
+    other = written(tmp_path / "other", {"AMC23": [0, 1, 2]})
+    few = written(tmp_path / "few", {"AMC23": [0, 1]}, samples=4)
+    lacks = written(tmp_path / "lacks", {"AMC23": [0, 1]})
+    assert "b has no benchmark AIME24" in refused(f"a={one}", f"b={lacks}")
+    assert "were not asked the same problems (2 and 3, 'AMC23-2'" in refused(
+        f"a={one}", f"b={other}", "--benchmark", "AMC23"
+    )
+    assert "a has 8 responses a problem and b 4" in refused(f"a={one}", f"b={few}", "--benchmark", "AMC23")
+    assert "k is from 1 to 4" in refused(str(few), "--pass-k", "8")
+    assert "--baseline c: no such row; there are a" in refused(f"a={one}", "--baseline", "c")
+    assert "is given twice" in refused(str(one), str(one))
+    assert "no evaluation.json" in refused(str(tmp_path))
+
+
+def test_other_settings_are_said(tmp_path):
+    one = written(tmp_path / "one", {"AMC23": [0, 1]}, temperature=1.0)
+    other = written(tmp_path / "other", {"AMC23": [0, 1]}, temperature=0.6)
+    assert "Warning: evaluated differently: temperature is 1.0 for a and 0.6 for b" in shown(f"a={one}", f"b={other}")
+
+
+def test_pass_at_k_of_fewer_than_all_responses_says_that_it_is_an_estimate(tmp_path):
+    run = written(tmp_path / "run", {"AMC23": [0, 10, 64]}, samples=64)
+    assert "Pass@8 (unbiased, from 64)" in shown(str(run), "--pass-k", "8")
+    (curve,) = pass_curves(paired([read_evaluated(str(run))]))
+    assert curve.values[63, 0] == pytest.approx(2 / 3)
+    with pytest.raises(DataError, match="k is from 1 to 64"):
+        compare(["a"], paired([read_evaluated(str(run))]), k=65)
+
+
+def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
+    row = {
+        "time/iteration_s": 10.0,
+        "time/evaluate_s": 2.0,
+        "time/train_s": 3.0,
+        "throughput/generated_tokens_per_s": 50.0,
+        "rollout/tokens": 20.0,
+        "probe/tokens": 12.0,
+        "train/trajectories": 4.0,
+        "train/tokens": 80.0,
+        "stage/rollout/requests": 4.0,
+        "stage/rollout/mean_in_flight": 2.0,
+        "stage/probe/requests": 32.0,
+        "stage/probe/mean_in_flight": 1.0,
+        "stage/score/requests": 4.0,
+        "stage/score/mean_in_flight": 0.5,
+    }
+    spent = {"spending": {"teacher": {"money": 0.25, "currency": "USD"}}}
+    found = compute_of([row, row], spent)
+    assert (found.iterations, found.generated_tokens, found.probe_tokens) == (2, 800.0, 96.0)
+    assert (found.scored_tokens, found.trained_tokens, found.trainer_s) == (160.0, 160.0, 6.0)
+    assert found.request_s == {"student": 60.0, "teacher": 10.0}
+    assert found.hours == pytest.approx(16 / 3600)
+    assert found.money == {"USD": 0.25}
+    training = tmp_path / "train"
+    weights = training / "weights" / "step-000002"
+    weights.mkdir(parents=True)
+    (training / "config.yaml").write_text("{}")
+    (training / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, **row}) + "\n" for i in (1, 2)))
+    (training / "summary.json").write_text(json.dumps(spent))
+    evaluated = written(tmp_path / "eval", {"AMC23": [1, 2]}, model=str(weights))
+    assert "Compute of training" in shown(f"a={evaluated}")

@@ -1,0 +1,165 @@
+r"""What benchmarks of other forms look like to the student and to the verifier, and what the configuration allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spot_async.config_loading import load_config
+from spot_async.errors import ConfigError, DataError
+from spot_async.evaluation.formats import WorkedExamples, order_choices, outputs_of
+from spot_async.model_files import read_model
+from spot_async.preflight import plan_evaluation
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.types import Problem, Verdict
+from spot_async.verification.multiple_choice import MultipleChoice
+
+QUICKSTART = Path("configs/quickstart.yaml")
+OPTIONS = ("4 cm", "12 cm", r"\frac{1}{2}", "B")
+QUESTION = Problem(id="q", text="How long?", answer="C", choices=OPTIONS, category="physics")
+
+
+@settings(max_examples=40, deadline=None)
+@given(order=st.permutations(range(4)), seed=st.integers(0, 5), where=st.text(max_size=3))
+def test_the_letters_depend_on_the_seed_and_not_on_the_files_order_or_ids(order, seed, where):
+    shuffled = msgspec.structs.replace(
+        QUESTION, id=where, choices=tuple(OPTIONS[i] for i in order), answer="ABCD"[order.index(2)]
+    )
+    one, other = order_choices(QUESTION, seed, "k"), order_choices(shuffled, seed, "k")
+    assert (one.choices, one.answer) == (other.choices, other.answer)
+    assert one.choices["ABCD".index(one.answer)] == OPTIONS[2]
+
+
+def test_other_seeds_give_other_letters():
+    assert {order_choices(QUESTION, seed, "k").answer for seed in range(30)} == set("ABCD")
+
+
+@pytest.mark.parametrize(
+    ("response", "verdict"),
+    [
+        (r"\boxed{C}", "correct"),
+        (r"first \boxed{A}, no: \boxed{\text{(C)}}", "correct"),
+        (r"\boxed{C. \frac{1}{2}}", "correct"),
+        (r"\boxed{C) half}", "correct"),
+        (r"\boxed{\frac12}", "correct"),  # the option's text
+        (r"\boxed{c}", "correct"),
+        (r"\boxed{b}", "wrong"),
+        (r"\boxed{B}", "wrong"),  # a letter comes before an option of that text
+        (r"\boxed{12 cm}", "wrong"),
+        (r"\boxed{13 cm}", "wrong"),  # begins like no letter, equals no option
+        (r"\boxed{E}", "wrong"),
+        (r"\boxed{}", "no_answer"),
+        ("The answer is C.", "no_answer"),
+    ],
+)
+def test_the_last_box_names_an_option_by_letter_or_text(response, verdict):
+    verifier = MultipleChoice(MultipleChoice.Settings())
+    assert run_on_virtual_time(verifier.verify(QUESTION, response, deadline=0.0)) == Verdict(verdict)
+
+
+def test_worked_examples_are_of_the_questions_category_and_answer_in_a_box():
+    def example(number, category):
+        return msgspec.structs.replace(
+            QUESTION,
+            id=str(number),
+            text=f"Example {number}?",
+            category=category,
+            solution="A: Add. The answer is (C).",
+        )
+
+    examples = [example(i, "physics" if i % 2 else "law") for i in range(8)]
+    text = WorkedExamples(examples, 3, "k").before(QUESTION).text
+    assert [f"Example {i}?" in text for i in range(8)] == [False, True, False, True, False, True, False, False]
+    assert text.count("Answer: Add. The answer is \\boxed{C}.") == 3
+    assert text.endswith("Question: How long?\nOptions:\nA. 4 cm\nB. 12 cm\nC. \\frac{1}{2}\nD. B")
+    with pytest.raises(DataError, match="4 examples of category 'physics', which problem 'q' has, and 5"):
+        WorkedExamples(examples, 5, "k").before(QUESTION)
+
+
+def test_alpaca_eval_gets_the_fields_its_tool_reads():
+    asked = [Problem(id="1", text="Sing.", answer="", category="vicuna"), Problem(id="2", text="Dance.", answer="")]
+    assert outputs_of(asked, ["la", "no"], generator="student", dataset="alpaca") == [
+        {"instruction": "Sing.", "output": "la", "generator": "student", "dataset": "vicuna"},
+        {"instruction": "Dance.", "output": "no", "generator": "student", "dataset": "alpaca"},
+    ]
+
+
+def evaluation(tmp_path, **settings):
+    """The quickstart with another evaluation section."""
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({"base": str(QUICKSTART.resolve()), "evaluation": {"problems": None, **settings}}))
+    return load_config(path, ["prompt.instruction=Answer"])
+
+
+def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
+    rows = [{"problem": "a1b+2", "answer": "B", "choices": ["3", "4"]}]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "set.jsonl")
+    config = evaluation(
+        tmp_path,
+        samples=4,
+        max_response_tokens=50,
+        verifier="boxed_match",
+        benchmarks={
+            "plain": path,
+            "choice": {
+                "path": path,
+                "fields": {"choices": "choices"},
+                "format": "multiple_choice",
+                "order_choices": False,
+                "samples": 1,
+            },
+            "outputs": {"path": path, "format": "alpaca_eval", "max_response_tokens": 9},
+            "strict": {"path": path, "verifier": {"kind": "math_verify", "timeout_s": 1.5}, "instruction": ""},
+        },
+    )
+    student = read_model("student", config.student.model)
+    plain, choice, outputs, strict = plan_evaluation(config, student)
+
+    def prompt(benchmark):
+        return student.vocabulary.tokenizer.decode(benchmark.sources[0].token_ids.tolist())
+
+    assert [(b.samples, b.max_response_tokens) for b in (plain, choice, outputs, strict)] == [
+        (4, 50), (1, 50), (1, 9), (4, 50)
+    ]  # fmt: skip
+    kinds = [each.verifier and each.verifier.kind for each in (plain, choice, outputs, strict)]
+    assert kinds == ["boxed_match", "multiple_choice", None, "math_verify"]
+    assert strict.note == "judged by math_verify, timeout_s 1.5"
+    assert len(prompt(choice)) > len(prompt(plain)) > len(prompt(strict)) == len(prompt(outputs))
+    assert choice.sources[0].problem.text == "a1b+2\nA. 3\nB. 4"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "exactly one of problems and benchmarks"),
+        ({"benchmarks": {"a": "x"}, "pass_k": [1, 9]}, "pass_k=9 needs as many samples"),
+        ({"benchmarks": {"a": {"path": "x", "format": "alpaca_eval", "samples": 2}}}, "samples=2"),
+        (
+            {"benchmarks": {"a": {"path": "x", "formt": "boxed"}}},
+            "benchmarks.a.formt: unknown key; did you mean `format`?",
+        ),
+        ({"benchmarks": {"a/b": "x"}}, "a/b"),
+        (
+            {"benchmarks": {"a": "x"}, "preset": "paper", "verifier": "math_verify"},
+            "max_response_tokens=160 is not the",
+        ),
+        (
+            {"benchmarks": {"a": "x"}, "preset": "paper", "verifier": "math_verify", "max_response_tokens": 8192},
+            "prompt.instruction='Answer' is not the paper's",
+        ),
+        (
+            {"benchmarks": {"a": "x"}, "preset": "paper", "max_response_tokens": 8192},
+            "verifier=boxed_match is not the paper's",
+        ),
+    ],
+)
+def test_what_cannot_be_or_is_not_the_papers_protocol_is_refused_by_its_key(tmp_path, settings, message):
+    with pytest.raises(ConfigError) as refused:
+        evaluation(tmp_path, **settings)
+    assert message in str(refused.value)
