@@ -301,7 +301,9 @@ class OpenAIBackend(RemoteBackend):
                 made = generation(self._role, choice, sampling, top_k=top_k)
             else:
                 made = self._retokenized(choice.text or "", choice.finish_reason, sampling)
-            return check_generation(made, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
+            by_us = not dialect.sampled_token_ids
+            vocab_size = self._files.vocab_size
+            return check_generation(made, sampling, top_k=top_k, vocab_size=vocab_size, is_retokenized=by_us)
 
         return await self._server.ask(
             COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
@@ -313,7 +315,8 @@ class OpenAIBackend(RemoteBackend):
         def decode(reply: bytes) -> Generation:
             choice = _chat_reply.decode(reply).only
             made = self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
-            return check_generation(made, sampling, top_k=0, vocab_size=self._files.vocab_size)
+            vocab_size = self._files.vocab_size
+            return check_generation(made, sampling, top_k=0, vocab_size=vocab_size, is_retokenized=True)
 
         return await self._server.ask(
             CHAT, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))

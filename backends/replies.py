@@ -22,11 +22,14 @@ MASS_SLACK = 0.05  # of a row's probabilities that were rounded to bfloat16 one 
 AGREEMENT_NATS = 0.05  # between a token's log-probability and the same one in its row: one number, said twice
 
 
-def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: int, vocab_size: int) -> Generation:
+def check_generation(
+    reply: Generation, sampling: SamplingSettings, *, top_k: int, vocab_size: int, is_retokenized: bool = False
+) -> Generation:
     """A whole response: its tokens, their log-probabilities and versions, as many as each other.
 
-    Returns it with the finish reason that its last token decides: some servers call a response whose last allowed
-    token is a stop token cut off.
+    One without a stop token has all the tokens that were asked for, unless we made the tokens of a text ourselves
+    (`is_retokenized`): less is a response cut short. Returns it with the finish reason that its last token decides:
+    some servers call a response whose last allowed token is a stop token cut off.
     """
     count = len(reply.token_ids)
     if not 0 < count <= sampling.max_tokens:
@@ -36,6 +39,8 @@ def check_generation(reply: Generation, sampling: SamplingSettings, *, top_k: in
     last = int(reply.token_ids[-1])
     if reply.finish_reason == "stop" and last not in sampling.stop_token_ids:
         raise PoisonedReplyError(f"finish reason 'stop' does not fit the last token {last}")
+    if last not in sampling.stop_token_ids and count < sampling.max_tokens and not is_retokenized:
+        raise PoisonedReplyError(f"ends after {count} of {sampling.max_tokens} tokens, without a stop token")
     passed = np.flatnonzero((reply.token_ids[:-1, None] == np.array(sampling.stop_token_ids)).any(axis=1))
     if passed.size:
         raise PoisonedReplyError(f"goes on after stop token {reply.token_ids[passed[0]]}, token {passed[0] + 1} of it")

@@ -28,6 +28,7 @@ def vllm_command(
         *("--generation-config", "vllm"),  # else defaults of sampling come from the model's directory
         *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
+        "--enable-prompt-tokens-details",  # else nothing says what the prefix cache held
     ]
     if settings.memory_fraction is not None:
         argv += ["--gpu-memory-utilization", str(settings.memory_fraction)]

@@ -85,6 +85,7 @@ def train(
     """
     from spot_async.preflight import plan_training  # imports transformers: not for --help
     from spot_async.spending.estimate import estimate_run, show_estimates
+    from spot_async.spending.machine import estimate_machine, show_machine
 
     try:
         settings = load_config(config, overrides or ())
@@ -92,9 +93,11 @@ def train(
         RunDirectory.check_unused(path)
         plan = plan_training(settings)
         estimates = estimate_run(settings, plan, earlier)
+        machine = estimate_machine(settings, plan, earlier)
         if dry_run:
             show_plan(settings, path, plan)
             show_estimates(screen, estimates)
+            show_machine(screen, machine)
             return
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
@@ -109,6 +112,7 @@ def train(
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_estimates(screen, estimates)
+    show_machine(screen, machine)
     training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
     outcome = run_until_stopped(training, directory)
     if outcome.after is not None:

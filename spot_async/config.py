@@ -238,6 +238,9 @@ Layout: TypeAlias = Literal[
 ]
 
 
+Duplicates: TypeAlias = Literal["conflicting", "exact", "spacing", "keep"]
+
+
 class ProblemSetConfig(Section):
     """A set of problems and how its rows are read. A plain value is short for `path`."""
 
@@ -252,10 +255,11 @@ class ProblemSetConfig(Section):
     fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str] = Field(
         {}, description="columns that hold a problem's parts, where the layout has others; `a.b` is b inside a"
     )
-    duplicates: Literal["exact", "spacing", "keep"] = Field(
-        "exact",
-        description="problems that count as the same: equal texts, or equal but for white space; all but the first are "
-        "dropped, and all of them where answers differ",
+    duplicates: Duplicates | None = Field(
+        None,
+        description="which rows with the same text are dropped: `conflicting` ones, all of those whose answers differ; "
+        "`exact`, these and all but the first of others; `spacing`, the same but for white space; `keep`, none. "
+        "Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
     )
 
     @pydantic.model_validator(mode="before")
@@ -509,6 +513,10 @@ class EvaluationConfig(Section):
         if self.problems is None:
             return self.benchmarks
         return {"problems": BenchmarkConfig.model_validate(dict(self.problems))}
+
+    def key_of(self, name: str) -> str:
+        """Where one of `sets` stands in the configuration."""
+        return f"evaluation.benchmarks.{name}" if self.benchmarks else "evaluation.problems"
 
 
 def _check_defaults(section: Section, keys: Sequence[str], prefix: str = "") -> None:

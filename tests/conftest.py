@@ -11,7 +11,6 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the processes that tests start
 
 import contextlib
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -361,13 +360,22 @@ def recomputed() -> Callable[..., np.ndarray]:
 
 @pytest.fixture(scope="session")
 def faults() -> ModuleType:
-    """`faulty_proxy.py`: a proxy that damages, delays and refuses."""
-    specification = importlib.util.spec_from_file_location("faulty_proxy", Path(__file__).with_name("faulty_proxy.py"))
-    assert specification is not None
-    assert specification.loader is not None
-    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    """`support/faulty_proxy.py`: a proxy that damages, delays and refuses."""
+    from support import faulty_proxy
+
+    return faulty_proxy
+
+
+@pytest.fixture(scope="module")
+def servers_on_threads() -> Iterator[None]:
+    """Servers of kind `local` are started as `support/server_on_thread.py` does, for as long as a file's tests run."""
+    from support import server_on_thread
+
+    from spot_async.backends.local_server import LocalServer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalServer, "_start", server_on_thread.start)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -94,9 +94,9 @@ def generation(**changes: object) -> Generation:
     return Generation(**{**honest, **changes})  # type: ignore[arg-type]
 
 
-def check(reply: Generation) -> Generation:
+def check(reply: Generation, max_tokens: int = 8) -> Generation:
     return check_generation(
-        reply, SamplingSettings(max_tokens=8, stop_token_ids=(5,), seed=1), top_k=2, vocab_size=VOCAB
+        reply, SamplingSettings(max_tokens=max_tokens, stop_token_ids=(5,), seed=1), top_k=2, vocab_size=VOCAB
     )
 
 
@@ -108,6 +108,10 @@ def check(reply: Generation) -> Generation:
         ({"token_ids": np.array([3, VOCAB, 5], np.int32)}, "token_ids hold a token out of the 53"),
         ({"token_ids": np.array([3, -1, 5], np.int32)}, "token_ids hold a token out of the 53"),
         ({"token_ids": np.array([3, 4, 6], np.int32)}, "finish reason 'stop' does not fit the last token 6"),
+        (
+            {"token_ids": np.array([3, 4, 6], np.int32), "finish_reason": "length"},
+            "ends after 3 of 8 tokens, without a stop token",
+        ),
         ({"token_ids": np.array([5, 4, 5], np.int32)}, "goes on after stop token 5, token 1 of it"),
         ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "logprobs hold NaN"),
         ({"logprobs": np.array([-1, 0.1, -1], np.float32)}, "logprobs hold values above 0"),
@@ -132,7 +136,8 @@ def test_a_poisoned_generation_is_rejected(change: dict[str, object], message: s
 def test_a_response_whose_last_allowed_token_is_a_stop_token_has_stopped() -> None:
     """SGLang, and vLLM once, look at the length first."""
     assert check(generation(finish_reason="length")).finish_reason == "stop"
-    assert check(generation(finish_reason="length", token_ids=np.array([3, 4, 6], np.int32))).finish_reason == "length"
+    cut_off = generation(finish_reason="length", token_ids=np.array([3, 4, 6], np.int32))
+    assert check(cut_off, max_tokens=3).finish_reason == "length"
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,9 @@ def test_chat_only_endpoints_get_the_message_that_a_prompt_was_rendered_from_or_
             user_message("teacher", tokenizer, np.array(other, np.int32))
 
 
-async def test_our_own_server_is_such_an_endpoint(random_model: Callable[..., Path], tmp_path: Path) -> None:
+async def test_our_own_server_is_such_an_endpoint(
+    random_model: Callable[..., Path], tmp_path: Path, servers_on_threads: None
+) -> None:
     model, port = random_model(seed=4), free_port()
     prompt, response = np.array([3, 4, 5], np.int32), np.array([9, 8, 7, 30, 1], np.int32)
     local = LocalBackend(LocalBackend.Settings(port=port), role="teacher", model=str(model), run_directory=tmp_path)

@@ -29,6 +29,7 @@ from spot_async.types import Capabilities, Generation, SamplingSettings, TokenSc
 SLOW = {"abort", "refused_snapshot", "weight_update", "update_under_way"}
 MODEL = {"vocab_size": 53, "tie_word_embeddings": False, "initializer_range": 0.2, "max_position_embeddings": 512}
 
+pytestmark = pytest.mark.usefixtures("servers_on_threads")
 with_backend = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -38,7 +39,9 @@ def model_directory(random_model: Callable[..., Path]) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalBackend]:
+async def backend(
+    servers_on_threads: None, model_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[LocalBackend]:
     settings = LocalBackend.Settings(slots=8)
     run_directory = tmp_path_factory.mktemp("run")
     async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=run_directory) as it:

@@ -230,18 +230,22 @@ def test_dapo_drops_chinese_and_repeated_prompts_and_counts_them(tmp_path):
     assert found.counts["read"] == 6
 
 
-def test_duplicates_may_be_meant_up_to_white_space_or_not_at_all(tmp_path):
-    rows = [
-        {"problem": "a b", "answer": r"\frac12"},
-        {"problem": "a  b ", "answer": "1/2"},
-        {"problem": "c", "answer": 1},
-    ]
-    assert len(load(tmp_path, rows).problems) == 3
+def test_rows_that_repeat_others_stay_unless_asked_and_those_that_contradict_go(tmp_path):
+    rows = [{"problem": "a", "answer": r"\frac12"}, {"problem": "b", "answer": 1}, {"problem": "a", "answer": "1/2"}]
+    assert [p.id for p in load(tmp_path, rows).problems] == ["line-1", "line-2", "line-3"]
+    assert load(tmp_path, rows, duplicates="exact").counts == {"read": 3, "problems": 2, "dropped: duplicate": 1}
+    rows.append({"problem": "a", "answer": 2})
+    for duplicates in (None, "conflicting", "exact"):
+        assert load(tmp_path, rows, duplicates=duplicates).dropped == {"conflicting answers": 3}
+    assert len(load(tmp_path, rows, duplicates="keep").problems) == 4
+
+
+def test_duplicates_may_be_meant_up_to_white_space(tmp_path):
+    rows = [{"problem": "a b", "answer": 1}, {"problem": "a  b ", "answer": 1}, {"problem": "c", "answer": 1}]
+    assert load(tmp_path, rows, duplicates="exact").dropped == {}
     assert load(tmp_path, rows, duplicates="spacing").dropped == {"duplicate": 1}
-    rows[1]["answer"] = "2"
+    rows[1]["answer"] = 2
     assert load(tmp_path, rows, duplicates="spacing").dropped == {"conflicting answers": 2}
-    again = [{"problem": "a", "answer": 1}, {"problem": "a", "answer": 2}]
-    assert len(load(tmp_path, again, duplicates="keep").problems) == 2
 
 
 def test_competitions_have_whole_numbers(tmp_path):

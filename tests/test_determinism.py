@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import pytest
 import torch
 import transformers
 
+import spot_async
 from spot_async.serving import model as serving_model
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.engine import Engine
@@ -148,27 +146,20 @@ def test_scores_and_candidates_have_the_same_bits_in_every_company(fast: bool) -
         assert reply.logprobs.tobytes() == score.topk_logprobs[::3].tobytes()
 
 
-def test_strict_runs_end_with_the_same_weights_at_every_concurrency(tmp_path: Path) -> None:
+def test_strict_runs_end_with_the_same_weights_at_every_concurrency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None
+) -> None:
     runs = {
         "narrow": ["student.backend.slots=3", "teacher.backend.score_tokens=1", *few_at_once(2)],
         "wide": ["student.backend.slots=64", *few_at_once(200)],
     }
-    commands = [
-        subprocess.Popen(
-            [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={tmp_path / name}",
-             "evaluation=null", "training.iterations=2", "training.batch_size=12", "training.mini_batch_size=4",
-             "training.warmup_iterations=0", *overrides],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, overrides in runs.items()
-    ]  # fmt: skip
-    for command in commands:
-        _, err = command.communicate(timeout=240)
-        assert command.returncode == 0, err
+    monkeypatch.chdir(ROOT)
+    for name, overrides in runs.items():
+        spot_async.run(
+            "configs/quickstart.yaml",
+            [f"run.directory={tmp_path / name}", "evaluation=null", "training.iterations=2", "training.batch_size=12",
+             "training.mini_batch_size=4", "training.warmup_iterations=0", *overrides],
+        )  # fmt: skip
     narrow, wide = (tmp_path / name / "student" / "model.safetensors" for name in runs)
     assert narrow.read_bytes() == wide.read_bytes()
     assert narrow.read_bytes() != (EXAMPLE / "student" / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""`spot-async doctor` on real servers: what it shows, what it refuses, and that `train` refuses the same."""
+"""`spot-async doctor` on servers of our own: what it shows, what it refuses, and that `train` refuses the same."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from spot_async.types import Capabilities, Generation, SamplingSettings, TokenSc
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "running_sum"
 
+pytestmark = pytest.mark.usefixtures("servers_on_threads")
 with_backends = pytest.mark.asyncio(loop_scope="module")
 Services = dict[str, LocalBackend]
 
@@ -40,7 +41,7 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
+async def services(servers_on_threads: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
     run_directory = tmp_path_factory.mktemp("run")
     student, teacher = (
         LocalBackend(LocalBackend.Settings(), role=role, model=str(EXAMPLE / role), run_directory=run_directory)

@@ -16,6 +16,7 @@ from spot_async.preflight import plan_evaluation, plan_training
 from spot_async.run_directory import RunDirectory
 from spot_async.runtime import evaluate_student, train
 
+pytestmark = pytest.mark.usefixtures("servers_on_threads")
 ROOT = Path(__file__).parents[1]
 QUIET = Console(quiet=True)
 # Serves other weights than those of its role's model until it is given some, as a server of an earlier run would.

@@ -7,14 +7,17 @@ import asyncio
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import spot_async
+from spot_async.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
@@ -65,29 +68,35 @@ def test_a_whole_run_from_a_program_says_only_what_the_program_says(folder):
     assert second == "training.batchsize: unknown key; did you mean `batch_size`?"
 
 
-def test_one_prompt_through_a_policy_against_given_backends(folder):
-    response, *branches = python(folder, "one_prompt.py").splitlines()
+def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch, capsys, servers_on_threads):
+    monkeypatch.chdir(folder)
+    runpy.run_path("one_prompt.py", run_name="__main__")
+    response, *branches = capsys.readouterr().out.splitlines()
     assert response
     assert len(branches) == 8  # two positions, four candidates each
     targets = np.array([float(line.split()[-1]) for line in branches]).reshape(2, 4)
     assert targets.sum(axis=1) == pytest.approx(1, abs=1e-4)
 
 
-def test_the_pages_policy_backend_and_verifier_train(folder):
+def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, servers_on_threads):
     run = folder / "own_run"
-    python(folder, "-m", "spot_async", "train", "my_run.yaml", f"run.directory={run}")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    done = CliRunner().invoke(app, ["train", "my_run.yaml", f"run.directory={run}"])
+    assert done.exit_code == 0, done.output
     metrics = rows(run / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2]
     assert all(0 < row["confident_opd/sure"] < 1 for row in metrics)
     samples = rows(run / "samples.jsonl")
     assert {sample["verdict"] for sample in samples} <= {"correct", "wrong", "no_answer"}
-    assert samples[0]["problem_id"] in python(folder, "-m", "spot_async", "inspect", str(run), "0")
-    python(folder, "-m", "spot_async", "report", str(run))
+    shown = CliRunner().invoke(app, ["inspect", str(run), "0"])
+    assert samples[0]["problem_id"] in shown.output
+    assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 0
     assert (run / "report.html").exists()
     assert not (run / "logs" / "teacher.log").exists()  # no local server was started in its place
 
 
-async def test_the_pages_teacher_scores_as_the_local_server_does(folder, monkeypatch):
+async def test_the_pages_teacher_scores_as_the_local_server_does(folder, monkeypatch, servers_on_threads):
     from spot_async.backends.local import LocalBackend
 
     monkeypatch.syspath_prepend(str(folder))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import spot_async
 from spot_async.config_loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.preflight import plan_training
@@ -164,15 +163,12 @@ SHORT = [
 
 
 def run(kind: str, directory: Path, *overrides: str) -> list[dict[str, float]]:
-    """Metrics of a short real run; whatever it started is gone when it returns."""
-    short = [*SHORT, f"run.directory={directory}"]
-    command = [sys.executable, "-m", "spot_async", "train", str(CONFIGS / f"{kind}.yaml"), *short, *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    """Metrics of a short run with a real trainer; whatever it started is gone when it returns."""
+    spot_async.run(CONFIGS / f"{kind}.yaml", [*SHORT, f"run.directory={directory}", *overrides])
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path):
+def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path, servers_on_threads):
     first, second = run("grpo", tmp_path / "run", "training.mini_batch_size=4", "training.learning_rate=1e-3")
     assert first["train/trajectories"] == second["train/trajectories"] == 4 * 8
     assert first["train/loss_reference"] < 1e-9  # the only update is of the initial student
@@ -181,7 +177,7 @@ def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path):
     assert sorted(p.stem for p in (tmp_path / "run" / "logs").glob("*.log")) == ["reference", "student", "trainer"]
 
 
-def test_kd_saves_its_responses_and_needs_no_teacher_to_train_from_them(tmp_path):
+def test_kd_saves_its_responses_and_needs_no_teacher_to_train_from_them(tmp_path, servers_on_threads):
     responses = tmp_path / "responses"
     (trained,) = run("kd", tmp_path / "run", f"policy.save={responses}", "training.iterations=1")
     assert trained["train/trajectories"] == 4

@@ -225,5 +225,5 @@ def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_stude
     decode = plan.student.vocabulary.tokenizer.decode
     prompt = next(iter(plan.schedule))
     assert decode(prompt.token_ids.tolist()) == f"<|assistant|>{prompt.problem.text}"
-    assert decode(plan.evaluation[0].token_ids.tolist()) == "<|user|>a1+0b<|assistant|>"
+    assert decode(plan.evaluation[0].sources[0].token_ids.tolist()) == "<|user|>a1+0b<|assistant|>"
     assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})

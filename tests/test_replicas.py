@@ -33,6 +33,7 @@ loads = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, ma
 )
 
 
+@settings(deadline=None)
 @given(loads, st.sets(st.integers(0, 3)))
 def test_a_request_goes_where_there_is_most_room_and_last_to_where_it_failed(replicas, failed_on):
     avoid = {f"r{i}" for i in failed_on}
@@ -46,6 +47,7 @@ def test_a_request_goes_where_there_is_most_room_and_last_to_where_it_failed(rep
     assert all(chosen.in_flight / chosen.most_in_flight <= each.in_flight / each.most_in_flight for each in best)
 
 
+@settings(deadline=None)
 @given(loads)
 def test_a_session_stays_where_its_prefix_is_while_that_replica_serves_and_has_room(after):
     router = Router()
@@ -97,6 +99,7 @@ def answer(limit, sent_s, now_s, *, in_flight, work=10, stage="probe"):
     limit.succeeded(stage, sent_s=sent_s, now_s=now_s, work=work, in_flight=in_flight)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["answer", "refuse"]), st.floats(0, 5), st.integers(1, 60)), max_size=80))
 def test_a_limit_stays_between_one_and_the_most(events):
     limit, now_s = ConcurrencyLimit(32), 0.0
@@ -151,6 +154,7 @@ def test_latency_lowers_the_limit_where_neither_length_nor_load_explains_it():
     assert (limit.value, limit.decreases) == (5, 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([*State, "answered", "failed"]), max_size=40))
 def test_only_replicas_that_are_trusted_at_the_version_get_requests(events):
     life = LifeCycle(0.0)

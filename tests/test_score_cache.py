@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.config import TeacherConfig
@@ -22,7 +23,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.model_files import read_model
 from spot_async.preflight import plan_training
 from spot_async.spending.score_cache import ScoreCache, digest
-from spot_async.spending.teacher_cache import TeacherCache
+from spot_async.spending.teacher_cache import TeacherCache, teacher_identity, weights_digest
 from spot_async.types import Capabilities, TokenScores, WeightVersion
 
 ROOT = Path(__file__).parents[1]
@@ -236,3 +237,27 @@ def test_a_replay_needs_no_key_of_the_teachers(monkeypatch):
         plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [backend]))
     replay = ["teacher.cache=c", "teacher.replay=true"]
     assert plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [backend, *replay])).teacher is not None
+
+
+def test_weights_that_differ_anywhere_are_another_teacher(tmp_path):
+    generator = np.random.default_rng(0)
+    ends = {"a.first": generator.normal(size=40_000), "z.last": generator.normal(size=40_000)}
+    digests = []
+    for name in ("one", "another"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({**ends, "m.middle": generator.normal(size=64)}, tmp_path / name / "model.safetensors")
+        digests.append(weights_digest(tmp_path / name))
+    assert digests[0] != digests[1]
+
+
+def test_how_a_server_of_ours_computes_is_part_of_who_the_teacher_is():
+    files = read_model("teacher", str(MODEL))
+    backends = [
+        {"kind": "local"},
+        {"kind": "local", "dtype": "bfloat16"},
+        {"kind": "vllm", "launch": {"python": "python3"}},
+        {"kind": "vllm", "launch": {"python": "python3", "arguments": ["--quantization", "fp8"]}},
+    ]
+    made = [TeacherConfig.model_validate({"model": str(MODEL), "backend": each}) for each in backends]
+    assert len({teacher_identity(each, files, b"weights") for each in made}) == len(backends)

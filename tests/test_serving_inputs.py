@@ -176,7 +176,7 @@ LIMITS = Limits(vocab_size=VOCAB, max_context_tokens=160)
         ({"prompt_ids": np.ones(3, np.float32)}, "must be integers"),
         ({"prompt_ids": np.ones((1, 3), np.int32)}, "must be integers with 1 axes"),
         ({"prompt_ids": np.ones(150, np.int32)}, r"150 prompt tokens \+ 12 \(max_tokens\) exceed the context of 160"),
-        ({"temperature": 0.0}, "temperature=0.0: must be a number above 0"),
+        ({"temperature": -1.0}, "temperature=-1.0: must be a number above 0, or 0 for the likeliest token"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),

@@ -199,7 +199,7 @@ async def test_launched_ranks_train_as_one_does_and_a_resent_batch_is_not_traine
 
 
 @needs_proc
-async def test_a_non_finite_sample_stops_all_ranks_names_it_and_publishes_nothing(
+async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_killed_rank_ends_them_both_are_named(
     student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
 ) -> None:
     batch = unequal_batch(0)
@@ -209,7 +209,14 @@ async def test_a_non_finite_sample_stops_all_ranks_names_it_and_publishes_nothin
         for _ in range(2):  # and it stays stopped
             with pytest.raises(TrainerError, match=r"^iteration 0, .*policy loss in sample 'problem-4' \(ordinal 4\)"):
                 await trainer.train(0, batch)
-    wait_until_gone(pids, timeout_s=5)
+        victim = pid_of_rank(1)
+        os.kill(victim, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            with pytest.raises(ProcessDiedError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
+                await trainer.watch()
+            with pytest.raises(TrainerError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
+                await trainer.train(0, batch)
+        wait_until_gone(pids, timeout_s=5)
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -230,22 +237,6 @@ async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
     assert "\n" not in message
     assert [p.name for p in (tmp_path / "weights").iterdir()] == ["step-000001"]
     AutoModelForCausalLM.from_pretrained(report.snapshot.directory)
-
-
-@needs_proc
-async def test_a_killed_rank_is_named_within_seconds(
-    student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
-) -> None:
-    async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2, **SHORT)) as trainer:
-        pids = list(trainer_pids(os.getpid()))
-        victim = pid_of_rank(1)
-        os.kill(victim, signal.SIGKILL)
-        async with asyncio.timeout(10):
-            with pytest.raises(ProcessDiedError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
-                await trainer.watch()
-            with pytest.raises(TrainerError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
-                await trainer.train(0, unequal_batch(0))
-        wait_until_gone(pids, timeout_s=5)
 
 
 async def test_a_student_that_cannot_be_loaded_is_named(tmp_path: Path, trainer_settings: MakeSettings) -> None:

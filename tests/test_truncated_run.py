@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import spot_async
 
+pytestmark = pytest.mark.usefixtures("servers_on_threads")
 ROOT = Path(__file__).parents[1]
 
 TRUNCATED = """

@@ -43,6 +43,7 @@ from spot_async.types import PolicyContext, PolicyNeeds, Problem, Prompt
 from spot_async.watchdog.limits import SilenceLimits, silence_limits
 from spot_async.watchdog.monitor import Watchdog
 from spot_async.watchdog.progress import Commit, Progress
+from spot_async.watchdog.report import without_secrets
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900.0
@@ -228,6 +229,12 @@ def test_a_time_out_shorter_than_the_stages_deadlines_is_refused_before_anything
     with pytest.raises(ConfigError, match=r"run.stall_timeout_s=60 is shorter .*stages.rollout.timeout_s \+ "):
         plan_training(quickstart("run.stall_timeout_s=60"))
     assert silence_limits(quickstart("run.stall_timeout_s=0"), SPOT_NEEDS) is None
+
+
+def test_no_key_of_a_servers_command_line_is_in_the_report():
+    given = ["vllm", "--api-key", "sesame", "--api-key=sesame", "--hf-token", "sesame", "--max-total-tokens", "5"]
+    shown = ["vllm", "--api-key", "***", "--api-key=***", "--hf-token", "***", "--max-total-tokens", "5"]
+    assert [*without_secrets(given)] == shown
 
 
 def test_every_way_to_end_has_its_code():

@@ -44,8 +44,8 @@ class Resampling:
 
 def macro(per_benchmark: Sequence[Floats]) -> Floats:
     """The unweighted mean over benchmarks, of draws or of figures themselves."""
-    means: Floats = np.mean(np.stack(per_benchmark), axis=0)
-    return means
+    mean: Floats = np.mean(np.stack(per_benchmark), axis=0)
+    return mean
 
 
 def percentile_interval(draws: Floats, confidence: float) -> Interval:

@@ -83,8 +83,7 @@ def is_config(path: str) -> bool:
 def evaluation_sets(config: Config) -> list[tuple[str, ProblemSetConfig]]:
     if config.evaluation is None:
         return []
-    section = "evaluation.benchmarks." if config.evaluation.benchmarks else "evaluation."
-    return [(section + name, each) for name, each in config.evaluation.sets().items()]
+    return [(config.evaluation.key_of(name), settings) for name, settings in config.evaluation.sets().items()]
 
 
 def read_verifier(text: str) -> PluginSettings:

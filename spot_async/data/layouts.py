@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from spot_async.config import Duplicates
 from spot_async.data.parts import Draft, Part
 from spot_async.data.rows import Columns
 from spot_async.verification.extraction import extract_boxed, strip_answer
@@ -25,7 +26,7 @@ class Layout(NamedTuple):
     mends: tuple[Mend, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     needs_answer: bool = True  # a row without one is an error, not a row to drop
-    keeps_duplicates: bool = False  # for benchmarks whose figures are over all rows
+    duplicates: Duplicates = "conflicting"  # unless the settings say otherwise; figures of benchmarks are over all rows
     prepare: Callable[[Columns], Columns] = lambda columns: columns
 
 
@@ -182,7 +183,7 @@ LAYOUTS: dict[str, Layout] = {
         needs_answer=False,
     ),
     "math500": Layout(_COLUMNS, (*_TEXT, name_level)),
-    "dapo": Layout(_COLUMNS, (*_TEXT, whole_number, suspect_float), (is_chinese, has_no_answer)),
+    "dapo": Layout(_COLUMNS, (*_TEXT, whole_number, suspect_float), (is_chinese, has_no_answer), duplicates="exact"),
     "amc23": Layout(_COLUMNS, (*_TEXT, whole_number)),
     "aime": Layout(_COLUMNS, (*_TEXT, whole_number, without_leading_zeros)),
     "hmmt": Layout(_COLUMNS, _TEXT),
@@ -198,7 +199,7 @@ LAYOUTS: dict[str, Layout] = {
             "category": ("High-level domain",),
             "tier": ("High-level domain",),
         },
-        keeps_duplicates=True,
+        duplicates="keep",
         prepare=gather_choices,
     ),
     "mmlu_pro": Layout(
@@ -213,12 +214,12 @@ LAYOUTS: dict[str, Layout] = {
         },
         (letter_of_choice,),
         (is_no_choice,),
-        keeps_duplicates=True,
+        duplicates="keep",
     ),
     "alpaca_eval": Layout(
         {"problem": ("instruction",), "category": ("dataset",), "tier": ("dataset",)},
         needs_answer=False,
-        keeps_duplicates=True,
+        duplicates="keep",
     ),
 }
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from spot_async.config import ProblemSetConfig
+from spot_async.config import Duplicates, ProblemSetConfig
 from spot_async.data.layouts import LAYOUTS, Layout, recognise
 from spot_async.data.parts import read_draft
 from spot_async.data.rows import Row, read_rows
 from spot_async.errors import DataError
 from spot_async.types import Problem
 from spot_async.verification.normalization import normalize_answer
-
-_Sameness: TypeAlias = Callable[[str], str]  # what two texts have in common that count as the same
-_SAMENESS: dict[str, _Sameness] = {"exact": lambda text: text, "spacing": lambda text: " ".join(text.split())}
 
 
 @dataclass
@@ -40,44 +36,52 @@ class ProblemSet:
 def load_problem_set(settings: ProblemSetConfig, key: str) -> ProblemSet:
     """Read, mend and filter the problems that `key` of the configuration describes.
 
-    Problems are dropped, and counted, for reasons of their layout, as duplicates, and as duplicates whose answers
-    differ. Raises DataError, naming file and line, for a row that cannot be used otherwise, for an id that is used
-    twice and when nothing is left.
+    Rows are dropped, and counted, for reasons of their layout, because another row with the same text has another
+    answer, and as duplicates where the settings or the layout say so. Raises DataError, naming file and line, for a
+    row that cannot be used otherwise, for an id that is used twice and when nothing is left.
     """
     found = ProblemSet()
-    kept: dict[object, _Kept] = {}
+    groups: dict[object, _Group] = {}
+    kept: list[tuple[Problem, str, _Group]] = []
     for problem, where, layout in _read(settings, key, found):
-        keeps = layout.keeps_duplicates or settings.duplicates == "keep"
-        same = len(kept) if keeps else _SAMENESS[settings.duplicates](problem.text)
-        first = kept.setdefault(same, _Kept(problem, where))
-        if first.problem is not problem:
-            first.repeated += 1
-            if normalize_answer(problem.answer) != normalize_answer(first.problem.answer):
-                first.is_contradicted = True
-    where_of_id: dict[str, str] = {}
-    for each in kept.values():
-        found.dropped["conflicting answers"] += (1 + each.repeated) * each.is_contradicted
-        found.dropped["duplicate"] += each.repeated * (not each.is_contradicted)
-        if each.is_contradicted:
-            continue
-        number_or_place = where_of_id.setdefault(each.problem.id, each.where)
-        if number_or_place != each.where:
-            raise DataError(f"{each.where}: id {each.problem.id!r} was used in {number_or_place} already")
-        found.problems.append(each.problem)
+        duplicates = settings.duplicates or layout.duplicates
+        group = groups.setdefault(_sameness(problem, duplicates, len(groups)), _Group(problem))
+        group.rows += 1
+        if group.first is not problem:
+            group.is_contradicted |= normalize_answer(problem.answer) != normalize_answer(group.first.answer)
+        if group.first is problem or duplicates == "conflicting":
+            kept.append((problem, where, group))
+            group.kept += 1
+    found.dropped["conflicting answers"] = sum(group.rows for group in groups.values() if group.is_contradicted)
+    found.dropped["duplicate"] = sum(g.rows - g.kept for g in groups.values() if not g.is_contradicted)
     found.dropped = +found.dropped  # without those that are zero
+    where_of_id: dict[str, str] = {}
+    for problem, where, group in kept:
+        if group.is_contradicted:
+            continue
+        if (other := where_of_id.setdefault(problem.id, where)) != where:
+            raise DataError(f"{where}: id {problem.id!r} was used in {other} already")
+        found.problems.append(problem)
     if not found.problems:
         raise DataError(f"{', '.join(settings.paths)}: no problems in it")
     return found
 
 
 @dataclass
-class _Kept:
-    """The first row with some text, and what later rows with the same text say."""
+class _Group:
+    """Rows that count as the same problem."""
 
-    problem: Problem
-    where: str
-    repeated: int = 0
+    first: Problem
+    rows: int = 0
+    kept: int = 0
     is_contradicted: bool = False
+
+
+def _sameness(problem: Problem, duplicates: Duplicates, unique: int) -> object:
+    """Equal for problems that count as the same; `unique` for none."""
+    if duplicates == "keep":
+        return unique
+    return " ".join(problem.text.split()) if duplicates == "spacing" else problem.text
 
 
 def _read(settings: ProblemSetConfig, key: str, found: ProblemSet) -> Iterator[tuple[Problem, str, Layout]]:

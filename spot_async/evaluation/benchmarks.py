@@ -48,7 +48,7 @@ def plan_benchmarks(config: Config, student: ModelFiles) -> list[Benchmark]:
 def _plan(
     name: str, settings: BenchmarkConfig, config: Config, evaluation: EvaluationConfig, student: ModelFiles
 ) -> Benchmark:
-    key = f"evaluation.{ONLY}" if not evaluation.benchmarks else f"evaluation.benchmarks.{name}"
+    key = evaluation.key_of(name)
     found = load_problem_set(settings, key)
     is_judged = settings.format != "alpaca_eval"
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction

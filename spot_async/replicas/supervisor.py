@@ -68,7 +68,10 @@ class Supervisor(Generic[B]):
             report = await self._next_trouble()
             self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
             await self._take_out(report)
-            report = await self._explained(report)
+            explained = await self._explained(report)
+            if explained is not report:
+                self._log.warning("replica ended", error=str(explained.error))
+            report = explained
             if not await self._serves_as_it_is(report):
                 await self._enter_again(report.error)
             self._log.info("replica is back", state=self._replica.life.state.value, restarts=self._replica.restarts)

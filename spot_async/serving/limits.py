@@ -40,8 +40,9 @@ class Limits:
         sampling = request.sampling
         self._check_ids("prompt_ids", request.prompt_ids, ndim=1)
         self._check_prompt(request.prompt_ids)
-        if sampling.temperature != 0:  # greedy
-            self._check_temperature(sampling.temperature)
+        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+            message = "must be a number above 0, or 0 for the likeliest token"
+            raise PermanentError(f"temperature={sampling.temperature}: {message}")
         self._check_top_k(request.top_k)
         if not 0 < sampling.top_p <= 1:
             raise PermanentError(f"top_p={sampling.top_p}: must be above 0 and at most 1")

@@ -2,8 +2,8 @@
 
 A score's key is a hash of the teacher, the tokens with the boundary of prompt and response, K, the temperature and the
 format. Which teacher: of a server that runs already, its configured name, the name it gives itself, and the vocabulary;
-of one that we start, the contents of its model directory. How a provider serves a model under its name (quantised,
-say) cannot be seen, so another provider is another cache file.
+of one that we start, the contents of its model directory and how it computes (type, the server's arguments). How a
+provider serves a model under its name (quantised, say) cannot be seen, so another provider is another cache file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
 
 T = TypeVar("T", bound=msgspec.Struct)
-SAMPLED_BYTES = 1 << 16  # at both ends of each weight file: enough to tell models apart
 
 
 class TeacherCache:
@@ -34,10 +33,14 @@ class TeacherCache:
         self.cache = cache
         place = teacher.backend.servers()[0].place
         self._is_ours = place is None or not place.is_attached
-        self._identity = teacher_identity(teacher, files, weights_digest(files.directory) if self._is_ours else None)
+        self._teacher = teacher
+        self._files = files
+        self._identity: bytes
         self._fingerprint: bytes | None = None
 
     async def __aenter__(self) -> Self:
+        weights = await asyncio.to_thread(weights_digest, self._files.directory) if self._is_ours else None
+        self._identity = teacher_identity(self._teacher, self._files, weights)
         await self.cache.__aenter__()
         return self
 
@@ -116,17 +119,22 @@ def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes |
         files.vocabulary.fingerprint,
         files.vocab_size,
         weights,
+        None if weights is None else _computation(teacher),
     )
 
 
+def _computation(teacher: TeacherConfig) -> list[Any]:
+    """What decides the numbers of a server of ours besides its weights, as far as settings know."""
+    server = teacher.backend.servers()[0]
+    launch = getattr(server, "launch", None)
+    launched = None if launch is None else [launch.dtype, launch.arguments, launch.environment]
+    return [getattr(server, "dtype", None), getattr(server, "fast_path", None), launched]
+
+
 def weights_digest(directory: Path) -> bytes:
-    """Of a model directory: its configuration, and names, sizes and both ends of its weight files."""
+    """Of a model directory: its configuration and its weight files, whole. A second or so for each GB."""
     found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            found.update(file.read(SAMPLED_BYTES))
-            file.seek(max(0, size - SAMPLED_BYTES))
-            found.update(file.read(SAMPLED_BYTES))
+            found.update(path.name.encode() + hashlib.file_digest(file, "blake2b").digest())
     return found.digest()

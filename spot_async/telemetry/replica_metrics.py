@@ -48,6 +48,6 @@ def _figures(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[
     if elapsed_s > 0:
         figures["mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
     prompt_tokens = now.traffic.prompt_tokens - last.traffic.prompt_tokens
-    if prompt_tokens:
+    if prompt_tokens and now.traffic.cached_tokens:  # a server that never names any may just not say
         figures["cached_share"] = (now.traffic.cached_tokens - last.traffic.cached_tokens) / prompt_tokens
     return figures

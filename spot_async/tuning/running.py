@@ -33,7 +33,13 @@ from spot_async.tuning.recommendation import conclude, demands
 from spot_async.tuning.results import Tuning
 
 PROMPTS = 16  # whose requests are noted: enough for responses of many lengths
-PAID_KEYS = ("prices", "requests_per_minute", "tokens_per_minute")  # of a backend that is not asked lightly
+PAID_KEYS = (
+    "prices",
+    "budget",
+    "token_budget",
+    "requests_per_minute",
+    "tokens_per_minute",
+)  # of a backend that is not asked lightly
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from spot_async.watchdog.stacks import grouped
 NAMES_SHOWN = 12  # of tasks that stand at the same place
 LOG_LINES = 8
 COMMAND_CHARACTERS = 120
+SECRET_OPTION = re.compile(r"^--?[\w-]*(api-?key|auth-?token|hf-?token|password|secret)s?$", re.IGNORECASE)
+REDACTED = "***"
 STATES = {"T": "STOPPED by a signal", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
 
 
@@ -98,8 +101,22 @@ def _processes() -> Iterator[str]:
     for pid, fields in sorted(tree.items()):
         if pid != os.getpid():
             with suppress(OSError):  # it ended meanwhile
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                command = " ".join(without_secrets(arguments))
                 yield f"{pid} {STATES.get(fields[0], fields[0])}: {command[:COMMAND_CHARACTERS]}"
+
+
+def without_secrets(arguments: Iterable[str]) -> Iterator[str]:
+    """A command line without what follows an option that is called a key, a token or a password."""
+    is_secret = False
+    for argument in arguments:
+        option, is_joined, _ = argument.partition("=")
+        names_secret = SECRET_OPTION.search(option) is not None
+        if is_secret:
+            yield REDACTED
+        else:
+            yield f"{option}={REDACTED}" if names_secret and is_joined else argument
+        is_secret = names_secret and not is_joined
 
 
 def _tail(path: Path) -> Sequence[str]:

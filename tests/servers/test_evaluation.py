@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import StartServer
 from parity import Dense
+from wider_heads import with_wider_heads
 
+from conftest import StartServer
 from spot_async.config import Config
 from spot_async.config_loading import load_config
 from spot_async.evaluation.benchmarks import plan_benchmarks
@@ -52,22 +53,22 @@ class Recorder:
         return generation
 
 
-def greedy_config(folder: Path, backend: Any) -> Config:
+def greedy_config(folder: Path, backend: Any, model: Path) -> Config:
     folder.mkdir()
     rows = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
     (folder / "few.jsonl").write_text("\n".join(rows[:: len(rows) // PROBLEMS][:PROBLEMS]) + "\n")
     return load_config(
         QUICKSTART,
         [
-            f"student={json.dumps({'model': str(EXAMPLE / 'student'), 'backend': backend})}",
+            f"student={json.dumps({'model': str(model), 'backend': backend})}",
             f"evaluation.problems={folder / 'few.jsonl'}",
             *("evaluation.temperature=0", "evaluation.samples=1", "evaluation.concurrency=16"),
         ],
     )
 
 
-async def evaluated(folder: Path, backend: Any) -> tuple[EvaluationResult, Recorder]:
-    config = greedy_config(folder, backend)
+async def evaluated(folder: Path, backend: Any, model: Path = EXAMPLE / "student") -> tuple[EvaluationResult, Recorder]:
+    config = greedy_config(folder, backend, model)
     student = read_model("student", config.student.model)
     pool = make_pool(config.student, "student", RunDirectory.create(folder / "run", config))
     assert config.evaluation is not None
@@ -108,8 +109,9 @@ async def test_a_greedy_evaluation_gives_the_verdicts_of_our_own_engine(
     ours, recorded = await evaluated(tmp_path / "local", {"kind": "local"})
     start: StartServer = request.getfixturevalue(f"start_{kind}")
     longest = {"vllm": "--max-model-len", "sglang": "--context-length"}[kind]
-    with start(EXAMPLE / "student", longest, "512") as server:
-        theirs, others = await evaluated(tmp_path / kind, {"kind": kind, "url": server.url})
+    model = with_wider_heads(EXAMPLE / "student", tmp_path / "model") if kind == "vllm" else EXAMPLE / "student"
+    with start(model, longest, "512") as server:
+        theirs, others = await evaluated(tmp_path / kind, {"kind": kind, "url": server.url}, model)
     assert len(recorded.found) == PROBLEMS
     assert 0 < ours.count(Verdict.CORRECT) < PROBLEMS
     listed = near_ties(recorded, others, dense_logprobs)

@@ -69,6 +69,7 @@ class FaultyProxy:
     url: str = ""
     _calm_at_s: float = 0.0
     _server: asyncio.Server | None = None
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)  # the loop itself would forget those that wait
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -80,8 +81,15 @@ class FaultyProxy:
     ) -> None:
         assert self._server is not None
         self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             request, path = await _read_request(reader)
             number, self.requests = self.requests, self.requests + 1
@@ -183,9 +191,9 @@ def _spoilt(fault: Fault, tree: Any) -> Any:
             case {"logprob": float()} if not done and fault is Fault.NAN:
                 done = True
                 return {**node, "logprob": None}
-            case [None, dict() as row, *rest] if not done and fault is Fault.DUPLICATE:
+            case [{"logprob": float()}, *_] | [None, dict(), *_] if not done and fault is Fault.DUPLICATE:
                 done = True
-                return [None, row, row, *rest]
+                return [node[0], *node]
             case [int(start), int(end), [int(lineage), int(step)]] if fault is Fault.STALE:
                 return [start, end, [lineage, step + 7]]
             case str() if fault is Fault.STALE and re.fullmatch(r"\d+\.\d+", node):

@@ -1,0 +1,98 @@
+"""What a run keeps on each GPU while it samples and while it trains. Estimates from sizes; nothing is measured here.
+
+The trainer (ranks on devices 0, 1, ...) holds the whole student on every rank: it replicates, it does not shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spot_async.spending.model_size import ModelSize
+
+GIB = float(1 << 30)
+DEVICE_GIB = 80.0  # of the GPUs that the recipes are for
+USABLE = 0.95  # of it: the allocator's gaps, the driver and what is not counted here have the rest
+CONTEXT_GIB = 0.8  # of a process on a device: CUDA, libraries, NCCL
+WORKSPACE_GIB = 2.0  # of a server beside weights and cache: activations, graphs
+LOGITS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
+STATE_BYTES = {"weights": 4, "gradients": 4, "optimiser": 8}  # a parameter, in float32: AdamW has two moments
+CAST_BYTES = 2  # a parameter, in bfloat16, while a forward and backward pass lasts
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Of one rank, GiB."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    cast: float
+    activations: float  # of one forward pass
+
+    @property
+    def resting(self) -> float:
+        return self.weights + self.gradients + self.optimiser + CONTEXT_GIB
+
+    @property
+    def training(self) -> float:
+        return self.resting + self.cast + self.activations + LOGITS_GIB
+
+
+def trainer_memory(student: ModelSize, *, micro_batch_tokens: int, longest_tokens: int, is_cast: bool) -> TrainerMemory:
+    """`longest_tokens`: a sequence longer than a micro-batch is one by itself."""
+    tokens = max(micro_batch_tokens, longest_tokens)
+    state = {name: size * student.parameters / GIB for name, size in STATE_BYTES.items()}
+    return TrainerMemory(
+        **state,
+        cast=CAST_BYTES * student.parameters / GIB if is_cast else 0.0,
+        activations=tokens * student.activation_bytes_per_token / GIB,
+    )
+
+
+@dataclass(frozen=True)
+class ServerOnDevice:
+    """A server's part of one device."""
+
+    role: str
+    device: int
+    gib: float  # that it takes: its share of the device
+    cache_gib: float  # of that, for keys and values
+    sleeps: bool  # while the trainer trains
+
+
+def server_on(
+    role: str, device: int, size: ModelSize, *, memory_fraction: float, parallel: int, sleeps: bool
+) -> ServerOnDevice:
+    """`parallel` devices share the model, in 16 bits."""
+    taken = memory_fraction * DEVICE_GIB
+    return ServerOnDevice(role, device, taken, taken - 2 * size.parameters / parallel / GIB - WORKSPACE_GIB, sleeps)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Of one device, GiB."""
+
+    device: int
+    sampling: float
+    training: float
+
+    @property
+    def fits(self) -> bool:
+        return max(self.sampling, self.training) <= USABLE * DEVICE_GIB
+
+
+def per_device(servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int) -> list[DeviceMemory]:
+    """Of every device that a server or a rank is on."""
+    found = []
+    for device in sorted({each.device for each in servers} | set(range(ranks))):
+        here = [each for each in servers if each.device == device]
+        has_rank = device < ranks
+        found.append(
+            DeviceMemory(
+                device,
+                sampling=sum(each.gib for each in here) + has_rank * trainer.resting,
+                training=sum(CONTEXT_GIB if each.sleeps else each.gib for each in here) + has_rank * trainer.training,
+            )
+        )
+    return found

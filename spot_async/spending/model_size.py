@@ -1,0 +1,81 @@
+"""How large a model is, from its config.json alone: parameters, cache, and what training keeps for the backward pass.
+
+Exact for decoders like Qwen2, Qwen3, Llama and Mistral; others are not sized. Nothing here knows devices or runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+SIZED = ("qwen2", "qwen3", "llama", "mistral")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Widths are numbers of a token's activations."""
+
+    layers: int
+    hidden: int
+    feed_forward: int
+    queries: int  # heads x head_dim
+    keys: int  # key-value heads x head_dim
+    head: int
+    vocabulary: int
+    tied: bool  # embedding and output layer are one
+    has_query_bias: bool
+    has_query_norm: bool
+
+    @property
+    def parameters(self) -> int:
+        attention = self.hidden * (2 * self.queries + 2 * self.keys)
+        attention += (self.queries + 2 * self.keys) * self.has_query_bias + 2 * self.head * self.has_query_norm
+        layer = attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
+        return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values in 16 bits."""
+        return self.layers * 2 * self.keys * 2
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """What the trainer's forward pass keeps for the backward pass: float32 parameters, bfloat16 autocast, no
+        checkpoints of layers.
+
+        Coefficients measured from the tensors that autograd saved (transformers 5, torch 2.13, 512 tokens; varied one
+        width at a time): residuals and norms 26 a hidden unit, gate and up 8 a feed-forward unit, 4 a query and key
+        unit, 6 more where these have a norm.
+        """
+        per_head = 10 if self.has_query_norm else 4
+        return self.layers * (26 * self.hidden + 8 * self.feed_forward + per_head * (self.queries + self.keys))
+
+
+def read_size(directory: Path) -> ModelSize | None:
+    """None for architectures that are not sized. The directory has a config.json (see `read_model`)."""
+    return size_of(msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any]))
+
+
+def size_of(config: Mapping[str, Any]) -> ModelSize | None:
+    """From the values of a config.json."""
+    kind = config.get("model_type")
+    if kind not in SIZED or config.get("mlp_bias") or (kind != "qwen2" and config.get("attention_bias")):
+        return None
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    return ModelSize(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        feed_forward=config["intermediate_size"],
+        queries=heads * head,
+        keys=(config.get("num_key_value_heads") or heads) * head,
+        head=head,
+        vocabulary=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        has_query_bias=kind == "qwen2",
+        has_query_norm=kind == "qwen3",
+    )

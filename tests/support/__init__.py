@@ -1,0 +1,1 @@
+"""What several test files share and no fixture can give: stand-ins for servers, and servers of our own."""

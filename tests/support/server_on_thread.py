@@ -1,0 +1,61 @@
+"""Our own server on threads of this process, for tests whose subject is what it is asked and not its process.
+
+It is spoken to over its socket, as ever. What is saved are the seconds in which a process of its own imports torch and
+transformers. That such a process starts, ends and dies as it should is the subject of `test_serving.py` and of the
+drills of real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from spot_async.backends.local_server import Address, LocalServer, _private_directory
+from spot_async.serving.server import API_KEY_VARIABLE, KEEP_ALIVE_S, _listen, _load
+from spot_async.serving.settings import EngineSettings, ServeSettings
+
+
+async def start(server: LocalServer, stack: contextlib.AsyncExitStack) -> Address:
+    """Takes the place of `LocalServer._start`."""
+    own = server._settings
+    directory = stack.enter_context(_private_directory())
+    uds = None if own.port else str(directory / "http")
+    engine = {name: getattr(own, name) for name in EngineSettings.model_fields}
+    settings = ServeSettings(model=server._model, uds=uds, port=own.port, **engine)
+    server._log_path.parent.mkdir(parents=True, exist_ok=True)
+    server._log_path.write_text("served by threads of the test\n")
+    await stack.enter_async_context(_serving(settings))
+    return Address("http://localhost" if uds else f"http://127.0.0.1:{own.port}", uds)
+
+
+@contextlib.asynccontextmanager
+async def _serving(settings: ServeSettings) -> AsyncIterator[None]:
+    with _listen(settings) as listener:
+        worker, app = _load(Path(settings.model), settings, os.environ.get(API_KEY_VARIABLE))
+        http = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S))
+        threads = [
+            threading.Thread(target=worker.run, name="engine"),
+            threading.Thread(target=http.run, kwargs={"sockets": [listener]}, name="http"),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            http.should_exit = True
+            worker.stop()
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are for the test's own process."""
+        yield

@@ -1,0 +1,202 @@
+"""vLLM where none runs: replies recorded from 0.32.0, and a small server for what cannot run on a CPU.
+
+The stand-in answers as vLLM 0.32 with the V2 model runner and as vLLM 0.25 do by their sources; it serves a table of
+next-token distributions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spot_async.backends.vllm import VllmBackend
+from spot_async.types import WeightVersion
+from spot_async.vocabulary import load_tokenizer
+
+RECORDED = Path(__file__).parents[1] / "data" / "vllm_0.32.0" / "replies.json"
+V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
+VOCAB = 50
+PROMPT = np.array([3, 9, 27], np.int32)
+RESPONSE = np.array([31, 4, 4, 40, 12], np.int32)
+
+
+def recorded(name: str) -> Any:
+    return json.loads(RECORDED.read_text())[name]["reply"]
+
+
+def soon(seconds: float = 60.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+class Raw(str):
+    """A reply that is no JSON."""
+
+
+def as_before_0_32(reply: Any) -> Any:
+    """The same reply in the shape that versions up to 0.31 gave it."""
+    for entry in reply["choices"][0]["logprobs"]["content"]:
+        for token in (entry, *entry["top_logprobs"]):
+            token["token"] = f"token_id:{token.pop('token_id')}"
+            token["bytes"] = None
+    return reply
+
+
+class StandIn:
+    """A server whose next token depends on the last one alone: row `i` of the table (V, V) follows token `i`."""
+
+    def __init__(
+        self,
+        model: Path,
+        tokenizer: Any,
+        *,
+        version: str = "0.32.0",
+        chosen_tokens: bool = True,
+        paused: bool = False,
+        developer_mode: bool = True,
+    ) -> None:
+        self.model, self.tokenizer, self.version, self.chosen_tokens = model, tokenizer, version, chosen_tokens
+        logits = np.random.default_rng(0).normal(0.0, 2.0, (VOCAB, VOCAB))
+        self.table = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        self.weights = "default"
+        self.names_weights = version >= "0.27"
+        self.paused = paused
+        self.developer_mode = developer_mode
+        self.finish_reason = "length"
+        self.calls: list[str] = []
+        self.bodies: list[tuple[str, Any]] = []
+        self.failing: dict[str, tuple[int, Any]] = {}  # the next answer
+        self.broken: set[str] = set()  # every answer
+        self.held = asyncio.Event()
+        self.hold: str | None = None
+        self.answers_developers = True
+        self.metrics: list[str] = []
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        missing = (404, {"detail": "Not Found"})
+        routes: dict[str, Callable[[], tuple[int, Any]]] = {
+            "/version": lambda: (200, {"version": self.version}),
+            "/v1/models": lambda: (200, {"data": [{"id": "m", "max_model_len": 64}]}),
+            "/tokenize": lambda: (200, {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False)}),
+            "/inference/v1/generate": lambda: self.generate(body["token_ids"], body["sampling_params"]),
+            "/weight_info": lambda: (
+                (200, {"weight_version": self.weights}) if self.names_weights and self.developer_mode else missing
+            ),
+            "/update_weight_version": lambda: self.rename(body["new_version"]),
+            "/reset_prefix_cache": lambda: (200, {"success": True}),
+            "/is_paused": lambda: (200, {"is_paused": self.paused}) if self.answers_developers else missing,
+            "/metrics": lambda: (200, Raw(self.metrics.pop(0) if self.metrics else "")),
+            "/health": lambda: (200, {}),
+            "/pause?mode=keep": lambda: self.pause(True),
+            "/collective_rpc": lambda: (200, {"results": [None]}),
+            "/resume": lambda: self.pause(False),
+        }
+        self.calls.append(path)
+        self.bodies.append((path, body))
+        if path in self.broken:
+            return 500, {"error": {"message": "broken"}}
+        return self.failing.pop(path, None) or routes.get(path, lambda: missing)()
+
+    def pause(self, paused: bool) -> tuple[int, Any]:
+        self.paused = paused
+        return 200, {"status": "paused" if paused else "resumed"}
+
+    def rename(self, name: str) -> tuple[int, Any]:
+        self.weights = name
+        return 200, {"success": True, "new_version": name}
+
+    def generate(self, tokens: list[int], asked: dict[str, Any]) -> tuple[int, Any]:
+        def refuse(message: str) -> tuple[int, Any]:
+            return 400, {"error": {"message": message, "type": "BadRequestError"}}
+
+        if max(tokens) >= VOCAB:
+            return refuse(f"Token id {max(tokens)} is out of vocabulary")
+        if (asked.get("prompt_logprobs") or 0) > 20:
+            return refuse("Requested prompt logprobs of 50, which is greater than max allowed: 20")
+        reply: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_id_logprobs": None}
+        rows = asked.get("prompt_logprob_token_ids")
+        if rows is not None and self.version >= "0.31":
+            if not self.chosen_tokens:
+                return refuse("prompt_logprob_token_ids requires the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1).")
+            start = asked["prompt_logprob_start"]
+            if len(rows) != len(tokens) - 1 - start:
+                return refuse(f"prompt_logprob_token_ids has {len(rows)} rows")
+            values = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
+            for i, row in enumerate(rows):
+                values[i, : len(row)] = self.table[tokens[start + i], row]
+            file = io.BytesIO()
+            np.save(file, values)
+            reply["prompt_token_id_logprobs"] = base64.b64encode(file.getvalue()).decode()
+        if asked.get("prompt_logprobs") is not None:
+            reply["prompt_logprobs"] = [None] + [
+                {str(v): {"logprob": x} for v, x in self.entries(before, token, asked["prompt_logprobs"])}
+                for before, token in itertools.pairwise(tokens)
+            ]
+        sampled, content = [], []
+        for _ in range(asked["max_tokens"]):
+            row = self.table[(tokens + sampled)[-1]]
+            token = asked.get("allowed_token_ids", [int(row.argmax())])[0]
+            entries = self.entries((tokens + sampled)[-1], token, asked.get("logprobs") or 0)
+            shown = [self.entry(*entry) for entry in entries[: max(1, asked.get("logprobs") or 0)]]
+            content.append({**shown[0], "top_logprobs": shown})
+            sampled.append(token)
+        choice: dict[str, Any] = {"token_ids": sampled, "finish_reason": self.finish_reason}
+        if asked.get("logprobs") is not None:
+            choice["logprobs"] = {"content": content}
+        if self.names_weights:
+            choice["weight_versions"] = [{"version": self.weights, "start": 0, "end": len(sampled)}]
+        return 200, {**reply, "choices": [choice]}
+
+    def entries(self, before: int, token: int, count: int) -> list[tuple[int, float]]:
+        """The token itself, then the likeliest others."""
+        row = self.table[before]
+        best = [int(v) for v in np.argsort(-row)[:count] if v != token]
+        return [(v, float(np.float32(row[v]))) for v in (token, *best)]
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        name = {"token_id": token} if self.version >= "0.32" else {"token": f"token_id:{token}"}
+        return {**name, "logprob": logprob}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                lengths = [line.split(":")[1] for line in head.splitlines() if line.startswith("content-length")]
+                body = await reader.readexactly(int(lengths[0])) if lengths else b""
+                path = head.split()[1]
+                status, reply = self.answer(path, json.loads(body) if body and body != b"null" else None)
+                if path == self.hold:  # done, but the answer never comes
+                    self.held.set()
+                    await asyncio.sleep(3600.0)
+                content = reply.encode() if isinstance(reply, Raw) else json.dumps(reply).encode()
+                writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+Connect = Callable[..., Any]
+
+
+def connecting(model: Path, run_directory: Path) -> Connect:
+    """`connect(role, **stand_in)`: a backend on a stand-in, both entered."""
+    tokenizer = load_tokenizer(model)
+
+    @asynccontextmanager
+    async def enter(role: str = "student", **changes: Any) -> AsyncIterator[tuple[VllmBackend, StandIn]]:
+        stand_in = StandIn(model, tokenizer, **changes)
+        async with await asyncio.start_server(stand_in.serve, "127.0.0.1", 0) as server:
+            settings = VllmBackend.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            async with VllmBackend(settings, role=role, model=str(model), run_directory=run_directory) as backend:
+                stand_in.calls.clear()
+                yield backend, stand_in
+
+    return enter

@@ -1,0 +1,152 @@
+"""Weight updates of the vLLM adapter, to a stand-in: what is confirmed, undone, and who is left paused."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog
+
+from spot_async.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    ProcessDiedError,
+    TransientError,
+)
+from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot
+from support.vllm import (
+    PROMPT,
+    V0,
+    V1,
+    Connect,
+    connecting,
+    soon,
+)
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Callable[..., Path]) -> Path:
+    return random_model()
+
+
+@pytest.fixture
+def connect(model: Path, tmp_path: Path) -> Connect:
+    return connecting(model, tmp_path)
+
+
+UPDATE = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/weight_info"]
+
+
+async def test_an_update_goes_on_only_with_weights_that_the_server_confirmed(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        first, second = (WeightSnapshot(directory=str(stand_in.model), version=each) for each in (V0, V1))
+        await backend.update_weights(first, deadline=soon())
+        assert stand_in.calls == [*UPDATE, "/resume"]
+        # Whatever fails after the pause, the weights before are loaded again and confirmed before it goes on.
+        for number, path in enumerate(UPDATE[1:], start=1):
+            stand_in.calls.clear()
+            stand_in.failing[path] = (500, {"error": {"message": "no"}})
+            with pytest.raises(TransientError, match="HTTP 500: no"):
+                await backend.update_weights(second, deadline=soon())
+            assert stand_in.calls == [*UPDATE[: number + 1], *UPDATE[1:], "/resume"]
+            assert stand_in.weights == str(V0)
+        stand_in.failing["/reset_prefix_cache"] = (200, {"success": False})
+        with pytest.raises(TransientError, match="could not drop its prefix cache"):
+            await backend.update_weights(second, deadline=soon())
+        assert stand_in.calls[-1] == "/resume"
+
+
+async def test_an_update_that_is_cancelled_leaves_the_server_going_with_the_weights_before(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        first, second = (WeightSnapshot(directory=str(stand_in.model), version=each) for each in (V0, V1))
+        await backend.update_weights(first, deadline=soon())
+        stand_in.hold = "/reset_prefix_cache"
+        update = asyncio.create_task(backend.update_weights(second, deadline=soon()))
+        await stand_in.held.wait()
+        stand_in.hold = None
+        stand_in.calls.clear()
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert stand_in.calls == [*UPDATE[1:], "/resume"]
+        assert stand_in.weights == str(V0)
+
+
+async def test_a_first_update_that_fails_leaves_the_server_going_with_the_models_own_weights(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.failing["/collective_rpc"] = (500, {"error": {"message": "no"}})
+        stand_in.bodies.clear()
+        with pytest.raises(TransientError, match="HTTP 500: no"):
+            await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V1), deadline=soon())
+        assert stand_in.calls == [*UPDATE[:2], *UPDATE[1:], "/resume"]
+        loaded = [body["kwargs"]["weights_path"] for path, body in stand_in.bodies if path == "/collective_rpc"]
+        assert loaded[-1] == str(stand_in.model)
+        assert (stand_in.weights, stand_in.paused) == (str(V0), False)
+        sampling = SamplingSettings(max_tokens=2, stop_token_ids=(), seed=1)
+        assert (await backend.generate(PROMPT, sampling, deadline=soon())).version_spans == (VersionSpan(0, 2, V0),)
+
+
+async def test_a_server_that_can_load_nothing_stays_paused(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.broken.add("/collective_rpc")
+        with pytest.raises(ProcessDiedError, match="must be restarted, it stays paused"):
+            await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V1), deadline=soon())
+        assert stand_in.paused
+
+
+@pytest.mark.parametrize("path", [*UPDATE, "/resume"])
+async def test_a_first_update_that_is_cancelled_anywhere_stays_cancelled_and_the_server_goes_on(
+    connect: Connect, path: str
+) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.hold = path
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        update = asyncio.create_task(backend.update_weights(snapshot, deadline=soon()))
+        await stand_in.held.wait()
+        stand_in.hold = None
+        stand_in.calls.clear()
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert stand_in.calls[-1] == "/resume"
+        assert not stand_in.paused
+        assert stand_in.weights == {"/pause?mode=keep": "default", "/resume": str(V1)}.get(path, str(V0))
+
+
+async def test_a_cancelled_update_that_cannot_be_undone_stays_cancelled_and_the_server_paused(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.hold = "/collective_rpc"
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        update = asyncio.create_task(backend.update_weights(snapshot, deadline=soon()))
+        await stand_in.held.wait()
+        stand_in.hold = None
+        stand_in.broken.add("/collective_rpc")
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert stand_in.paused
+
+
+async def test_a_pause_that_is_not_answered_in_time_is_taken_back(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.hold = "/pause?mode=keep"
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        with pytest.raises(DeadlineExceededError):
+            await backend.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 1.0)
+        assert stand_in.calls == ["/pause?mode=keep", "/resume"]
+        assert not stand_in.paused
+
+
+async def test_a_server_that_takes_no_weights_is_told_what_it_lacks(connect: Connect) -> None:
+    old = {"version": "0.25.1", "chosen_tokens": False}
+    for changes, need in ((old, "vLLM 0.27 or later.*0.25.1"), ({"developer_mode": False}, "VLLM_SERVER_DEV_MODE=1")):
+        with structlog.testing.capture_logs() as logs:
+            async with connect(**changes) as (backend, stand_in):
+                snapshot = WeightSnapshot(directory=str(stand_in.model), version=V0)
+                with pytest.raises(ConfigError, match=need):
+                    await backend.update_weights(snapshot, deadline=soon())
+        (warned,) = [log for log in logs if log["event"] == "takes no weights"]
+        assert re.search(need, warned["needs"])

@@ -1,0 +1,177 @@
+"""The recipes of configs/paper: each can start where its models and data lie, and holds the paper's settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spot_async.cli import app
+from spot_async.config_loading import load_config
+from spot_async.preflight import plan_training
+from spot_async.prompts import PromptSchedule
+
+PAPER = Path(__file__).parents[1] / "configs" / "paper"
+RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
+    path.relative_to(PAPER).as_posix() for path in PAPER.glob("table[123]/*.yaml")
+)
+SIZES = ("Qwen3-0.6B-Base", "Qwen3-1.7B-Base", "Qwen3-4B-Base", "Qwen3-8B")
+LLAMAS = ("Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct")
+TEMPLATE = (
+    "{% for message in messages %}user {{ message.content }} {% endfor %}assistant"
+    "{% if enable_thinking is defined and not enable_thinking %} w7{% endif %}"
+)
+PROBLEMS = 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def directory(tmp_path_factory, random_model):
+    """A working directory as the recipes want it: tiny stand-ins for models, data and servers under the real names."""
+    directory = tmp_path_factory.mktemp("paper")
+    stand_in = random_model(max_position_embeddings=40960)
+    (stand_in / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "models").mkdir()
+    for name in (*SIZES, *LLAMAS):
+        (directory / "models" / name).symlink_to(stand_in)
+    for server in ("sglang", "vllm"):
+        (directory / f".venv-{server}" / "bin").mkdir(parents=True)
+        (directory / f".venv-{server}" / "bin" / "python").symlink_to(sys.executable)
+    data = directory / "data"
+    data.mkdir()
+    rows = [{"problem": f"w{i % 50} w{i // 50} what is {i}?", "answer": str(i)} for i in range(PROBLEMS)]
+    math = [
+        {**row, "solution": f"It is $\\boxed{{{row['answer']}}}$.", "level": "Level 2", "type": "t"} for row in rows
+    ]
+    write_lines(data / "math_train.jsonl", math)
+    write_lines(data / "dapo_math.jsonl", rows)  # in place of the Parquet file
+    for name in ("math500", "amc23", "hmmt_feb_2025", "hmmt_nov_2025", "aime24", "aime25"):
+        write_lines(data / f"{name}.jsonl", [{"problem": f"{name} {i}?", "answer": str(i)} for i in range(2)])
+    write_lines(data / "minerva.jsonl", [{"problem": "m?", "solution": "$\\boxed{3}$", "type": "t"}])
+    before = Path.cwd()
+    os.chdir(directory)
+    yield directory
+    os.chdir(before)
+
+
+def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def iterations(config, problems: int) -> int:
+    """Of as many usable problems."""
+    return PromptSchedule(
+        [None] * problems,
+        batch_size=config.training.batch_size,
+        run_seed=0,
+        shuffle=True,
+        epochs=config.training.epochs,
+        iterations=config.training.iterations,
+    ).iterations
+
+
+def test_there_is_one_for_every_row():
+    methods = ["eopd", "grpo", "kd", "opd", "spot"]
+    assert [r for r in RECIPES if r.startswith("table1/")] == sorted(
+        f"table1/qwen3-{size}-{method}.yaml" for size in ("0.6b", "1.7b", "4b") for method in methods
+    )
+    assert len([r for r in RECIPES if r.startswith("table2/")]) == 5
+    assert len([r for r in RECIPES if r.startswith("table3/")]) == 2
+    assert len([r for r in RECIPES if r.startswith("figure-beta/")]) == 4
+    assert [r for r in RECIPES if r.startswith("table-llama/")] == [
+        f"table-llama/{method}.yaml" for method in ("eopd", "grpo", "opd", "spot")
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_could_start_and_holds_the_papers_settings(recipe):
+    overrides = ["data.train.path=data/dapo_math.jsonl"] if "4b" in recipe else []
+    config = load_config(PAPER / recipe, overrides)
+    plan = plan_training(config)
+    training, sampling, kind = config.training, config.sampling, config.policy.kind
+    is_kd, is_grpo, is_llama, is_4b = kind == "kd", kind == "grpo", "llama" in recipe, "4b" in recipe
+    assert training.learning_rate == (1e-5 if is_kd else 3e-6)
+    assert (training.schedule, training.warmup_iterations) == ("cosine", 0)
+    assert (training.weight_decay, training.max_grad_norm, training.clip) == (0.01, 1.0, 0.2)
+    assert training.batch_size == 128
+    assert training.batch_size // training.mini_batch_size == (1 if is_kd else 4)
+    assert (training.dtype, training.behavior) == ("bfloat16", "recomputed")
+    assert training.loss_aggregation == ("token_mean" if is_kd or is_grpo else "sequence_mean")
+    assert (training.dual_clip, training.reference_kl) == ((3.0, 1e-3) if is_grpo else (None, 0.0))
+    assert training.epochs == (2 if is_4b and not is_kd else 3)
+    if not is_kd:
+        assert iterations(config, 14_116 if is_4b else 7_500) == (220 if is_4b else 174)
+    assert config.data.train.layout == ("dapo" if is_4b else "math")
+    assert plan.problems == PROBLEMS
+    assert sampling.temperature == 1.0
+    assert sampling.top_p == (0.8 if is_llama else 1.0)
+    assert (sampling.max_prompt_tokens, sampling.max_response_tokens) == (1024, 4096)
+    assert (config.prompt.template, config.prompt.thinking) == (("student", None) if is_grpo else ("teacher", False))
+    assert config.verifier.kind == "boxed_match"
+    assert plan.policy.needs.samples_per_prompt == (8 if is_grpo else 1)
+    assert config.evaluation.preset == "paper"
+    assert list(config.evaluation.benchmarks) == ["MATH500", "AMC23", "Minerva", "HMMT", "AIME24", "AIME25"]
+    assert (config.evaluation.temperature, config.evaluation.top_p, config.evaluation.seed) == (1.0, 0.8, 42)
+    assert config.student.model == f"models/{student_of(recipe)}"
+    if is_grpo:
+        assert config.teacher is None
+        assert config.reference.model == config.student.model
+    else:
+        assert config.teacher.model == ("models/Llama-3.1-8B-Instruct" if is_llama else "models/Qwen3-8B")
+
+
+def student_of(recipe: str) -> str:
+    if "llama" in recipe:
+        return LLAMAS[0]
+    if recipe.startswith("table1/"):
+        return next(name for name in SIZES if name.lower().removesuffix("-base") in recipe)
+    return SIZES[0] if recipe.startswith("table2/") else SIZES[1]
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if "table1" not in r or "spot" in r])
+def test_methods_hold_their_settings_but_for_what_is_ablated(recipe):
+    policy = load_config(PAPER / recipe).policy
+    if policy.kind == "eopd":
+        assert (policy.top_k, policy.alpha, policy.tau_nats) == (16, 1.0, 0.8)
+    if policy.kind != "spot":
+        return
+    name = Path(recipe).stem
+    assert (policy.positions, policy.score_top_k, policy.probe_top_k, policy.probes) == (2, 16, 4, 1)
+    assert (policy.lambda_mass, policy.lambda_shape, policy.gamma) == (0.5, 0.5, 1.0)
+    assert policy.beta == (float(name) if recipe.startswith("figure-beta/") else 0.1)
+    assert policy.score_variant.lower() == (name if recipe.startswith("table2/") else "full")
+    assert policy.verifier_guidance == (name != "without-verifier-guidance")
+
+
+def test_kd_has_the_weights_of_the_paper():
+    policy = load_config(PAPER / "table1" / "qwen3-0.6b-kd.yaml").policy
+    assert (policy.top_k, policy.forward_kl_weight) == (16, 0.5)
+
+
+def test_grpo_leaves_thinking_to_the_template_and_the_others_end_it():
+    for method, ending in (("grpo", "assistant"), ("opd", "assistant w7")):
+        config = load_config(PAPER / "table1" / f"qwen3-0.6b-{method}.yaml")
+        plan = plan_training(config)
+        assert plan.renderer.text(next(iter(plan.schedule)).problem).endswith(ending)
+
+
+def test_a_dry_run_shows_the_estimate_with_its_assumptions(monkeypatch):
+    shown = CliRunner(env={"COLUMNS": "160"}).invoke(
+        app, ["train", str(PAPER / "table1" / "qwen3-0.6b-spot.yaml"), "--dry-run"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "million tokens: rollouts" in shown.output
+    assert "device 3" in shown.output
+    assert "None of it is measured" in shown.output
+
+
+def test_vllm_lies_over_a_recipe_in_one_line(tmp_path):
+    over = tmp_path / "mine.yaml"
+    over.write_text(f"base: [{PAPER}/table1/qwen3-0.6b-spot.yaml, {PAPER}/vllm.yaml]\n")
+    config = load_config(over)
+    assert {config.student.backend.kind, config.teacher.backend.kind} == {"vllm"}
+    assert (len(config.student.backend.servers()), config.policy.kind) == (3, "spot")
+    assert config.student.model == "models/Qwen3-0.6B-Base"
