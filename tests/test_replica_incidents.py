@@ -298,3 +298,24 @@ def test_a_frozen_replica_is_noticed_although_its_requests_are_given_up_early():
         assert pool.replicas[0].restarts == 1
 
     incident(scenario, stall_s=10.0)
+
+
+def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence():
+    class Slow(Server):
+        async def update_weights(self, snapshot, *, deadline):
+            if self is servers[0]:
+                if errors:
+                    raise errors.pop()
+                await asyncio.sleep(45.0)
+
+    errors, servers = [TransientError("reset")], []
+
+    async def scenario(pool, made):
+        servers.extend(made[0])
+        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+        await asyncio.sleep(100.0)
+        assert [each.restarts for each in pool.replicas] == [0, 0]
+        assert {each.version for each in pool.replicas} == {snapshot.version}
+
+    incident(scenario, make=Slow, number=2)

@@ -162,7 +162,7 @@ class Supervisor(Generic[B]):
                         return False  # gone for good, such as a process that was killed while it was stopped
                     await asyncio.sleep(PING_INTERVAL_S)
             replica.showed_life(_now_s())
-            async with self._awake_throughout(), asyncio.timeout(self._serving.stall_s):
+            async with self._awake_throughout():
                 await self._weights.catch_up(replica)
         except TimeoutError:
             return False
