@@ -113,7 +113,7 @@ def evaluate(
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
-    from spot_async.runtime import evaluate_student
+    from spot_async.student_evaluation import evaluate_student
 
     if complete:
         screen.print("this evaluation is complete")
