@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import structlog
 
+from spot_async.concurrency import watched
 from spot_async.config import ServingConfig
 from spot_async.errors import (
     DataError,
@@ -22,7 +23,6 @@ from spot_async.errors import (
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
-from spot_async.runtime import watched
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
 

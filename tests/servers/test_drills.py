@@ -32,7 +32,7 @@ from tiny_models import TOKENS
 from conftest import StartServer, TinyModels
 from spot_async import stages_for
 from spot_async.backends.launch import LaunchSettings
-from spot_async.concurrency import gather
+from spot_async.concurrency import gather, watched
 from spot_async.config import ModelConfig, SamplingConfig, ScoreStageConfig, ServingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
 from spot_async.guard import process_tree
@@ -41,7 +41,6 @@ from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorS
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.runtime import watched
 from spot_async.servers import backend_factories
 from spot_async.types import Problem, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
