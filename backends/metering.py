@@ -6,7 +6,6 @@ leave, by the account (`spot_async.spending`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Self
@@ -16,7 +15,7 @@ import pydantic
 from pydantic import Field
 
 from spot_async.config import PluginSettings, PositiveFloat, PositiveInt
-from spot_async.errors import DeadlineExceededError, RequestError
+from spot_async.errors import RequestError
 from spot_async.spending.account import Account, Charge
 from spot_async.spending.prices import Prices, Size
 from spot_async.spending.rate_limit import RateLimiter
@@ -89,19 +88,12 @@ class Meter:
     @contextlib.asynccontextmanager
     async def _charged(self, size: Size, deadline: float) -> AsyncIterator[Charge]:
         limit = self.account.rate_limit if self.account.is_limited else self._own_rate_limit
-        try:
-            async with asyncio.timeout_at(deadline) as turn, self.account.request(self.name, size, limit) as charge:
-                turn.reschedule(None)  # the deadline is the endpoint's to keep from here on
-                try:
-                    yield charge
-                except RequestError as error:
-                    charge.was_sent = not _never_left(error)
-                    raise
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"{self.role}: no turn before the deadline: raise {self.role}.backend.requests_per_minute or "
-                "tokens_per_minute as far as the endpoint allows, or lower the concurrency of its stages"
-            ) from None
+        async with self.account.request(self.name, size, limit, deadline) as charge:
+            try:
+                yield charge
+            except RequestError as error:
+                charge.was_sent = not _never_left(error)
+                raise
 
 
 def _never_left(error: BaseException | None) -> bool:

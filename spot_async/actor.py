@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from spot_async.errors import DeadlineExceededError, FailureClass, RequestError
+from spot_async.errors import DeadlineExceededError, FailureClass, RequestError, ThrottledError
 from spot_async.mailbox import Mailbox, Priority
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
 from spot_async.retry import RetryPolicy
@@ -55,6 +55,7 @@ class OpenRequest:
     work: Callable[[Any], int] | None = None  # in tokens, that its result amounts to
     started_s: float | None = None  # its first lease was granted
     deadline: float = 0.0
+    told_s: float = 0.0  # longest time for which an endpoint asked to be left alone
     attempts: int = 0  # sendings so far
     replica: str | None = None  # that has it; None while it waits for one, empty where there is only one
 
@@ -66,7 +67,8 @@ class OpenRequest:
 class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
-    Waiting for a turn does not count, here or for a server: it is back-pressure, and as long as it is meant to be.
+    Waiting for a turn does not count, here, for a server or as an endpoint asks to: it is back-pressure, and as long as
+    it is meant to be.
     """
 
     def __init__(
@@ -170,6 +172,9 @@ class Stage(Generic[S]):
                 self.counters.count_failure(error)
                 error.stage, error.attempts = self.name, failures.total()
                 delay_s = self._retry.delay_s(error, failures[error.failure_class], self._jitter())
+                if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
+                    this.deadline += delay_s  # back-pressure, as waiting for a server is
+                    this.told_s = max(this.told_s, delay_s)
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= this.deadline:
                     raise
                 structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))

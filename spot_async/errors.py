@@ -60,6 +60,7 @@ class RequestError(SpotError):
 
     failure_class: ClassVar[FailureClass] = FailureClass.PERMANENT
     exchange: Exchange | None = None
+    was_sent: bool = True  # False: it never left, and tells nothing of the server
     stage: str | None = None
     attempts: int = 1
 

@@ -153,6 +153,26 @@ def test_throttling_ends_at_the_deadline_and_uses_up_no_attempts():
     run_on_virtual_time(scenario())
 
 
+def test_an_endpoint_that_asks_for_longer_than_the_deadline_is_left_alone_for_as_long():
+    async def scenario():
+        probe = stage(timeout_s=10.0)
+        loop = asyncio.get_running_loop()
+        sent = []
+
+        async def closed_for_an_hour(_, deadline):
+            sent.append(loop.time())
+            assert deadline - loop.time() == pytest.approx(10.0)
+            if loop.time() < 3600.0:
+                raise ThrottledError("429: daily limit", retry_after_s=3600.0)
+            return (told_s,) == tuple(each.told_s for each in probe.open)
+
+        told_s = 3600.0
+        assert await probe.ask((0,), closed_for_an_hour)
+        assert sent == [0.0, 3600.0]
+
+    run_on_virtual_time(scenario())
+
+
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 6))
 def test_admission_bounds_staleness(max_staleness, batch_size, version):
     """A prompt admitted at `version` is trained in iteration ordinal // batch: at most max_staleness later."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.errors import ThrottledError
+from spot_async.errors import RequestError, ThrottledError
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
@@ -81,6 +81,38 @@ def test_a_retry_after_holds_back_every_request_of_the_endpoint():
         return [at - started for at in left]
 
     assert run_on_virtual_time(run()) == pytest.approx([0.0, 7.0, 7.0])
+
+
+def test_who_cannot_leave_before_the_deadline_is_told_what_stands_in_the_way():
+    size = Size(prompt_tokens=1, max_completion_tokens=1)
+
+    async def refusal(account, limit, *, deadline=10.0):
+        with pytest.raises(RequestError) as raised:
+            async with account.request("there", size, limit, deadline):
+                pass
+        assert not raised.value.was_sent
+        return raised.value, asyncio.get_running_loop().time()
+
+    async def run():
+        held, free = RateLimiter(), Account("teacher")
+        held.hold(0.0, 700.0)
+        told, at_s = await refusal(free, held)
+        assert (type(told), told.retry_after_s, at_s) == (ThrottledError, 700.0, 0.0)
+        assert "asked to be left alone" in str(told)
+
+        limited = Account("teacher", requests_per_minute=1)
+        limited.rate_limit.take(0.0, 1)
+        limited.rate_limit.claim()
+        late, at_s = await refusal(limited, limited.rate_limit)
+        assert (at_s, "requests_per_minute" in str(late)) == (10.0, True)
+
+        budgeted = Account("teacher", token_budget=3)
+        async with budgeted.request("there", size, RateLimiter(), 20.0):
+            late, _ = await refusal(budgeted, RateLimiter(), deadline=20.0)
+            assert "no room in the budget" in str(late)
+            await asyncio.sleep(50.0)  # what is done with a turn has its own deadline
+
+    run_on_virtual_time(run())
 
 
 def test_a_turn_that_was_granted_before_is_not_waited_for_again():

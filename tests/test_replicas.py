@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError
+from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.replicas.capabilities import MODEL, check_same, combined
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
 from spot_async.replicas.dispatcher import Dispatcher
@@ -353,6 +353,45 @@ def test_refusals_and_failures_are_known_to_the_replica():
         for _ in range(FAILURES_TO_SUSPECT):
             await fail(TransientError("connection refused"))
         assert replica.life.state is State.SUSPECT
+
+    run_on_virtual_time(scenario())
+
+
+def test_a_replica_that_asked_to_be_left_alone_gets_nothing_until_then():
+    async def scenario():
+        pool, replicas = dispatcher(count=2, most=99)
+        loop = asyncio.get_running_loop()
+        sent: list[tuple[float, str]] = []
+
+        async def ask(told_s=None):
+            lease = await pool.lease(Errand("score", (0,)))
+            async with lease:
+                sent.append((loop.time(), lease.replica))
+                if told_s is not None:
+                    raise ThrottledError("429", retry_after_s=told_s)
+
+        for told_s in (900.0, 50.0):
+            with pytest.raises(ThrottledError):
+                await ask(told_s)
+        assert {name for _, name in sent} == {"r0", "r1"}
+        await asyncio.gather(ask(), ask())
+        assert sent[2:] == [(50.0, sent[1][1])] * 2
+        replicas[int(sent[1][1][1])].life.move(State.SUSPECT, 50.0)
+        await ask()
+        assert sent[-1] == (900.0, sent[0][1])
+
+    run_on_virtual_time(scenario())
+
+
+def test_a_request_that_never_left_says_nothing_of_its_replica():
+    async def scenario():
+        pool, (replica,) = dispatcher(most=99)
+        error = DeadlineExceededError("no turn")
+        error.was_sent = False
+        with pytest.raises(DeadlineExceededError):
+            async with await pool.lease(Errand("score", (0,))):
+                raise error
+        assert replica.limit.decreases == 0
 
     run_on_virtual_time(scenario())
 

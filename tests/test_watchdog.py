@@ -24,7 +24,7 @@ from spot_async.cli import exit_code
 from spot_async.concurrency import alongside, root_cause
 from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.config_loading import load_config
-from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError
+from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
 from spot_async.library import stages_for
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
@@ -80,6 +80,18 @@ class SlowTeacher(SimulatedTeacher):
         self.calls_left -= 1
         if self.calls_left < 0:
             await asyncio.sleep(self.seconds)
+        return await super().score(*args, deadline=deadline, **rest)
+
+
+class ThrottledTeacher(SimulatedTeacher):
+    """Tells the first request to come back long after the watchdog's limit, and the next ones for as long."""
+
+    opens_s = 5 * TIMEOUT_S
+
+    async def score(self, *args, deadline, **rest):
+        left_s = self.opens_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise ThrottledError("429: daily limit", retry_after_s=left_s)
         return await super().score(*args, deadline=deadline, **rest)
 
 
@@ -193,6 +205,11 @@ def test_answers_that_lead_to_nothing_are_no_progress(tmp_path):
 def test_slow_rollouts_and_long_training_steps_are_left_alone(tmp_path):
     orchestrator = simulate(tmp_path, teacher=SlowTeacher(600.0), trainer=SlowTrainer())
     assert orchestrator.state.iteration == 3
+    assert not (tmp_path / "stall-report.txt").exists()
+
+
+def test_a_run_that_waits_as_an_endpoint_told_it_to_has_not_stalled(tmp_path):
+    assert simulate(tmp_path, teacher=ThrottledTeacher()).state.iteration == 3
     assert not (tmp_path / "stall-report.txt").exists()
 
 

@@ -38,6 +38,7 @@ class Dispatcher(Generic[B]):
         self._replicas = replicas
         self._rate_limit = rate_limit
         self._timer: asyncio.TimerHandle | None = None
+        self._held_until_s: dict[str, float] = {}  # replicas that asked to be left alone
         self._router = Router()
         self._mailbox = Mailbox(sys.maxsize)  # stages let in no more than they have places for
         self._waiting: dict[int, tuple[Errand, asyncio.Future[HeldLease[B]]]] = {}
@@ -95,14 +96,18 @@ class Dispatcher(Generic[B]):
             del self._waiting[ticket]
 
     def _grant(self, errand: Errand) -> HeldLease[B] | None:
+        now_s = asyncio.get_running_loop().time()
         serving = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
+        held_s = [self._held_s(each, now_s) for each in serving]
+        serving = [each for each, left_s in zip(serving, held_s, strict=True) if left_s <= 0]
         if errand.is_suspected:
             serving = [each for each in serving if not each.has_suspected_request]
         session = errand.session if len(self._replicas) > 1 else None
         replica = self._router.choose(session, serving, errand.failed_on)
         if replica is None:
+            if any(left_s > 0 for left_s in held_s):
+                self._admit_in(min(left_s for left_s in held_s if left_s > 0))
             return None
-        now_s = asyncio.get_running_loop().time()
         if self._rate_limit is not None:
             delay_s = self._rate_limit.delay_s(now_s, errand.tokens)
             if delay_s > 0:
@@ -112,8 +117,18 @@ class Dispatcher(Generic[B]):
         return HeldLease(replica, errand, now_s, self._released)
 
     def _admit_in(self, delay_s: float) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._timer_ran_out)
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self._timer_ran_out)
+
+    def _held_s(self, replica: Replica[B], now_s: float) -> float:
+        return self._held_until_s.get(replica.name, now_s) - now_s
+
+    def _hold(self, replica: Replica[B], seconds: float, now_s: float) -> None:
+        self._held_until_s[replica.name] = now_s + max(seconds, self._held_s(replica, now_s))
 
     def _timer_ran_out(self) -> None:
         self._timer = None
@@ -136,7 +151,11 @@ class Dispatcher(Generic[B]):
                 replica.limit.succeeded(
                     lease.errand.stage, sent_s=lease.granted_s, now_s=now_s, work=lease.work, in_flight=in_flight
                 )
+            case RequestError() if not error.was_sent:
+                pass
             case ThrottledError():
+                if error.retry_after_s is not None:
+                    self._hold(replica, error.retry_after_s, now_s)
                 replica.answered(now_s)
                 replica.limit.overloaded(sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case DeadlineExceededError():

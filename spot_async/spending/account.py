@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from spot_async.errors import BudgetSpentError, PermanentError, ThrottledError
+from spot_async.errors import BudgetSpentError, DeadlineExceededError, PermanentError, ThrottledError
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
 from spot_async.spending.rate_limit import RateLimiter
 
@@ -92,16 +92,22 @@ class Account:
         return total
 
     @contextlib.asynccontextmanager
-    async def request(self, server: str, size: Size, rate_limit: RateLimiter) -> AsyncIterator[Charge]:
+    async def request(
+        self, server: str, size: Size, rate_limit: RateLimiter, deadline: float | None = None
+    ) -> AsyncIterator[Charge]:
         """A request that may leave now. `Charge.answered` must be called with its reply.
 
-        Raises `BudgetSpentError` when its worst case no longer fits.
+        Raises `BudgetSpentError` when its worst case no longer fits; when it cannot leave by its deadline (which what
+        is done with it does not count for) `ThrottledError` at once where the endpoint asked to wait for longer, and
+        `DeadlineExceededError` else.
         """
-        taken = await self._turn(rate_limit, size.counted.tokens)
+        async with _leaves_by(deadline, self._no_turn()):
+            taken = await self._turn(server, rate_limit, size.counted.tokens, deadline)
         at_most = size.at_most
         money = (self.prices or FREE).highest_cost(at_most)
         try:
-            await self._reserve(money, at_most.tokens)
+            async with _leaves_by(deadline, self._no_room()):
+                await self._reserve(money, at_most.tokens)
         except BaseException:
             rate_limit.settle(asyncio.get_running_loop().time(), taken=taken, used=0)
             raise
@@ -123,7 +129,7 @@ class Account:
             self._reserved_tokens -= at_most.tokens
             self._settled.set()
 
-    async def _turn(self, rate_limit: RateLimiter, tokens: int) -> int:
+    async def _turn(self, server: str, rate_limit: RateLimiter, tokens: int, deadline: float | None) -> int:
         """Wait for it, unless it was granted already; returns the tokens that were taken for it."""
         taken = rate_limit.claim()
         if taken is not None:
@@ -133,6 +139,11 @@ class Account:
             delay_s = rate_limit.delay_s(loop.time(), tokens)
             if delay_s <= 0:
                 break
+            held_s = rate_limit.held_s(loop.time())
+            if deadline is not None and held_s > 0 and loop.time() + held_s >= deadline:
+                told = ThrottledError(f"{server}: asked to be left alone for another {held_s:,.0f} s", held_s)
+                told.was_sent = False
+                raise told
             await asyncio.sleep(delay_s)
         rate_limit.take(loop.time(), tokens)
         rate_limit.claim()
@@ -153,6 +164,18 @@ class Account:
             await self._settled.wait()
         self._reserved_money += money
         self._reserved_tokens += tokens
+
+    def _no_turn(self) -> str:
+        return (
+            f"{self.role}: no turn before the deadline: raise {self.role}.backend.requests_per_minute or "
+            "tokens_per_minute as far as the endpoint allows, or lower the concurrency of its stages"
+        )
+
+    def _no_room(self) -> str:
+        return (
+            f"{self.role}: no room in the budget before the deadline, since what is in flight may take all that is "
+            "left: lower the concurrency of its stages, or raise the budget"
+        )
 
     def _fits(self, money: float, tokens: int) -> bool:
         spent = self.total
@@ -211,6 +234,17 @@ class Charge:
         self.received_bytes = len(reply)
         self.stated = read_usage(reply)
         return self.stated or self.size.counted
+
+
+@contextlib.asynccontextmanager
+async def _leaves_by(deadline: float | None, otherwise: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        late = DeadlineExceededError(otherwise)
+        late.was_sent = False
+        raise late from None
 
 
 def _hold(rate_limit: RateLimiter, error: BaseException) -> None:

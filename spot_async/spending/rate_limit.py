@@ -53,12 +53,16 @@ class RateLimiter:
 
     def delay_s(self, now_s: float, tokens: int) -> float:
         """Seconds until a request of `tokens` (prompt and response together) may leave; 0: now."""
-        delays = [max(0.0, self._held_until_s - now_s)]
+        delays = [self.held_s(now_s)]
         if self._requests is not None:
             delays.append(self._requests.delay_s(now_s, 1))
         if self._tokens is not None:
             delays.append(self._tokens.delay_s(now_s, tokens))
         return max(delays)
+
+    def held_s(self, now_s: float) -> float:
+        """Seconds for which the endpoint still wants to be left alone."""
+        return max(0.0, self._held_until_s - now_s)
 
     def take(self, now_s: float, tokens: int) -> None:
         """Count a request of `tokens` as gone."""

@@ -127,7 +127,12 @@ class Watchdog:
     def _limit_s(self) -> float:
         assert self._limits is not None
         orchestrator = self.orchestrator
-        return self._limits.of(orchestrator.state.waiting_for if orchestrator is not None else None)
+        limit_s = self._limits.of(orchestrator.state.waiting_for if orchestrator is not None else None)
+        return limit_s + max((each.told_s for stage in self._stages for each in list(stage.open)), default=0.0)
+
+    @property
+    def _stages(self) -> list[Stage[Any]]:
+        return [*self.evaluation_stages, *(self.orchestrator.stages.all if self.orchestrator is not None else ())]
 
     def _commit(self, kind: Commit, detail: str) -> None:
         self._progress.commit(kind, detail, self._loop.time())
@@ -163,14 +168,13 @@ class Watchdog:
 
     def _look(self, now_s: float, blocked_at: str | None) -> RunLook:
         orchestrator = self.orchestrator
-        stages = [*self.evaluation_stages, *(orchestrator.stages.all if orchestrator is not None else ())]
         return RunLook(
             now_s=now_s,
             silence_s=self._progress.silence_s(now_s),
             phase=self._phase,
             waiting_for=orchestrator.state.waiting_for if orchestrator is not None else None,
-            open={stage.name: list(stage.open) for stage in stages},
-            limits={stage.name: stage.concurrency for stage in stages},
+            open={stage.name: list(stage.open) for stage in self._stages},
+            limits={stage.name: stage.concurrency for stage in self._stages},
             problems=(
                 {ordinal: prompt.problem.id for ordinal, prompt in [*orchestrator.state.running.items()]}
                 if orchestrator is not None
