@@ -361,7 +361,7 @@ def recomputed() -> Callable[..., np.ndarray]:
 @pytest.fixture(scope="session")
 def faults() -> ModuleType:
     """`support/faulty_proxy.py`: a proxy that damages, delays and refuses."""
-    from support import faulty_proxy
+    import faulty_proxy
 
     return faulty_proxy
 
@@ -369,7 +369,7 @@ def faults() -> ModuleType:
 @pytest.fixture(scope="module")
 def servers_on_threads() -> Iterator[None]:
     """Servers of kind `local` are started as `support/server_on_thread.py` does, for as long as a file's tests run."""
-    from support import server_on_thread
+    import server_on_thread
 
     from spot_async.backends.local_server import LocalServer
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import StartServer
 from parity import Dense
 
-from conftest import StartServer
 from spot_async.config import Config
 from spot_async.config_loading import load_config
 from spot_async.evaluation.benchmarks import plan_benchmarks
