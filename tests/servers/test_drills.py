@@ -7,7 +7,6 @@ that every number which it was fed can be looked up in a forward of the weights 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import logging
 import os
@@ -22,14 +21,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import faulty_proxy
 import numpy as np
 import pytest
 from coin_verifier import CoinVerifier
+from conftest import StartServer, TinyModels
 from parity import PARITY_NATS, Dense, decisions, own
 from server_process import free_port, run_server
 from tiny_models import TOKENS
 
-from conftest import StartServer, TinyModels
 from spot_async import stages_for
 from spot_async.backends.launch import LaunchSettings
 from spot_async.concurrency import gather, watched
@@ -200,16 +200,9 @@ def server_among(pids: set[int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def faults() -> Iterator[ModuleType]:
-    """`tests/faulty_proxy.py`."""
-    path = Path(__file__).parents[1] / "faulty_proxy.py"
-    specification = importlib.util.spec_from_file_location("faulty_proxy", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules[specification.name]
+def faults() -> ModuleType:
+    """`tests/support/faulty_proxy.py`."""
+    return faulty_proxy
 
 
 class Bad:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import StartServer
 from parity import Dense
 from wider_heads import with_wider_heads
 
-from conftest import StartServer
 from spot_async.assembly import make_pool
 from spot_async.concurrency import running
 from spot_async.config import Config
