@@ -26,7 +26,8 @@ from spot_async.types import Capabilities, Generation, IntArray, SamplingSetting
 from .connection import Url
 from .openai_billing import request_size
 from .openai_chat import ChatReply, user_message
-from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, probe, read_error
+from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, read_error
+from .openai_probes import probe
 from .openai_replies import (
     Completion,
     PromptRows,

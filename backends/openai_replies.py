@@ -239,7 +239,10 @@ def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tup
 
 def token_id_of(key: str) -> int:
     """Of a token that is named by its id, with vLLM's prefix or without. Raises ValueError for another."""
-    return int(key.removeprefix(TOKEN_ID_PREFIX))
+    token_id = int(key.removeprefix(TOKEN_ID_PREFIX))
+    if token_id < 0:  # or it would pass for `UNKNOWN`, and its row for one that the server cannot give
+        raise ValueError(f"token id {token_id}")
+    return token_id
 
 
 def numbers(values: Sequence[float | None]) -> Doubles:

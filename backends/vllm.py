@@ -35,7 +35,7 @@ from spot_async.types import (
 )
 
 from .health import Standstill, ask_vllm
-from .held_weights import INITIAL, SentNames, WeightNames
+from .held_weights import INITIAL, WeightNames
 from .limits import Limits
 from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation
@@ -44,7 +44,7 @@ from .sleeping import check_vllm, sleep_vllm, wake_vllm
 from .vllm_client import Sampled, VllmClient, check_temperature, prefixes, read_error
 from .vllm_launch import vllm_command
 from .vllm_probes import Found, probe
-from .vllm_replies import NamedSpan
+from .vllm_replies import version_spans
 from .vllm_transfer import TransferSettings, make_updater, transfer_config
 
 PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
@@ -188,7 +188,7 @@ class VllmBackend(RemoteBackend):
                 token_ids=reply.token_ids,
                 logprobs=reply.logprobs,
                 finish_reason=cast(FinishReason, reply.finish_reason),
-                version_spans=_version_spans(names, reply.spans, len(reply.token_ids)),
+                version_spans=version_spans(names, reply.spans, len(reply.token_ids)),
                 topk_ids=reply.topk_ids if top_k else None,
                 topk_logprobs=reply.topk_logprobs if top_k else None,
             )
@@ -308,7 +308,7 @@ class VllmBackend(RemoteBackend):
             for n, token_id in missing
         )
         for row in (*widest, *singles):
-            self._expect(expected, _version_spans(names, row.spans, 1))
+            self._expect(expected, version_spans(names, row.spans, 1))
         for (n, token_id), row in zip(missing, singles, strict=True):
             found[n][token_id] = float(row.logprobs[0])
         rows = [[found[n][token_id] for token_id in tokens] for n, tokens in enumerate(candidate_ids.tolist())]
@@ -338,7 +338,7 @@ class VllmBackend(RemoteBackend):
             [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
             [wanted.get(position, []) for position in range(first, last + 1)],
             start=decision_row(len(prompt_ids), first),
-            check=lambda spans: self._expect(expected, _version_spans(names, spans, 1)),
+            check=lambda spans: self._expect(expected, version_spans(names, spans, 1)),
             deadline=deadline,
         )
         if updates != self._updates:  # the version is that of the token after these rows
@@ -392,10 +392,3 @@ class VllmBackend(RemoteBackend):
         for span in spans:
             if span.version != expected:
                 raise VersionMismatchError(f"{self._name}: holds weights {span.version}, {expected} were asked for")
-
-
-def _version_spans(names: SentNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
-    """Of a reply of `count` tokens. A server that names no weights is given none."""
-    if not spans:
-        return (VersionSpan(0, count, names.version(None)),)
-    return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in spans)

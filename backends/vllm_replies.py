@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from spot_async.errors import PoisonedReplyError
-from spot_async.types import FloatArray, IntArray
+from spot_async.types import FloatArray, IntArray, VersionSpan
 
+from .held_weights import SentNames
 from .stepwise import Steps
 
 ROWS_PER_STEP = 256  # half a millisecond at 16 log-probabilities a row
@@ -45,6 +46,13 @@ class NamedSpan(msgspec.Struct):
     version: str
     start: int
     end: int
+
+
+def version_spans(names: SentNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
+    """Of a reply of `count` tokens. A server that names no weights is given none."""
+    if not spans:
+        return (VersionSpan(0, count, names.version(None)),)
+    return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in spans)
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def _check(value: Any) -> None:
             _check_numbers(value)
 
 
-def _check_numbers(values: Any, least: float = -1e38) -> None:
+def _check_numbers(values: Any, least: float = -3.5e38) -> None:  # of float32
     for each in np.asarray(values, np.float64).ravel().tolist():
         assert least <= each <= 1e-3, f"log-probability {each}"
 

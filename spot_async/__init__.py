@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from spot_async.library import stages_for as stages_for
     from spot_async.model_files import read_model as read_model
     from spot_async.prompts import PromptRenderer as PromptRenderer
-    from spot_async.runtime import TrainOutcome as TrainOutcome
+    from spot_async.run_summary import TrainOutcome as TrainOutcome
     from spot_async.types import Capabilities as Capabilities
     from spot_async.types import Generation as Generation
     from spot_async.types import PolicyContext as PolicyContext
@@ -64,7 +64,7 @@ _NAMES_OF_MODULE = {
     "library": ("run", "run_async", "stages_for"),
     "model_files": ("read_model",),
     "prompts": ("PromptRenderer",),
-    "runtime": ("TrainOutcome",),
+    "run_summary": ("TrainOutcome",),
     "types": (
         "Capabilities",
         "Generation",

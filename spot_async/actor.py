@@ -196,8 +196,8 @@ class Stage(Generic[S]):
 
         async def second() -> T:
             self.counters.hedged += 1
-            errand = replace(this.errand, failed_on={*this.errand.failed_on, *asked_of})
-            return await self._send_leased(replace(this, errand=errand), request)
+            this.errand.failed_on.update(asked_of)
+            return await self._send_leased(replace(this), request)  # of one errand: what it is to blame for adds up
 
         return await hedged(first, second, after_s)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from spot_async.errors import BudgetSpentError, ProcessDiedError, SpotError, StalledError, TrainerError
@@ -39,6 +39,39 @@ async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIte
         finally:
             for task in tasks:
                 task.cancel()
+
+
+async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaitable[None]]]) -> T:
+    """Run while children live; the first that dies by itself cancels everything with its `ProcessDiedError`."""
+    async with asyncio.TaskGroup() as group:
+
+        async def watch(each: Callable[[], Awaitable[None]]) -> None:
+            await each()
+
+        watching = [group.create_task(watch(each), name="watch") for each in watches]
+        result = await run
+        for task in watching:
+            task.cancel()
+    return result
+
+
+@asynccontextmanager
+async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+    """All of them entered at once and left at once; what entered is left whatever happens to the others."""
+    entered: list[AbstractAsyncContextManager[Any]] = []
+
+    async def enter(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aenter__()
+        entered.append(resource)
+
+    async def leave(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aexit__(None, None, None)
+
+    try:
+        await gather(enter(resource) for resource in resources)
+        yield
+    finally:
+        await gather(leave(resource) for resource in entered)
 
 
 def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,159 +1,66 @@
 """The schema of a run's configuration: every key, its type, default, unit and meaning.
 
-Reading YAML, overrides and turning errors into one line is `config_loading.py`; what can only be
-checked against model directories and data is `preflight.py`. Keys whose value names a plug-in
-(`kind: ...`) hold that plug-in's own settings, resolved through `registry.py`.
+Problem sets and prompts stand in `config_problems.py`, evaluation in `config_evaluation.py`, what sections are made of
+in `config_base.py`; other modules take all of them from here. Keys whose value names a plug-in (`kind: ...`) hold that
+plug-in's own settings (`config_plugins.py`). Reading YAML, overrides and turning errors into one line is
+`config_loading.py`; what can only be checked against model directories and data is `preflight.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Self
 
-import msgspec
 import pydantic
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    SerializeAsAny,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import Field
 
-from spot_async import registry
+from spot_async.config_base import (
+    NonNegativeFloat,
+    OneOrMore,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+    as_list,
+)
+from spot_async.config_evaluation import PAPER_PROMPT, BenchmarkConfig, EvaluationConfig, check_defaults
+from spot_async.config_plugins import BackendSettings, Place, PluginSettings, PolicySettings, TrainingVerifier
+from spot_async.config_problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.retry import DEFAULT_ATTEMPTS
 
-if TYPE_CHECKING:
-    from spot_async.spending.account import Account
+__all__ = [
+    "CONFIG_VERSION",
+    "BenchmarkConfig",
+    "Config",
+    "DataConfig",
+    "Duplicates",
+    "EvaluationConfig",
+    "ModelConfig",
+    "NonNegativeFloat",
+    "OneOrMore",
+    "Place",
+    "PluginSettings",
+    "PositiveFloat",
+    "PositiveInt",
+    "Probability",
+    "ProblemSetConfig",
+    "PromptConfig",
+    "QueueConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScoreStageConfig",
+    "Section",
+    "ServingConfig",
+    "StageConfig",
+    "StagesConfig",
+    "TeacherConfig",
+    "TelemetryConfig",
+    "TrainingConfig",
+    "WandbConfig",
+    "as_list",
+    "nearest_divisor",
+]
 
 CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
-
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-Thinking = Annotated[
-    bool | None,
-    Field(description="`enable_thinking` for chat templates that know it; `null` leaves it to the template's default"),
-]
-
-
-class Section(BaseModel):
-    """Base of every configuration section: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
-
-
-T = TypeVar("T")
-
-# A value, or a list of such values: for what may be said of each of several servers. The tags keep errors readable:
-# those of the form that was given and of no other, under the key itself (`config_loading` leaves the tags out).
-ONE, SEVERAL = "<one>", "<several>"
-
-
-def _form(value: Any) -> str:
-    return SEVERAL if isinstance(value, list) else ONE
-
-
-OneOrMore: TypeAlias = Annotated[
-    Annotated[T, Tag(ONE)] | Annotated[list[T], Field(min_length=1), Tag(SEVERAL)], Discriminator(_form)
-]
-
-
-def as_list(value: T | list[T] | None) -> list[T]:
-    """The values of a `OneOrMore`, or none."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
-
-
-class Place(NamedTuple):
-    """Where a backend's server listens, when its settings say so."""
-
-    setting: str  # that says so, such as `port=8123`
-    address: str  # equal for two that cannot be told apart
-    is_attached: bool = False  # to a server that runs already
-
-
-class PluginSettings(Section):
-    """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
-
-    kind: str = Field(description="name of an installed plug-in, or `module:Class`")
-    _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
-
-    def servers(self) -> Sequence[Self]:
-        """One settings object for each server of a backend; several are made by `numbered`."""
-        return (self,)
-
-    def open_account(self, role: str) -> Account | None:
-        """What all servers of a backend share: limits, prices, a ledger and a budget. None where nothing is counted."""
-        return None
-
-    def server_name(self, role: str) -> str:
-        """What a server of a backend is called in messages, logs and metrics: its role, numbered if one of several."""
-        return role if self._number is None else f"{role}-{self._number}"
-
-    def numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
-        """For `servers`: these settings with other values for each of several. A single one has no number."""
-        copies = [self.model_copy(update=dict(each)) for each in servers]
-        if len(copies) > 1:
-            for number, each in enumerate(copies, 1):
-                each._number = number
-        return copies
-
-    @property
-    def place(self) -> Place | None:
-        """Of a backend: None where each start gets a place of its own."""
-        return None
-
-    def check_machine(self, section: str) -> None:
-        """Whether this machine has what the settings name, before anything starts; `section` is where they stand.
-
-        Raises ConfigError.
-        """
-
-
-class PluginSettingsError(ValueError):
-    """Carries a plug-in section's own validation errors out of the section that holds it."""
-
-    def __init__(self, schema: type[BaseModel], errors: ValidationError) -> None:
-        super().__init__(str(errors))
-        self.schema = schema
-        self.errors = errors
-
-
-def _resolver(group: registry.Group, default: str | None = None, *, optional: bool = False) -> pydantic.BeforeValidator:
-    """Validates a plug-in's section with the plug-in's own schema; without a `kind` it is `default`'s."""
-
-    def resolve(value: Any) -> Any:
-        if isinstance(value, PluginSettings) or (optional and value is None):
-            return value
-        if isinstance(value, str):
-            value = {"kind": value}
-        if isinstance(value, dict) and default is not None:
-            value = {"kind": default} | value
-        if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
-            raise ValueError(f"needs a `kind`, one of: {', '.join(registry.names(group))}")
-        schema = registry.load(group, value["kind"]).Settings
-        try:
-            return schema.model_validate_json(msgspec.json.encode(value))
-        except ValidationError as errors:
-            raise PluginSettingsError(schema, errors) from None
-
-    return pydantic.BeforeValidator(resolve)
-
-
-BackendSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("backends", "local")]
-PolicySettings = Annotated[SerializeAsAny[PluginSettings], _resolver("policies")]
-TrainingVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "boxed_match")]
-EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math_verify")]
-BenchmarkVerifier = Annotated[
-    SerializeAsAny[PluginSettings] | None, _resolver("verifiers", "math_verify", optional=True)
-]
 
 
 class RunConfig(Section):
@@ -219,90 +126,6 @@ class TeacherConfig(ModelConfig):
     def _check_replay(self) -> Self:
         if self.replay and self.cache is None:
             raise ValueError("replay=true needs cache, the file of an earlier run")
-        return self
-
-
-Layout: TypeAlias = Literal[
-    "auto",
-    "plain",
-    "math",
-    "dapo",
-    "math500",
-    "amc23",
-    "minerva",
-    "hmmt",
-    "aime",
-    "gpqa_diamond",
-    "mmlu_pro",
-    "alpaca_eval",
-]
-
-
-Duplicates: TypeAlias = Literal["conflicting", "exact", "spacing", "keep"]
-
-
-class ProblemSetConfig(Section):
-    """A set of problems and how its rows are read. A plain value is short for `path`."""
-
-    path: OneOrMore[str] = Field(
-        description="file (.jsonl, .json, .csv or .parquet, also .gz), id of a data set on the Hugging Face hub, or a "
-        "list of such"
-    )
-    layout: Layout = Field("auto", description="how a row becomes a problem; `auto` goes by its columns")
-    subset: str | None = Field(None, description="of a data set on the hub that has several")
-    split: str | None = Field(None, description="of a data set on the hub that has several")
-    revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
-    fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str] = Field(
-        {}, description="columns that hold a problem's parts, where the layout has others; `a.b` is b inside a"
-    )
-    duplicates: Duplicates | None = Field(
-        None,
-        description="which rows with the same text are dropped: `conflicting` ones, all of those whose answers differ; "
-        "`exact`, these and all but the first of others; `spacing`, the same but for white space; `keep`, none. "
-        "Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
-    )
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _from_path(cls, value: Any) -> Any:
-        if isinstance(value, str | list):
-            return {"path": value}
-        if not isinstance(value, dict):
-            raise ValueError(f"input should be a valid string, a list of them or a section, but got {value!r}")
-        return value
-
-    @property
-    def paths(self) -> list[str]:
-        return as_list(self.path)
-
-
-class DataConfig(Section):
-    """The problems to train on."""
-
-    train: ProblemSetConfig = Field(description="problems to train on")
-    shuffle: bool = Field(True, description="draw problems in a new seeded order every epoch")
-
-
-class PromptConfig(Section):
-    """How a problem becomes a prompt. Evaluation always uses the student's own template."""
-
-    instruction: str = Field(
-        "Please reason step by step, and put your final answer within \\boxed{}.",
-        description="appended to the problem; empty for none",
-    )
-    separator: str = Field(" ", description="between the problem and the instruction")
-    template: str = Field(
-        "teacher",
-        pattern=r"^(teacher|student|.+\.jinja)$",
-        description="whose chat template renders training prompts: `teacher`, `student`, or a Jinja file's path",
-    )
-    thinking: Thinking = False
-    template_arguments: dict[str, bool | int | str] = Field({}, description="extra variables for the chat template")
-
-    @pydantic.model_validator(mode="after")
-    def _check_thinking(self) -> Self:
-        if "enable_thinking" in self.template_arguments:
-            raise ValueError("template_arguments.enable_thinking is what thinking sets: remove it")
         return self
 
 
@@ -420,112 +243,6 @@ class StagesConfig(Section):
         return ScoreStageConfig(**value.model_dump()) if type(value) is StageConfig else value
 
 
-# What `evaluation.preset: paper` holds to their defaults, which are the paper's (method.md section 6).
-PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
-PAPER_PROMPT = ("instruction", "separator", "template_arguments")
-
-
-class BenchmarkConfig(ProblemSetConfig):
-    """A set of held-out problems, and what is different for it. A plain value is short for `path`."""
-
-    format: Literal["boxed", "multiple_choice", "alpaca_eval"] = Field(
-        "boxed",
-        description="`boxed` asks for an answer, `multiple_choice` for an option's letter; `alpaca_eval` sends the "
-        "bare instruction and writes what comes back for its own tool, one response each, nothing judged",
-    )
-    verifier: BenchmarkVerifier = Field(
-        None, description="default: `evaluation.verifier`, or `multiple_choice` for that format"
-    )
-    instruction: str | None = Field(None, description="default: `prompt.instruction`; of `alpaca_eval` always none")
-    samples: PositiveInt | None = Field(None, description="responses per problem; default: `evaluation.samples`")
-    max_response_tokens: PositiveInt | None = Field(None, description="default: `evaluation.max_response_tokens`")
-    order_choices: bool = Field(
-        True, description="give the options letters in a seeded order that does not depend on the file's"
-    )
-    examples: ProblemSetConfig | None = Field(
-        None, description="worked examples in front of each question, of the question's own category"
-    )
-    example_count: PositiveInt = Field(5, description="how many of `examples` each question has")
-    in_macro: bool = Field(True, description="count for the mean over benchmarks, if it is judged")
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.format == "alpaca_eval" and (self.samples or 1) > 1:
-            raise ValueError(f"samples={self.samples}: format=alpaca_eval writes one response each; remove it")
-        if self.format == "alpaca_eval" and self.verifier is not None:
-            raise ValueError("verifier: format=alpaca_eval judges nothing; remove it")
-        if self.format != "multiple_choice" and self.examples is not None:
-            raise ValueError("examples: only for format=multiple_choice")
-        return self
-
-    def verifier_of(self, evaluation: EvaluationConfig) -> PluginSettings:
-        """What judges it, unless nothing does."""
-        if self.verifier is None and self.format == "multiple_choice":
-            return TypeAdapter(EvaluationVerifier).validate_python("multiple_choice")
-        return self.verifier or evaluation.verifier
-
-
-class EvaluationConfig(Section):
-    """Figures on problems that are not trained on."""
-
-    preset: Literal["paper"] | None = Field(
-        None, description="hold the evaluation to the paper's protocol: keys that say otherwise are refused"
-    )
-    problems: ProblemSetConfig | None = Field(None, description="held-out problems; exclusive with `benchmarks`")
-    benchmarks: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")], BenchmarkConfig] = Field(
-        {}, description="several sets of held-out problems by name, reported one by one and as their mean"
-    )
-    thinking: Thinking = False
-    samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
-    pass_k: list[PositiveInt] = Field([], description="further k, up to `samples`, to report an unbiased Pass@k of")
-    eval_every: int = Field(
-        0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 is off"
-    )
-    best_by: Literal["avg", "pass"] = Field("avg", description="which figure of all problems the best student has")
-    temperature: NonNegativeFloat = Field(1.0, description="divides the logits; 0 takes the likeliest token")
-    top_p: Probability = Field(0.8, description="share of probability that is sampled from; 1 is all of it")
-    max_response_tokens: PositiveInt = Field(8192, description="longest response")
-    seed: int = Field(42, ge=0, description="sample i of problem j gets its own seed derived from it")
-    verifier: EvaluationVerifier = Field(
-        default_factory=dict, validate_default=True, description="judges responses; a verifier's own settings"
-    )
-    concurrency: PositiveInt = Field(256, description="responses in flight")
-    timeout_s: PositiveFloat = Field(600.0, description="deadline of one response")
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.problems is None) == (not self.benchmarks):
-            raise ValueError("give exactly one of problems and benchmarks")
-        if too_large := [k for k in self.pass_k if k > self.samples]:
-            raise ValueError(
-                f"pass_k={too_large[0]} needs as many samples as that, but samples={self.samples}: raise it"
-            )
-        if self.preset == "paper":
-            _check_defaults(self, PAPER_EVALUATION)
-            if self.verifier.kind != "math_verify":
-                raise ValueError(
-                    f"verifier={self.verifier.kind} is not the paper's math_verify: remove it, or the preset"
-                )
-        return self
-
-    def sets(self) -> Mapping[str, BenchmarkConfig]:
-        """All benchmarks by name; the only one of `problems` is called so."""
-        if self.problems is None:
-            return self.benchmarks
-        return {"problems": BenchmarkConfig.model_validate(dict(self.problems))}
-
-    def key_of(self, name: str) -> str:
-        """Where one of `sets` stands in the configuration."""
-        return f"evaluation.benchmarks.{name}" if self.benchmarks else "evaluation.problems"
-
-
-def _check_defaults(section: Section, keys: Sequence[str], prefix: str = "") -> None:
-    for key in keys:
-        value, paper = getattr(section, key), type(section).model_fields[key].default
-        if value != paper:
-            raise ValueError(f"{prefix}{key}={value!r} is not the paper's {paper!r}: remove it, or evaluation.preset")
-
-
 class WandbConfig(Section):
     """A run of Weights & Biases. The key comes from `wandb login` or the environment, never from here."""
 
@@ -591,7 +308,7 @@ class Config(Section):
                 f"raise it to {batch} or more"
             )
         if self.evaluation is not None and self.evaluation.preset == "paper":
-            _check_defaults(self.prompt, PAPER_PROMPT, "prompt.")
+            check_defaults(self.prompt, PAPER_PROMPT, "prompt.")
         return self
 
     @property

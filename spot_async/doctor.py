@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.assembly import make_backends
+from spot_async.concurrency import running
 from spot_async.config import Config
 from spot_async.diagnosis import Diagnosis, Fact
 from spot_async.preflight import TrainPlan
 from spot_async.run_directory import RunDirectory
-from spot_async.runtime import diagnose_servers, make_backends, running
+from spot_async.runtime import diagnose_servers
 
 Facts = Mapping[str, Fact]
 

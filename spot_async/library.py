@@ -22,7 +22,7 @@ from spot_async.errors import SpotError
 from spot_async.preflight import plan_training
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
 from spot_async.run_directory import RunDirectory
-from spot_async.runtime import TrainOutcome
+from spot_async.run_summary import TrainOutcome
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
 from spot_async.types import Capabilities

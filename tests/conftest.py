@@ -361,7 +361,7 @@ def recomputed() -> Callable[..., np.ndarray]:
 @pytest.fixture(scope="session")
 def faults() -> ModuleType:
     """`support/faulty_proxy.py`: a proxy that damages, delays and refuses."""
-    from support import faulty_proxy
+    import faulty_proxy
 
     return faulty_proxy
 
@@ -369,8 +369,9 @@ def faults() -> ModuleType:
 @pytest.fixture(scope="module")
 def servers_on_threads() -> Iterator[None]:
     """Servers of kind `local` are started as `support/server_on_thread.py` does, for as long as a file's tests run."""
+    import server_on_thread
+
     from spot_async.backends.local_server import LocalServer
-    from support import server_on_thread
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalServer, "_start", server_on_thread.start)

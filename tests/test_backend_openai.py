@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from spot_async.backends.local import LocalBackend
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.openai_chat import user_message
-from spot_async.backends.openai_dialect import largest_served, read_error
+from spot_async.backends.openai_dialect import read_error
+from spot_async.backends.openai_probes import largest_served
 from spot_async.backends.openai_replies import (
     Completion,
     PromptRows,

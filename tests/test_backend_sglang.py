@@ -14,6 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sglang_stand_in import (
+    PROMPT,
+    RESPONSE,
+    V0,
+    VOCAB,
+    connected,
+    ok,
+    recorded,
+    recorded_bytes,
+    soon,
+)
 
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.sglang_checks import check_ready, check_vocabulary
@@ -27,17 +38,6 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.types import SamplingSettings
-from support.sglang import (
-    PROMPT,
-    RESPONSE,
-    V0,
-    VOCAB,
-    connected,
-    ok,
-    recorded,
-    recorded_bytes,
-    soon,
-)
 
 
 @pytest.fixture(scope="module")

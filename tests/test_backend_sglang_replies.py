@@ -10,6 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from sglang_stand_in import (
+    RESPONSE,
+    V0,
+    V1,
+    VOCAB,
+    recorded,
+    recorded_bytes,
+)
 
 from spot_async.backends.held_weights import WeightNames
 from spot_async.backends.probing import LEAST_NOISE_NATS, differences, noise_nats, temperature_convention
@@ -21,14 +29,6 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.types import Generation, VersionSpan
-from support.sglang import (
-    RESPONSE,
-    V0,
-    V1,
-    VOCAB,
-    recorded,
-    recorded_bytes,
-)
 
 NAMES = WeightNames("student", is_student=True).now()
 

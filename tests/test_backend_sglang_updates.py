@@ -1,6 +1,6 @@
 """Weight updates of the SGLang adapter, to a stand-in: what versions and failures ask for, and who is left paused.
 
-The stand-in answers with recorded replies. `tests/servers/test_sglang.py` is the real server's.
+The stand-in answers with recorded replies. `tests/servers/test_sglang_updates.py` is the real server's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_stand_in import (
+    PROMPT,
+    V0,
+    V1,
+    VOCAB,
+    Sender,
+    connected,
+    ok,
+    recorded,
+    recorded_bytes,
+    soon,
+)
 
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang_weights import Control, DistributedTransport, ServerInfo, SglangWeights
@@ -25,18 +37,6 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot
-from support.sglang import (
-    PROMPT,
-    V0,
-    V1,
-    VOCAB,
-    Sender,
-    connected,
-    ok,
-    recorded,
-    recorded_bytes,
-    soon,
-)
 
 NOT_FLUSHED = (400, recorded_bytes("update not flushed"))
 FLUSH_REFUSED = (400, b"Flush cache failed.\n")

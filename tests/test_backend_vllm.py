@@ -12,6 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm_stand_in import (
+    PROMPT,
+    RESPONSE,
+    V0,
+    V1,
+    Connect,
+    connecting,
+    soon,
+)
 
 from spot_async.backends import vllm_launch
 from spot_async.backends.launch import LaunchSettings
@@ -25,15 +34,6 @@ from spot_async.errors import (
     VersionMismatchError,
 )
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
-from support.vllm import (
-    PROMPT,
-    RESPONSE,
-    V0,
-    V1,
-    Connect,
-    connecting,
-    soon,
-)
 
 
 @pytest.fixture(scope="module")

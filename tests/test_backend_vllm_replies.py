@@ -9,6 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from vllm_stand_in import (
+    as_before_0_32,
+    recorded,
+)
 
 from spot_async.backends.stepwise import run_at_once
 from spot_async.backends.vllm_client import NoSuchRouteError, read_error
@@ -23,10 +27,6 @@ from spot_async.backends.vllm_replies import (
 from spot_async.errors import (
     PermanentError,
     PoisonedReplyError,
-)
-from support.vllm import (
-    as_before_0_32,
-    recorded,
 )
 
 

@@ -9,6 +9,14 @@ from pathlib import Path
 
 import pytest
 import structlog
+from vllm_stand_in import (
+    PROMPT,
+    V0,
+    V1,
+    Connect,
+    connecting,
+    soon,
+)
 
 from spot_async.errors import (
     ConfigError,
@@ -17,14 +25,6 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot
-from support.vllm import (
-    PROMPT,
-    V0,
-    V1,
-    Connect,
-    connecting,
-    soon,
-)
 
 
 @pytest.fixture(scope="module")

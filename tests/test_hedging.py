@@ -125,6 +125,20 @@ def test_a_deadline_that_comes_first_leaves_no_second():
         ask(Pool(Replica("a", 50.0), Replica("b", 0.1)), timeout_s=2.0)
 
 
+def test_a_server_that_ends_of_the_second_request_is_remembered_of_the_first():
+    """Or a prompt that ends servers would go on ending them."""
+    errands = []
+
+    class Losing(Pool):
+        async def lease(self, errand):
+            errands.append(errand)
+            errand.losses += 1
+            return await super().lease(errand)
+
+    ask(Losing(Replica("a", 50.0), Replica("b", 1.0)))
+    assert [errand.losses for errand in errands] == [2, 2]
+
+
 class Teacher(Replica):
     """As a pool takes it."""
 

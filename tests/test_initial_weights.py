@@ -14,7 +14,8 @@ from spot_async.config_loading import load_config
 from spot_async.model_files import read_model
 from spot_async.preflight import plan_evaluation, plan_training
 from spot_async.run_directory import RunDirectory
-from spot_async.runtime import evaluate_student, train
+from spot_async.runtime import train
+from spot_async.student_evaluation import evaluate_student
 
 pytestmark = pytest.mark.usefixtures("servers_on_threads")
 ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""Runs as people look at them: samples in the terminal and as pages, reports; whatever state the run is in."""
+"""Runs as people look at them: samples in the terminal and as pages; whatever state the run is in."""
 
 from __future__ import annotations
 
@@ -7,89 +7,21 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 
 import pytest
 from rich.console import Console
+from run_files import Tags, make_run, metrics_row, spot_sample
 from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.errors import DataError
-from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page, sample_page
-from spot_async.inspection.reading import RunFiles, token_texts
+from spot_async.inspection.reading import token_texts
 from spot_async.inspection.report import read_report
 from spot_async.inspection.terminal import sample_view
-from spot_async.inspection.totals import run_times
 from spot_async.inspection.view import colourings, probability, shortened, verdict_text, visible
 
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
-CONFIG = """
-policy: {kind: spot}
-student: {model: nowhere, backend: {slots: 8}}
-training: {iterations: 4, batch_size: 2, mini_batch_size: 1}
-stages: {rollout: {concurrency: 8}, probe: {concurrency: 16}}
-"""
-
-
-def spot_sample(iteration=1, problem_id="p0", **changes):
-    candidate = {"token_id": 5, "token": "five", "teacher": 0.5, "student": 0.07, "prior": 0.6, "value": 1.0,
-                 "target": 0.8, "verdicts": ["correct"], "continuations": ["so \\boxed{1}"]}  # fmt: skip
-    other = candidate | {"token_id": 6, "token": "six", "student": 0.2, "prior": 0.4, "value": 0.0, "target": 0.2,
-                         "verdicts": ["wrong"], "continuations": ["so \\boxed{2}"]}  # fmt: skip
-    return {
-        "iteration": iteration,
-        "problem_id": problem_id,
-        "problem": "what?",
-        "answer": "1",
-        "tier": None,
-        "response": "abc",
-        "verdict": "correct",
-        "finish_reason": "stop",
-        "version": "0.0",
-        "response_ids": [6, 7, 1],
-        "behavior_logprobs": [-0.1, -2.0, -0.3],
-        "teacher_logprobs": [-0.2, -0.5, -5.3],
-        "teacher_entropy_nats": [0.1, 0.2, 0.3],
-        "acquisition_score": [0.04, 0.01, None],
-        "selected_positions": [0],
-        "branches": [
-            {"position": 0, "sampled": "six", "retained": True, "score_parts": {"entropy": 0.3},
-             "candidates": [candidate, other]}
-        ],
-    } | changes  # fmt: skip
-
-
-def metrics_row(iteration):
-    return {
-        "iteration": iteration,
-        "rollout/accuracy": 0.25,
-        "rollout/tokens": 12.0,
-        "spot/selected": 1.0,
-        "spot/retained": 1.0,
-        "train/loss": 0.5,
-        "train/grad_norm": 1.5,
-        "time/iteration_s": 10.0,
-        "time/wait_for_batch_s": 8.0,
-        "time/train_s": 1.5,
-        "time/update_weights_s": 0.5,
-        "wait/probe_s": 7.0,
-        "wait/rollout_s": 1.0,
-        "stage/probe/requests": 8.0,
-        "stage/probe/mean_in_flight": 5.0,
-        "stage/probe/mean_queued": 1.0,
-        "stage/rollout/requests": 2.0,
-    }
-
-
-def make_run(path, samples=(), rows=(), summary=None):
-    path.mkdir()
-    (path / "config.yaml").write_text(CONFIG)
-    (path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if summary is not None:
-        (path / "summary.json").write_text(json.dumps(summary))
-    return RunFiles(path)
 
 
 def terminal(renderable, width=100):
@@ -105,21 +37,6 @@ def plain(text):
 def page_of(files, wanted="0", texts=None):
     number, sample = files.sample(wanted)
     return sample_page(number, sample, colourings(sample, texts or token_texts(files, sample.response_ids)))
-
-
-class Tags(HTMLParser):
-    """Tags and attributes of a page, and its text."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.text = [], ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def assert_harmless(page):
@@ -300,94 +217,6 @@ def test_damage_elsewhere_is_named_by_its_line(tmp_path):
     path.write_bytes(path.read_bytes().replace(b'{"iteration": 1', b'{"iteration": "x"', 1))
     with pytest.raises(DataError, match=r"samples.jsonl:1: .*iteration"):
         list(files.samples())
-
-
-def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
-    tier = {"problems": 3, "avg": 0.25, "avg_standard_error": 0.05, "pass": 0.5, "pass_standard_error": 0.1}
-    evaluation = {"samples": 8, "tokens": 1, "tiers": {"all": tier}}
-    after = evaluation | {"tiers": {"all": tier | {"avg": 0.5}}}
-    summary = {"prompts": {"trained": 8, "left_over": 1}, "before": evaluation, "after": after}
-    files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 2, 3, 4)], map(metrics_row, (1, 2, 3, 4)), summary)
-    report = read_report(files)
-    assert report.verdict.sentence == (
-        "Student bound: the trainer waited 80 % of the time, mostly for probe (88 %) and rollout (12 %)."
-    )
-    assert (
-        "8 slots were mostly in use (7 probe" in report.verdict.advice[0]
-    )  # 5 in flight over 10 s, in 7 s of waiting for them
-    assert report.results[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0")
-    assert report.notes == ()
-    titles = {plot.title for section in report.sections for plot in section.plots}
-    assert {"Loss and its parts", "Calibration shift", "Which tokens were probed", "Time per phase"} - titles == {
-        "Calibration shift"
-    }
-    assert "8 trained, 1 left over" in Tags(report_page(report)).text
-
-
-def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
-    reference = {"wait/reference_s": 7.0, "stage/reference/requests": 8.0, "stage/reference/mean_in_flight": 5.6}
-    row = {name: value for name, value in metrics_row(1).items() if "probe" not in name and "spot" not in name}
-    files = make_run(tmp_path / "run", [], [row | reference | {"train/advantage_mean": 0.1}])
-    path = tmp_path / "run" / "config.yaml"
-    path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
-    report = read_report(files)
-    assert "teacher" not in dict(report.facts)
-    assert run_times(files.metrics(), files.config()).stages["reference"].slots == 8  # a second copy of the student
-    notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
-    assert notes["Advantage"] == "Mean per token, as the policy gives it."
-    assert "Teacher entropy" not in notes
-
-
-def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
-    row = metrics_row(1) | {"teacher/entropy_nats": 0.2, "train/advantage_mean": 0.0, "train/loss_branch": 0.5}
-    report = read_report(make_run(tmp_path / "run", [], [row]))
-    figures = {plot.title: plot.figure for section in report.sections for plot in section.plots}
-    assert "Advantage" not in figures
-    assert "Teacher entropy" in figures
-    assert "soft targets" in figures["Loss and its parts"]
-
-
-def test_no_share_is_drawn_beyond_all(tmp_path):
-    names = ("rollout/accuracy", "probe/accuracy", "rollout/truncated")
-    files = make_run(tmp_path / "run", [], [metrics_row(1) | dict.fromkeys(names, 1.0)])
-    figures = {plot.title: plot.figure for section in read_report(files).sections for plot in section.plots}
-    for title in ("Accuracy in training", "Accuracy of probes", "Cut off and not judged"):
-        assert max(map(int, re.findall(r">(\d+) %<", figures[title]))) == 100
-
-
-def test_figures_that_are_no_numbers_are_left_out(tmp_path):
-    row = metrics_row(1) | {"train/grad_norm": None}
-    tier = {"problems": 1, "avg": 0.25, "avg_standard_error": None, "pass": 0.5, "pass_standard_error": None}
-    files = make_run(tmp_path / "run", [], [row], {"after": {"samples": 8, "tokens": 1, "tiers": {"all": tier}}})
-    assert "train/grad_norm" not in files.metrics()[0]
-    assert read_report(files).results[0].cells == ("25.0", "50.0")
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"train/loss": 0.5}\n')
-    with pytest.raises(DataError, match=r"metrics.jsonl: a line names no iteration"):
-        files.metrics()
-
-
-def test_a_teacher_that_writes_is_told_of_its_slots():
-    advice = judge(RunTimes(9.0, 1.0, 0.0, {"teacher_response": 8.0, "score": 1.0})).advice
-    assert "teacher.backend.slots" in advice[0]
-    assert "score_tokens" not in " ".join(advice)
-    full = StageUse(in_flight=49.0, queued=0.0, limit=64, slots=64)
-    advice = judge(RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}, {"rollout": full})).advice
-    assert "64 slots were mostly in use (49 rollout" in advice[0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "summary", "expected"),
-    [
-        ([], None, "No iteration has finished"),
-        ([metrics_row(1)], None, "was stopped before its end"),
-        ([metrics_row(1)], {"before": None, "after": None}, "was not evaluated"),
-        ([{"iteration": 1, "train/loss": 0.5}], {}, "probes no positions"),
-        ([{"iteration": 1}], None, "nothing can be said"),
-    ],
-)
-def test_what_is_missing_is_said(tmp_path, rows, summary, expected):
-    page = report_page(read_report(make_run(tmp_path / "run", [], rows, summary)))
-    assert expected in Tags(page).text
 
 
 def test_the_commands_write_pages_and_fail_in_one_line(tmp_path):

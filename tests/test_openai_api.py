@@ -9,15 +9,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
 import torch
 import transformers
+from served_model import ENDLESS, KEY, ServedModel, completing
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spot_async import wire
@@ -25,18 +26,15 @@ from spot_async.seeds import derive_seed
 from spot_async.serving import api
 from spot_async.types import Generation, SamplingSettings
 
-KEY = "a-secret"
 VOCAB = 300
 CONTEXT = 20000
-ENDLESS = 19000
 PROMPT = "the other"
 IDS = {"return_token_ids": True}
 BY_ID = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
-class Server(NamedTuple):
-    url: str
-    model: Path
+@dataclass(frozen=True)
+class Server(ServedModel):
     tokenizer: Any
     reference: Any  # the module, as transformers computes it
 
@@ -74,36 +72,13 @@ def server(random_model: Callable[..., Path], running_server: Any) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as it:
+    with server.client() as it:
         yield it
 
 
 @pytest.fixture(scope="module")
 def complete(server: Server, client: openai.OpenAI) -> Callable[..., Any]:
-    """A completion of the served model; what OpenAI's client does not know goes to `more`."""
-
-    def complete(prompt: Any = PROMPT, more: dict[str, Any] | None = None, **fields: Any) -> Any:
-        return client.completions.create(model=server.model.name, prompt=prompt, extra_body=more, **fields)
-
-    return complete
-
-
-def stats(server: Server) -> api.Stats:
-    reply = httpx.get(server.url + api.STATS, headers={"Authorization": f"Bearer {KEY}"})
-    return wire.decode(reply.content, api.Stats)
-
-
-def until(server: Server, reached: Callable[[api.Stats], bool]) -> api.Stats:
-    """The server notices a hang-up by itself; requests of our own show when it has."""
-    for _ in range(2000):
-        found = stats(server)
-        if reached(found):
-            return found
-    raise AssertionError(found)
-
-
-def idle(found: api.Stats) -> bool:
-    return found.active == 0 and found.waiting == 0
+    return completing(server, client, PROMPT)
 
 
 # -- what is answered --
@@ -145,9 +120,7 @@ def test_numbers_are_the_engine_s_own_bit_for_bit(server: Server, complete):
     request = api.GenerateRequest(
         prompt_ids=np.array(server.encode(PROMPT), np.int32), sampling=sampling, timeout_s=60.0
     )
-    reply = httpx.post(
-        server.url + api.GENERATE, content=wire.encode(request), headers={"Authorization": f"Bearer {KEY}"}
-    )
+    reply = server.post(api.GENERATE, content=wire.encode(request))
     generation = wire.decode(reply.content, Generation)
     assert choice.token_ids == generation.token_ids.tolist()
     assert choice.logprobs.token_logprobs == generation.logprobs.tolist()
@@ -289,14 +262,14 @@ def test_a_stop_string_ends_the_text_before_it(server: Server, complete, stream:
     token_ids = [token for part in parts for token in part.choices[0].token_ids]
     assert stop in server.tokenizer.decode(token_ids)
     assert stop not in server.tokenizer.decode(token_ids[:-1])
-    until(server, idle)
+    server.until_idle()
 
 
 def test_a_stop_string_gives_the_slot_back_at_once(server: Server, complete):
-    before = stats(server).tokens_generated
+    before = server.stats().tokens_generated
     stop = complete(max_tokens=40, seed=8).choices[0].text[12:14]
     complete(max_tokens=ENDLESS, seed=8, stop=stop)
-    assert until(server, idle).tokens_generated - before < ENDLESS / 2
+    assert server.until_idle().tokens_generated - before < ENDLESS / 2
 
 
 # -- streams --
@@ -334,7 +307,7 @@ def test_a_stream_brings_the_same_as_one_reply_token_by_token(complete, echo: bo
 
 async def test_the_async_client_completes_and_streams(server: Server, complete):
     expected = complete(max_tokens=30, seed=6).choices[0].text
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+    async with server.async_client() as client:
         fields: dict[str, Any] = {"model": server.model.name, "prompt": PROMPT, "max_tokens": 30, "seed": 6}
         replies = await asyncio.gather(*(client.completions.create(**fields) for _ in range(3)))
         stream = await client.completions.create(**fields, stream=True)
@@ -346,14 +319,13 @@ async def test_the_async_client_completes_and_streams(server: Server, complete):
 def test_the_first_event_comes_long_before_the_last(server: Server, complete):
     with complete(max_tokens=ENDLESS, seed=1, stream=True, more={"ignore_eos": True}) as stream:
         next(iter(stream))
-        assert stats(server).active == 1
-    until(server, idle)
+        assert server.stats().active == 1
+    server.until_idle()
 
 
 def test_events_are_json_lines_and_end_with_done(server: Server):
     body = {"prompt": PROMPT, "max_tokens": 3, "stream": True}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+    reply = server.post("/v1/completions", json=body)
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     *events, done, rest = reply.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")

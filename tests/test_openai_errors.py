@@ -6,73 +6,40 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import httpx
 import openai
 import pytest
+from served_model import ENDLESS, KEY, ServedModel, completing
 
-from spot_async import wire
-from spot_async.serving import api
-
-KEY = "a-secret"
 VOCAB = 300
 SLOTS = 4
 WAITING = 4
-ENDLESS = 19000
 PROMPT = "w3 w14 w15"
 
 
-class Server(NamedTuple):
-    url: str
-    model: Path
-
-
 @pytest.fixture(scope="module")
-def server(random_model: Callable[..., Path], running_server: Any) -> Iterator[Server]:
+def server(random_model: Callable[..., Path], running_server: Any) -> Iterator[ServedModel]:
     model = random_model(vocab_size=VOCAB, max_position_embeddings=20000)
     with running_server(model, "--slots", str(SLOTS), "--max-waiting", str(WAITING), key=KEY) as url:
-        yield Server(url, model)
+        yield ServedModel(url, model)
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as it:
+def client(server: ServedModel) -> Iterator[openai.OpenAI]:
+    with server.client() as it:
         yield it
 
 
 @pytest.fixture(scope="module")
-def complete(server: Server, client: openai.OpenAI) -> Callable[..., Any]:
-    """A completion of the served model; what OpenAI's client does not know goes to `more`."""
-
-    def complete(prompt: Any = PROMPT, more: dict[str, Any] | None = None, **fields: Any) -> Any:
-        return client.completions.create(model=server.model.name, prompt=prompt, extra_body=more, **fields)
-
-    return complete
-
-
-def stats(server: Server) -> api.Stats:
-    reply = httpx.get(server.url + api.STATS, headers={"Authorization": f"Bearer {KEY}"})
-    return wire.decode(reply.content, api.Stats)
-
-
-def until(server: Server, reached: Callable[[api.Stats], bool]) -> api.Stats:
-    """The server notices a hang-up by itself; requests of our own show when it has."""
-    for _ in range(2000):
-        found = stats(server)
-        if reached(found):
-            return found
-    raise AssertionError(found)
-
-
-def idle(found: api.Stats) -> bool:
-    return found.active == 0 and found.waiting == 0
+def complete(server: ServedModel, client: openai.OpenAI) -> Callable[..., Any]:
+    return completing(server, client, PROMPT)
 
 
 # -- clients that go away --
 
 
-async def hang_up(server: Server, body: dict[str, Any]) -> None:
+async def hang_up(server: ServedModel, body: dict[str, Any]) -> None:
     """Send a request over a socket of our own, wait until it runs, and close the socket."""
     text = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
@@ -80,26 +47,26 @@ async def hang_up(server: Server, body: dict[str, Any]) -> None:
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
     await writer.drain()
-    await asyncio.to_thread(until, server, lambda found: found.active > 0)
+    await asyncio.to_thread(server.until, lambda found: found.active > 0)
     writer.close()
     await writer.wait_closed()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_hangs_up_gives_its_slots_back(server: Server, stream: bool):
-    before = stats(server).tokens_generated
+async def test_a_client_that_hangs_up_gives_its_slots_back(server: ServedModel, stream: bool):
+    before = server.stats().tokens_generated
     body = {"prompt": PROMPT, "max_tokens": ENDLESS, "n": 3, "stream": stream, "ignore_eos": True}
     await hang_up(server, body)
-    found = until(server, idle)
+    found = server.until_idle()
     assert found.tokens_generated - before < 3 * ENDLESS / 2
 
 
-async def test_more_than_the_server_can_take_is_told_to_come_back(server: Server, client: openai.OpenAI, complete):
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as many:
+async def test_more_than_the_server_can_take_is_told_to_come_back(server: ServedModel, client: openai.OpenAI, complete):
+    async with server.async_client() as many:
         fields: dict[str, Any] = {"model": server.model.name, "prompt": PROMPT, "max_tokens": ENDLESS}
         more = {"ignore_eos": True}
         running = asyncio.create_task(many.completions.create(**fields, n=SLOTS + WAITING, extra_body=more))
-        await asyncio.to_thread(until, server, lambda found: found.active == SLOTS and found.waiting == WAITING)
+        await asyncio.to_thread(server.until, lambda found: found.active == SLOTS and found.waiting == WAITING)
         with pytest.raises(openai.InternalServerError, match="8 of 8 choices are being worked on") as refused:
             await many.completions.create(**fields)
         assert refused.value.status_code == 503
@@ -107,7 +74,7 @@ async def test_more_than_the_server_can_take_is_told_to_come_back(server: Server
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-    await asyncio.to_thread(until, server, idle)
+    await asyncio.to_thread(server.until_idle)
     assert complete(max_tokens=2).usage.completion_tokens == 2
     with pytest.raises(openai.BadRequestError, match="asks for 9 choices; this server works on 8 at most"):
         complete(n=9)
@@ -116,8 +83,8 @@ async def test_more_than_the_server_can_take_is_told_to_come_back(server: Server
 # -- what is refused --
 
 
-def test_a_wrong_key_is_refused_in_the_client_s_own_words(server: Server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
+def test_a_wrong_key_is_refused_in_the_client_s_own_words(server: ServedModel):
+    with server.client("wrong") as client:
         for ask in (client.models.list, lambda: client.completions.create(model="m", prompt="a")):
             with pytest.raises(openai.AuthenticationError, match="needs the server's API key") as refused:
                 ask()
@@ -125,7 +92,7 @@ def test_a_wrong_key_is_refused_in_the_client_s_own_words(server: Server):
             assert KEY not in str(refused.value)
 
 
-def test_an_unknown_model_and_an_unknown_route_are_not_found(server: Server, client: openai.OpenAI):
+def test_an_unknown_model_and_an_unknown_route_are_not_found(server: ServedModel, client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match=f"`gpt-9` does not exist; this server has `{server.model.name}`"):
         client.completions.create(model="gpt-9", prompt="a")
     with pytest.raises(openai.NotFoundError, match="`gpt-9` does not exist"):
@@ -165,9 +132,11 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(complete):
         ({"prompt": None}, "prompt", "expected"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(server: Server, fields: dict[str, Any], param: str, message: str):
+def test_what_cannot_be_served_is_refused_by_name(
+    server: ServedModel, fields: dict[str, Any], param: str, message: str
+):
     body = {"prompt": PROMPT, "stream": False, **fields}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    reply = server.post("/v1/completions", json=body)
     error = reply.json()["error"]
     assert reply.status_code == 400
     assert set(error) == {"message", "type", "param", "code"}
@@ -178,8 +147,8 @@ def test_what_cannot_be_served_is_refused_by_name(server: Server, fields: dict[s
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"\xff"'])
-def test_a_body_that_is_no_request_is_a_bad_request(server: Server, body: bytes):
-    reply = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Authorization": f"Bearer {KEY}"})
+def test_a_body_that_is_no_request_is_a_bad_request(server: ServedModel, body: bytes):
+    reply = server.post("/v1/completions", content=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith("cannot read the request: ")
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from spot_async.concurrency import gather
+from spot_async.concurrency import gather, watched
 from spot_async.config import ModelConfig, SamplingConfig, ServingConfig, StagesConfig
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.runtime import watched
 from spot_async.servers import backend_factories
 from spot_async.simulation.services import SimulatedVerifier
 from spot_async.stages import Services, Stages

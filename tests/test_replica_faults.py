@@ -15,14 +15,13 @@ import pytest
 import structlog
 
 from spot_async.actor import Stage
-from spot_async.concurrency import gather, leaves
+from spot_async.concurrency import gather, leaves, watched
 from spot_async.config import SamplingConfig, ServingConfig, StageConfig, StagesConfig
 from spot_async.errors import ProcessDiedError, SpotError, TransientError
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.retry import RetryPolicy
-from spot_async.runtime import watched
 from spot_async.simulation.servers import Rates, SimulatedReplica, SimulatedServer
 from spot_async.simulation.services import END_TOKEN, VOCAB_SIZE, SimulatedTrainer, SimulatedVerifier
 from spot_async.simulation.virtual_time import run_on_virtual_time

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 import structlog
 
+from spot_async.concurrency import watched
 from spot_async.config import ServingConfig
 from spot_async.errors import (
     BudgetSpentError,
     DataError,
+    DeadlineExceededError,
     Exchange,
     PermanentError,
     ProcessDiedError,
@@ -21,7 +24,6 @@ from spot_async.errors import (
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
-from spot_async.runtime import watched
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
 
@@ -65,6 +67,8 @@ class Server:
 
     async def ping(self, *, deadline):
         await asyncio.sleep(0.001)
+        if self.is_frozen:
+            raise DeadlineExceededError("no answer to a ping")
 
     def kill(self):
         self.ended.set_exception(ProcessDiedError("it was killed"))
@@ -294,3 +298,45 @@ def test_a_replica_that_cannot_be_entered_for_want_of_money_ends_the_run_as_such
         incident(scenario, make=Paid)
     assert raised.group_contains(BudgetSpentError)
     assert len(made_ones) == 2
+
+
+def test_a_frozen_replica_is_noticed_although_its_requests_are_given_up_early():
+    """As hedges do: the other server answers each time, long before the frozen one has had a request for `stall_s`."""
+
+    async def scenario(pool, made):
+        async def given_up(server):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(3.0):
+                    await asyncio.sleep(1000.0)
+            raise asyncio.CancelledError
+
+        made[0][0].is_frozen = True
+        for _ in range(4):
+            assert pool.replicas[0].restarts == 0
+            with contextlib.suppress(asyncio.CancelledError):
+                await ask(pool, given_up)
+            await asyncio.sleep(60.0)  # idle time says nothing
+        assert pool.replicas[0].restarts == 1
+
+    incident(scenario, stall_s=10.0)
+
+
+def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence():
+    class Slow(Server):
+        async def update_weights(self, snapshot, *, deadline):
+            if self is servers[0]:
+                if errors:
+                    raise errors.pop()
+                await asyncio.sleep(45.0)
+
+    errors, servers = [TransientError("reset")], []
+
+    async def scenario(pool, made):
+        servers.extend(made[0])
+        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+        await asyncio.sleep(100.0)
+        assert [each.restarts for each in pool.replicas] == [0, 0]
+        assert {each.version for each in pool.replicas} == {snapshot.version}
+
+    incident(scenario, make=Slow, number=2)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from spot_async import registry
+from spot_async.concurrency import running, watched
 from spot_async.config import ModelConfig
 from spot_async.conformance.checks import Check, Outcome, run_checks
 from spot_async.conformance.contract import CHECKS
 from spot_async.conformance.subject import Subject
 from spot_async.errors import ConfigError
 from spot_async.model_files import read_model
-from spot_async.runtime import running, watched
 from spot_async.types import WeightVersion
 
 FIRST_VERSION = WeightVersion(0, 0)

@@ -87,7 +87,8 @@ class Replica(Generic[B]):
         self._busy_s = 0.0
         self._unanswered: dict[int, Errand] = {}  # connections that failed since the last answer, and since when
         self._failing_s = now_s
-        self._progress_s = now_s
+        self._silence_s = 0.0  # that it had something in flight since its last sign of life, while it has nothing
+        self._silent_since_s = now_s  # that long ago, while it has something
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -136,7 +137,7 @@ class Replica(Generic[B]):
 
     def granted(self, lease: HeldLease[B]) -> None:
         if not self.leases:
-            self._progress_s = lease.granted_s
+            self._silent_since_s = lease.granted_s - self._silence_s
             self._changed.set()
             self._idle.clear()
         self.leases.add(lease)
@@ -149,10 +150,11 @@ class Replica(Generic[B]):
             self._requests -= 1
             self._busy_s += self._loop.time() - lease.granted_s
         if not self.leases:
+            self._silence_s = self._loop.time() - self._silent_since_s
             self._idle.set()
 
     def answered(self, now_s: float) -> None:
-        self._progress_s = now_s
+        self.showed_life(now_s)
         self._unanswered.clear()
         self.life.answered(now_s)
 
@@ -179,21 +181,23 @@ class Replica(Generic[B]):
     # What the supervisor waits for
 
     async def needs_ping(self, stall_s: float) -> None:
-        """Return once it is suspect, or has had something in flight for `stall_s` and answered nothing."""
+        """Return once it is suspect, or has had something in flight for `stall_s` altogether and answered nothing:
+        requests that are given up early, such as by a hedge, add up."""
         loop = asyncio.get_running_loop()
         while self.life.state is not State.SUSPECT:
             self._changed.clear()
-            is_due = asyncio.timeout_at(self._progress_s + stall_s if self.leases else None)
+            is_due = asyncio.timeout_at(self._silent_since_s + stall_s if self.leases else None)
             try:
                 async with is_due:
                     await self._changed.wait()
             except TimeoutError:
-                if self.leases and loop.time() >= self._progress_s + stall_s:
+                if self.leases and loop.time() >= self._silent_since_s + stall_s:
                     return
 
-    def pinged(self, now_s: float) -> None:
-        """It answered a ping: it is busy, and nothing worse."""
-        self._progress_s = now_s
+    def showed_life(self, now_s: float) -> None:
+        """It answered something, such as a ping: it is busy, and nothing worse."""
+        self._silence_s = 0.0
+        self._silent_since_s = now_s
 
     async def until_idle(self) -> None:
         """Return once nothing is in flight."""
@@ -221,6 +225,7 @@ class Replica(Generic[B]):
         self.backend = backend
         await backend.__aenter__()
         self.is_entered = True
+        self.showed_life(self._loop.time())
 
     async def leave(self) -> None:
         if not self.is_entered:

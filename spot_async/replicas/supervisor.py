@@ -106,7 +106,7 @@ class Supervisor(Generic[B]):
                 is_other = isinstance(error, ServerRestartedError)
                 self._replica.report(Trouble.RESTARTED if is_other else Trouble.SILENT, error)
                 return
-            self._replica.pinged(_now_s())
+            self._replica.showed_life(_now_s())
             if life.state is State.SUSPECT:
                 life.move(State.HALF_OPEN if connections_failed else State.SERVING, _now_s())
             elif life.state is State.HALF_OPEN:  # what is on trial takes long, and that is all
@@ -162,7 +162,8 @@ class Supervisor(Generic[B]):
                     if not isinstance(error, DeadlineExceededError):
                         return False  # gone for good, such as a process that was killed while it was stopped
                     await asyncio.sleep(PING_INTERVAL_S)
-            async with self._awake_throughout(), asyncio.timeout(self._serving.stall_s):
+            replica.showed_life(_now_s())
+            async with self._awake_throughout():
                 await self._weights.catch_up(replica)
         except TimeoutError:
             return False

@@ -89,6 +89,7 @@ async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) 
         if not isinstance(backend, WeightSink):
             raise ConfigError(f"{replica.name}: its backend takes no weights")
         await backend.update_weights(snapshot, deadline=deadline)
+    replica.showed_life(_now_s())
     replica.life.version = snapshot.version
 
 

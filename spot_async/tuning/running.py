@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from spot_async import registry
+from spot_async.assembly import Backends, make_stages
+from spot_async.concurrency import running, watched
 from spot_async.config import Config, ModelConfig
 from spot_async.diagnosis import diagnose
 from spot_async.errors import ConfigError
@@ -21,7 +23,6 @@ from spot_async.initial_weights import send_initial_weights
 from spot_async.preflight import TrainPlan
 from spot_async.protocols import Billed, Verifier
 from spot_async.run_directory import RunDirectory
-from spot_async.runtime import Backends, make_stages, running, watched
 from spot_async.seeds import derive_seed
 from spot_async.servers import backend_factories
 from spot_async.spending.account import Account

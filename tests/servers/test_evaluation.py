@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import StartServer
 from parity import Dense
 from wider_heads import with_wider_heads
 
-from conftest import StartServer
+from spot_async.assembly import make_pool
+from spot_async.concurrency import running
 from spot_async.config import Config
 from spot_async.config_loading import load_config
 from spot_async.evaluation.benchmarks import plan_benchmarks
@@ -28,7 +30,6 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import evaluate
 from spot_async.model_files import read_model
 from spot_async.run_directory import RunDirectory
-from spot_async.runtime import make_pool, running
 from spot_async.types import Generation, IntArray, SamplingSettings, Verdict
 from spot_async.verification import BoxedMatch
 

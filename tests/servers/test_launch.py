@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from conftest import SGLANG_LAUNCHER, TinyModels
+
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend

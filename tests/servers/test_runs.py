@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-
 from conftest import StartServer, TinyModels
+
 from spot_async.backends.launch import LaunchSettings
 
 HERE = Path(__file__).parent

@@ -20,11 +20,11 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
+from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, StartServer, TinyModels, interpreter
 from parity import PARITY_NATS, Dense, decisions, expect_rollout, expect_topk, own, soon
 from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 
-from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, StartServer, TinyModels, interpreter
 from spot_async.backends import vllm_weights
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.remote import RemoteServer

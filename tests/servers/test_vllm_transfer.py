@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from conftest import TinyModels
 from parity import Dense, decisions, expect_rollout, soon
 
-from conftest import TinyModels
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.weight_transport import WeightSender, WeightSettings

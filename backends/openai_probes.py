@@ -1,0 +1,298 @@
+"""Finds out what an OpenAI-compatible endpoint understands, by asking it at start-up. Nothing is assumed.
+
+Every probe is a real request of a few tokens. A refusal of a request's form (400, 404, 422) means that the endpoint
+does not speak so. An endpoint that asks to be left alone is asked again later; every other failure is its trouble and
+stops the start. Probes of generation are sent as generations are, so that no field is refused only later.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from spot_async.errors import ConfigError
+from spot_async.types import LogprobTemperature, SamplingSettings
+
+from .openai_billing import request_size
+from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, UNTRUNCATED, Dialect, Scoring, UnsupportedError
+from .openai_replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
+from .remote import RemoteServer
+from .throttling import when_free
+from .token_texts import TOKEN_ID_PREFIX
+
+LARGEST_K_ASKED = 256
+OTHER_TEMPERATURE = 0.5
+SAME_NATS = 0.1  # more than noise, less than another temperature changes
+CHAT_PROBE_TOKENS = 16
+
+
+async def probe(server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping[str, Any], deadline: float) -> Dialect:
+    """Ask everything; `prompt_ids` is `PROBE_TEXT`, `fields` what the user wants in every request."""
+    prober = _Prober(server, list(prompt_ids), fields, deadline)
+    return await prober.find()
+
+
+class _Prober:
+    def __init__(self, server: RemoteServer, prompt_ids: list[int], fields: Mapping[str, Any], deadline: float) -> None:
+        self._server = server
+        self._prompt_ids = prompt_ids
+        self._tokenizer = server.files.vocabulary.tokenizer
+        self._fields = fields
+        self._deadline = deadline
+        ends = tuple(server.files.vocabulary.end_token_ids)
+        self._sampling = SamplingSettings(max_tokens=1, stop_token_ids=ends, seed=1)
+
+    async def find(self) -> Dialect:
+        model, context = await self._model()
+        dialect = Dialect(model=model, max_context_tokens=context)
+        found = await self._completions(dialect)
+        if found is None:
+            return await self._chat(dialect)
+        dialect = await self._scoring(await self._generating(found))
+        if dialect.scoring is not None:
+            dialect = replace(dialect, score_temperature=await self._score_temperature(dialect))
+        if dialect.generation_logprobs:
+            dialect = replace(dialect, generation_temperature=await self._generation_temperature(dialect))
+        return dialect
+
+    async def _model(self) -> tuple[str, int | None]:
+        """The model's name, and the context that the endpoint states (vLLM and SGLang do)."""
+        wanted, role = self._server.settings.served_model, self._server.role
+        try:
+            get = functools.partial(self._server.get, MODELS, _Models, deadline=self._deadline)
+            listed = await when_free(get, self._deadline)
+        except UnsupportedError:
+            listed = _Models(data=[])
+        names = [each.id for each in listed.data]
+        if wanted is None and len(names) != 1:
+            known = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+            raise ConfigError(f"{role}.backend.served_model: required, since the endpoint serves {known or 'no list'}")
+        name = wanted or names[0]
+        return name, next((each.max_model_len for each in listed.data if each.id == name), None)
+
+    async def _completions(self, dialect: Dialect) -> Dialect | None:
+        """The best form of request that it takes; None when it has no completions."""
+        for token_id_prompts in (True, False):
+            for extensions in (True, False):
+                for logprobs in (True, False):
+                    asked = replace(dialect, token_id_prompts=token_id_prompts, extensions=extensions)
+                    reply = await self._tried(asked, {"logprobs": 1} if logprobs else {})
+                    if reply is not None:
+                        choice = reply.only
+                        return replace(
+                            asked,
+                            prepends_start=_prompt_tokens(reply) == len(self._prompt_ids) + 1,
+                            generation_logprobs=choice.logprobs is not None,
+                            sampled_token_ids=_names_ids(choice) and choice.logprobs is not None,
+                        )
+        return None
+
+    async def _tried(self, asked: Dialect, more: Mapping[str, Any]) -> Completion | None:
+        prompt = self._prompt(asked)
+        body = {"model": asked.model, "prompt": prompt, "max_tokens": 1, **asked.extra, **more}
+        reply = await self._ask(body)
+        if reply is not None and asked.token_id_prompts and _prompt_tokens(reply) not in (None, len(self._prompt_ids)):
+            return None  # it took the list for something else
+        return reply
+
+    async def _generating(self, dialect: Dialect) -> Dialect:
+        """Raises `ConfigError` when it refuses a generation as runs ask for them."""
+
+        async def ask(asked: Dialect) -> None:
+            await self._post(asked.generate_body(self._prompt(asked), self._sampling, self._tokenizer))
+
+        try:
+            return await self._untruncated(dialect, ask)
+        except UnsupportedError as error:
+            role = self._server.role
+            raise ConfigError(f"{role}.backend.url: refuses to sample as a run asks it: {error}") from None
+
+    async def _untruncated(self, dialect: Dialect, ask: Callable[[Dialect], Awaitable[None]]) -> Dialect:
+        """With what it takes against truncation, beside what the user says of that. Raises `UnsupportedError` when it
+        refuses even the plain request."""
+        await ask(dialect)
+        wanted = {name: value for name, value in UNTRUNCATED.items() if name not in self._fields}
+
+        async def takes(fields: Mapping[str, Any]) -> bool:
+            try:
+                await ask(replace(dialect, untruncated=fields))
+            except UnsupportedError:
+                return False
+            return True
+
+        if not await takes(wanted):
+            wanted = {name: value for name, value in wanted.items() if await takes({name: value})}
+        return replace(dialect, untruncated=wanted)
+
+    async def _scoring(self, dialect: Dialect) -> Dialect:
+        ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")
+        for way in ways:
+            asked = replace(dialect, scoring=way)
+            choice = await self._scored(asked, 1)
+            if choice is None:
+                continue
+            if way == "prompt_logprobs" and choice.prompt_logprobs is not None:
+                if choice.prompt_token_ids is None and not dialect.token_id_prompts:
+                    continue  # rows by id, but of tokens that nobody names
+                return replace(asked, max_top_k=await self._largest_k(asked))
+            if way != "prompt_logprobs" and _echoes(choice):
+                tokens = choice.logprobs.tokens if choice.logprobs is not None else []
+                by_text = not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens)
+                asked = replace(asked, keyed_by_text=by_text)
+                return replace(asked, max_top_k=await self._largest_k(asked))
+        return dialect
+
+    async def _scored(self, dialect: Dialect, k: int) -> Choice | None:
+        reply = await self._ask(dialect.score_body(self._prompt(dialect), k))
+        return None if reply is None else reply.only
+
+    async def _largest_k(self, dialect: Dialect) -> int:
+        """The largest K served: what a refusal names, or found by halving."""
+        limit = min(LARGEST_K_ASKED, self._server.files.vocab_size)
+
+        async def refusal(k: int) -> str | None:
+            try:
+                await self._post(dialect.score_body(self._prompt(dialect), k))
+            except UnsupportedError as error:
+                return str(error)
+            return None
+
+        served, refused = await largest_served(limit, refusal)
+        return served if refused else min(served, await self._counted(dialect, served))
+
+    async def _counted(self, dialect: Dialect, k: int) -> int:
+        """How many of K it really gave: some endpoints cut without a word. Texts that collide are no cut."""
+        choice = await self._scored(dialect, k)
+        assert choice is not None
+        given = max(map(len, _rows(choice)))
+        return k if given >= k or (dialect.keyed_by_text and given > k // 2) else max(1, given - 1)
+
+    async def _score_temperature(self, dialect: Dialect) -> LogprobTemperature:
+        prompt = self._prompt(dialect)
+        one, other = [
+            (await self._post(dialect.score_body(prompt, 1, temperature=temperature))).only
+            for temperature in (1.0, OTHER_TEMPERATURE)
+        ]
+        return "one" if _same_numbers(one, other) else "request"
+
+    async def _generation_temperature(self, dialect: Dialect) -> LogprobTemperature:
+        found = []
+        for temperature in (1.0, OTHER_TEMPERATURE):
+            sampling = msgspec.structs.replace(self._sampling, temperature=temperature)
+            body = dialect.generate_body(self._prompt(dialect), sampling, self._tokenizer)
+            logprobs = (await self._post({**body, "logprobs": 2})).only.logprobs
+            rows = logprobs.top_logprobs if logprobs is not None else None
+            found.append(read_echoed_row(rows[0]) if rows else {})
+        one, other = found
+        moved = [abs((one[key] or 0.0) - (other[key] or 0.0)) for key in one.keys() & other.keys()]
+        return "one" if max(moved, default=0.0) < SAME_NATS else "request"
+
+    async def _chat(self, dialect: Dialect) -> Dialect:
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=CHAT_PROBE_TOKENS)
+
+        async def ask(asked: Dialect) -> None:
+            body = {**self._fields, **asked.chat_body(PROBE_TEXT, sampling)}
+            size = request_size(body, len(self._prompt_ids))
+            post = functools.partial(self._server.post, CHAT, body, Any, deadline=self._deadline, size=size)
+            await when_free(post, self._deadline)
+
+        for key in ("max_completion_tokens", "max_tokens"):
+            try:
+                return await self._untruncated(replace(dialect, chat_length_key=key), ask)
+            except UnsupportedError as error:
+                refused = error
+        raise ConfigError(
+            f"{self._server.role}.backend.url: answers neither {COMPLETIONS} nor {CHAT} ({refused}); the url is what "
+            "comes before /v1"
+        )
+
+    def _prompt(self, dialect: Dialect) -> list[int] | str:
+        return self._prompt_ids if dialect.token_id_prompts else PROBE_TEXT
+
+    async def _ask(self, body: Mapping[str, Any]) -> Completion | None:
+        try:
+            return await self._post(body)
+        except UnsupportedError:
+            return None
+
+    async def _post(self, body: Mapping[str, Any]) -> Completion:
+        sent = {**self._fields, **body}
+        size = request_size(sent, len(self._prompt_ids))
+        post = functools.partial(self._server.post, COMPLETIONS, sent, Completion, deadline=self._deadline, size=size)
+        return await when_free(post, self._deadline)
+
+
+async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | None]]) -> tuple[int, bool]:
+    """The largest K up to `limit` that is not refused, and whether one was; K = 1 is served.
+
+    `refusal` says why a K is refused, or None. What it says often names the limit.
+    """
+    said = await refusal(limit)
+    if said is None:
+        return limit, False
+    low, high = 1, limit  # served, refused
+    for named in sorted({int(number) for number in re.findall(r"\d+", said)}, reverse=True):
+        if low < named < high and await refusal(named) is None:
+            if await refusal(named + 1) is not None:
+                return named, True
+            low = named + 1
+            break
+    while high - low > 1:
+        middle = (low + high) // 2
+        if await refusal(middle) is None:
+            low = middle
+        else:
+            high = middle
+    return low, True
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def _prompt_tokens(reply: Completion) -> int | None:
+    return reply.usage.prompt_tokens if reply.usage is not None else None
+
+
+def _names_ids(choice: Choice) -> bool:
+    tokens = choice.logprobs.tokens if choice.logprobs is not None else []
+    return choice.token_ids is not None or (bool(tokens) and all(each.startswith(TOKEN_ID_PREFIX) for each in tokens))
+
+
+def _rows(choice: Choice) -> list[Row]:
+    if choice.prompt_logprobs is not None:
+        return [read_prompt_row(row) for row in choice.prompt_logprobs]
+    rows = choice.logprobs.top_logprobs if choice.logprobs is not None else None
+    return [read_echoed_row(row) for row in rows or []]
+
+
+def _echoes(choice: Choice) -> bool:
+    """Whether a reply to `echo` has the prompt's log-probabilities: all but the first token's."""
+    logprobs = choice.logprobs
+    if logprobs is None or len(logprobs.token_logprobs) < 3:
+        return False
+    rows = _rows(choice)
+    return all(value is not None for value in logprobs.token_logprobs[1:]) and bool(rows) and all(rows[1:])
+
+
+def _same_numbers(one: Choice, other: Choice) -> bool:
+    """Whether two readings of the same prompt agree; temperatures of 1 and 0.5 differ by far more than noise."""
+
+    def found(choice: Choice) -> list[float]:
+        if choice.prompt_logprobs is not None:
+            return [value or 0.0 for row in _rows(choice)[1:] for value in row.values()]
+        # a generated token at the end is another one each time
+        return [] if choice.logprobs is None else [value or 0.0 for value in choice.logprobs.token_logprobs[1:-1]]
+
+    pairs = zip(found(one), found(other), strict=False)
+    return max((abs(a - b) for a, b in pairs), default=0.0) < SAME_NATS

@@ -1,0 +1,1 @@
+"""The commands of `spot-async`; `cli.py` makes one program of them."""

@@ -1,0 +1,95 @@
+"""How a command ends: what it prints to, its exit code, failures as one line, and runs that can be stopped.
+
+Nothing here knows a command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from spot_async.concurrency import root_cause
+from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError
+from spot_async.memory import tune_gc
+from spot_async.run_directory import RunDirectory
+
+T = TypeVar("T")
+
+EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
+
+screen = Console()
+stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
+    """Run to the end; on a failure or a signal say in one line why, and what is saved, and exit."""
+    received: list[signal.Signals] = []
+
+    async def stoppable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: signal.Signals) -> None:
+            if received:
+                os.kill(os.getpid(), signal.SIGKILL)  # the kernel ends the children with us
+            received.append(number)
+            screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        return await run
+
+    tune_gc()
+    try:
+        return asyncio.run(stoppable())
+    except asyncio.CancelledError:
+        stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
+        raise typer.Exit(128 + received[0]) from None
+    except (SpotError, BaseExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=exit_code(cause), note=saved(directory))
+
+
+def hung(directory: RunDirectory) -> Callable[[str], None]:
+    """How a stalled run ends whose event loop does not: past all locks and buffers, another thread may hold them."""
+
+    def exit_process(message: str) -> None:
+        show_cursor = "\x1b[?25h" if screen.is_terminal else ""
+        with suppress(OSError):
+            os.write(2, f"{show_cursor}error: {message}\n{saved(directory)}\n".encode())
+        os._exit(EXIT_CODES[StalledError])  # the kernel ends the children with us
+
+    return exit_process
+
+
+def exit_code(error: SpotError) -> int:
+    """What the process ends with after a failure; docs/watchdog.md lists them all."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+
+
+def saved(directory: RunDirectory) -> str:
+    """What a run that ended early leaves behind."""
+    student = directory.path / "student"
+    if not student.is_symlink():
+        return f"nothing was trained yet; logs are in {directory.path}"
+    return f"saved: {student.resolve().name} as {student}, metrics and samples beside it"
+
+
+def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
+    """Print the failure, below it what it carries as notes (the end of a server's log), and leave."""
+    for line in str(error).splitlines():
+        stderr.print(Text(f"error: {line}", style="red"))
+    for detail in getattr(error, "__notes__", ()):
+        stderr.print(Text(detail))
+    if note is not None:
+        stderr.print(Text(note))
+    raise typer.Exit(code)

@@ -1,0 +1,186 @@
+"""The commands that make a run, `train` and `eval`: planned, shown with `--dry-run`, run, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from spot_async.commands.arguments import ConfigPath, DryRun, Overrides
+from spot_async.commands.outcomes import exit_code, fail, hung, run_until_stopped, saved, screen
+from spot_async.config import Config
+from spot_async.config_loading import dump_yaml, load_config
+from spot_async.errors import ConfigError, DataError
+from spot_async.inspection.terminal import counted
+from spot_async.run_directory import RunDirectory
+
+
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
+    ] = None,
+) -> None:
+    """Train a student from a teacher, and evaluate it before and after.
+
+    Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
+    samples.jsonl (what the policy saw), the resolved configuration and all logs.
+    """
+    from spot_async.preflight import plan_training  # imports transformers: not for --help
+    from spot_async.spending.estimate import estimate_run, show_estimates
+    from spot_async.spending.machine import estimate_machine, show_machine
+
+    try:
+        settings = load_config(config, overrides or ())
+        path = RunDirectory.choose_path(settings, config.stem)
+        RunDirectory.check_unused(path)
+        plan = plan_training(settings)
+        estimates = estimate_run(settings, plan, earlier)
+        machine = estimate_machine(settings, plan, earlier)
+        if dry_run:
+            show_plan(settings, path, plan)
+            show_estimates(screen, estimates)
+            show_machine(screen, machine)
+            return
+        directory = RunDirectory.create(path, settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.runtime import train as run_training
+    from spot_async.spending.records import spending_words
+    from spot_async.telemetry.console import evaluation_table, unverified_note
+
+    if len(plan.rows) > 2:  # more than read and problems
+        screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
+    if plan.filtered:
+        screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
+    show_estimates(screen, estimates)
+    show_machine(screen, machine)
+    training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
+    outcome = run_until_stopped(training, directory)
+    if outcome.after is not None:
+        screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
+        if note := unverified_note(outcome.after):
+            screen.print(note)
+    states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
+    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states}", highlight=False)
+    for role, spent in outcome.spending.get("spending", {}).items():
+        screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
+    screen.print(Text(f"run directory: {path}"))
+    screen.print(Text(f"trained student: {path / 'student'}"))
+    if outcome.best is not None:
+        screen.print(Text(f"best student: {path / 'best'}"))
+    if outcome.spent is not None:
+        fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
+
+
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="go on with an evaluation that was stopped, in its directory"),
+    ] = None,
+) -> None:
+    """Evaluate `student.model` on the held-out problems of the `evaluation` section.
+
+    To evaluate a trained student: spot-async eval CONFIG student.model=RUN/student
+
+    Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
+    """
+    from spot_async.evaluation.figures import read_figures
+    from spot_async.evaluation.measuring import is_complete
+    from spot_async.model_files import read_model
+    from spot_async.preflight import plan_evaluation
+    from spot_async.telemetry.figures_table import figures_table
+
+    try:
+        settings = load_config(config, overrides or ())
+        path = resume or RunDirectory.choose_path(settings, f"{config.stem}-eval")
+        student = read_model("student", settings.student.model)
+        benchmarks = plan_evaluation(settings, student)
+        if dry_run:
+            show_evaluation_plan(settings, path, benchmarks, student)
+            return
+        directory = RunDirectory.create(path, settings) if resume is None else RunDirectory.open(path)
+        complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.student_evaluation import evaluate_student
+
+    if complete:
+        screen.print("this evaluation is complete")
+    else:
+        run = evaluate_student(settings, student, benchmarks, directory, screen, exit_process=hung(directory))
+        run_until_stopped(run, directory)
+    screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
+    screen.print(Text(f"run directory: {path}"))
+
+
+def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
+    """What `eval --dry-run` prints."""
+    screen.print(Text(dump_yaml(config)))
+    for benchmark in benchmarks:
+        first = benchmark.sources[0]
+        screen.rule(f"{benchmark.name}: first prompt ({len(first.token_ids)} tokens)", align="left")
+        screen.print(Text(student.vocabulary.tokenizer.decode(first.token_ids.tolist())))
+    screen.rule("would start", align="left")
+    asked = [
+        f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
+        for benchmark in benchmarks
+    ]
+    lines = ["the student's server, and evaluate", *asked, f"into {path}"]
+    screen.print(Text("\n".join(lines)))
+
+
+def show_plan(config: Config, path: Path, plan: Any) -> None:
+    """What `train --dry-run` prints."""
+    from spot_async.diagnosis import plan_warnings
+
+    first = next(iter(plan.schedule))
+    screen.rule("configuration, defaults included", align="left")
+    screen.print(Text(dump_yaml(config)))
+    screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
+    screen.print(Text(plan.renderer.text(first.problem)))
+    screen.rule("would start", align="left")
+    for warning in plan_warnings(plan):
+        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    training = config.training
+    lines = [
+        f"student   {config.student.backend.kind} backend serving {config.student.model}",
+        *(
+            f"{role:<9} {model.backend.kind} backend serving {model.model}"
+            for role, model in (
+                ("teacher", config.teacher if plan.policy.needs.teacher else None),
+                ("reference", plan.reference),
+            )
+            if model is not None
+        ),
+        f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
+        f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
+        f"in mini-batches of {training.mini_batch_size}, from "
+        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long)",
+        f"rows      {words_of(plan.rows)}",
+        f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
+        f"write     {path}",
+    ]
+    screen.print(Text("\n".join(lines)))
+
+
+def words_of(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def evaluations(config: Config, problems: int) -> str:
+    """When `problems` held-out problems are evaluated."""
+    if config.evaluation is None:
+        return "nothing"
+    every = f", and every {counted(config.evaluation.eval_every, 'iteration')}" if config.evaluation.eval_every else ""
+    return f"{counted(problems, 'problem')} before and after{every}"

@@ -1,0 +1,41 @@
+"""What sections of the configuration are made of: their base class, bounded numbers, a value or a list of such."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every configuration section: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+T = TypeVar("T")
+
+# A value, or a list of such values: for what may be said of each of several servers. The tags keep errors readable:
+# those of the form that was given and of no other, under the key itself (`config_loading` leaves the tags out).
+ONE, SEVERAL = "<one>", "<several>"
+
+
+def _form(value: Any) -> str:
+    return SEVERAL if isinstance(value, list) else ONE
+
+
+OneOrMore: TypeAlias = Annotated[
+    Annotated[T, Tag(ONE)] | Annotated[list[T], Field(min_length=1), Tag(SEVERAL)], Discriminator(_form)
+]
+
+
+def as_list(value: T | list[T] | None) -> list[T]:
+    """The values of a `OneOrMore`, or none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]

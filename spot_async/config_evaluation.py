@@ -1,0 +1,118 @@
+"""The schema of evaluation and its benchmarks, and what its presets hold to the paper's protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, Self
+
+import pydantic
+from pydantic import Field, TypeAdapter
+
+from spot_async.config_base import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section
+from spot_async.config_plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
+from spot_async.config_problems import ProblemSetConfig, Thinking
+
+# What `evaluation.preset: paper` holds to their defaults, which are the paper's (method.md section 6).
+PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
+PAPER_PROMPT = ("instruction", "separator", "template_arguments")
+
+
+class BenchmarkConfig(ProblemSetConfig):
+    """A set of held-out problems, and what is different for it. A plain value is short for `path`."""
+
+    format: Literal["boxed", "multiple_choice", "alpaca_eval"] = Field(
+        "boxed",
+        description="`boxed` asks for an answer, `multiple_choice` for an option's letter; `alpaca_eval` sends the "
+        "bare instruction and writes what comes back for its own tool, one response each, nothing judged",
+    )
+    verifier: BenchmarkVerifier = Field(
+        None, description="default: `evaluation.verifier`, or `multiple_choice` for that format"
+    )
+    instruction: str | None = Field(None, description="default: `prompt.instruction`; of `alpaca_eval` always none")
+    samples: PositiveInt | None = Field(None, description="responses per problem; default: `evaluation.samples`")
+    max_response_tokens: PositiveInt | None = Field(None, description="default: `evaluation.max_response_tokens`")
+    order_choices: bool = Field(
+        True, description="give the options letters in a seeded order that does not depend on the file's"
+    )
+    examples: ProblemSetConfig | None = Field(
+        None, description="worked examples in front of each question, of the question's own category"
+    )
+    example_count: PositiveInt = Field(5, description="how many of `examples` each question has")
+    in_macro: bool = Field(True, description="count for the mean over benchmarks, if it is judged")
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.format == "alpaca_eval" and (self.samples or 1) > 1:
+            raise ValueError(f"samples={self.samples}: format=alpaca_eval writes one response each; remove it")
+        if self.format == "alpaca_eval" and self.verifier is not None:
+            raise ValueError("verifier: format=alpaca_eval judges nothing; remove it")
+        if self.format != "multiple_choice" and self.examples is not None:
+            raise ValueError("examples: only for format=multiple_choice")
+        return self
+
+    def verifier_of(self, evaluation: EvaluationConfig) -> PluginSettings:
+        """What judges it, unless nothing does."""
+        if self.verifier is None and self.format == "multiple_choice":
+            return TypeAdapter(EvaluationVerifier).validate_python("multiple_choice")
+        return self.verifier or evaluation.verifier
+
+
+class EvaluationConfig(Section):
+    """Figures on problems that are not trained on."""
+
+    preset: Literal["paper"] | None = Field(
+        None, description="hold the evaluation to the paper's protocol: keys that say otherwise are refused"
+    )
+    problems: ProblemSetConfig | None = Field(None, description="held-out problems; exclusive with `benchmarks`")
+    benchmarks: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")], BenchmarkConfig] = Field(
+        {}, description="several sets of held-out problems by name, reported one by one and as their mean"
+    )
+    thinking: Thinking = False
+    samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
+    pass_k: list[PositiveInt] = Field([], description="further k, up to `samples`, to report an unbiased Pass@k of")
+    eval_every: int = Field(
+        0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 is off"
+    )
+    best_by: Literal["avg", "pass"] = Field("avg", description="which figure of all problems the best student has")
+    temperature: NonNegativeFloat = Field(1.0, description="divides the logits; 0 takes the likeliest token")
+    top_p: Probability = Field(0.8, description="share of probability that is sampled from; 1 is all of it")
+    max_response_tokens: PositiveInt = Field(8192, description="longest response")
+    seed: int = Field(42, ge=0, description="sample i of problem j gets its own seed derived from it")
+    verifier: EvaluationVerifier = Field(
+        default_factory=dict, validate_default=True, description="judges responses; a verifier's own settings"
+    )
+    concurrency: PositiveInt = Field(256, description="responses in flight")
+    timeout_s: PositiveFloat = Field(600.0, description="deadline of one response")
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.problems is None) == (not self.benchmarks):
+            raise ValueError("give exactly one of problems and benchmarks")
+        if too_large := [k for k in self.pass_k if k > self.samples]:
+            raise ValueError(
+                f"pass_k={too_large[0]} needs as many samples as that, but samples={self.samples}: raise it"
+            )
+        if self.preset == "paper":
+            check_defaults(self, PAPER_EVALUATION)
+            if self.verifier.kind != "math_verify":
+                raise ValueError(
+                    f"verifier={self.verifier.kind} is not the paper's math_verify: remove it, or the preset"
+                )
+        return self
+
+    def sets(self) -> Mapping[str, BenchmarkConfig]:
+        """All benchmarks by name; the only one of `problems` is called so."""
+        if self.problems is None:
+            return self.benchmarks
+        return {"problems": BenchmarkConfig.model_validate(dict(self.problems))}
+
+    def key_of(self, name: str) -> str:
+        """Where one of `sets` stands in the configuration."""
+        return f"evaluation.benchmarks.{name}" if self.benchmarks else "evaluation.problems"
+
+
+def check_defaults(section: Section, keys: Sequence[str], prefix: str = "") -> None:
+    for key in keys:
+        value, paper = getattr(section, key), type(section).model_fields[key].default
+        if value != paper:
+            raise ValueError(f"{prefix}{key}={value!r} is not the paper's {paper!r}: remove it, or evaluation.preset")

@@ -1,0 +1,104 @@
+"""Sections that belong to plug-ins: the base of their settings, and fields that read them with a plug-in's own schema.
+
+Plug-ins themselves are found by `registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+
+import msgspec
+import pydantic
+from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError
+
+from spot_async import registry
+from spot_async.config_base import Section
+
+if TYPE_CHECKING:
+    from spot_async.spending.account import Account
+
+
+class Place(NamedTuple):
+    """Where a backend's server listens, when its settings say so."""
+
+    setting: str  # that says so, such as `port=8123`
+    address: str  # equal for two that cannot be told apart
+    is_attached: bool = False  # to a server that runs already
+
+
+class PluginSettings(Section):
+    """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
+
+    kind: str = Field(description="name of an installed plug-in, or `module:Class`")
+    _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
+
+    def servers(self) -> Sequence[Self]:
+        """One settings object for each server of a backend; several are made by `numbered`."""
+        return (self,)
+
+    def open_account(self, role: str) -> Account | None:
+        """What all servers of a backend share: limits, prices, a ledger and a budget. None where nothing is counted."""
+        return None
+
+    def server_name(self, role: str) -> str:
+        """What a server of a backend is called in messages, logs and metrics: its role, numbered if one of several."""
+        return role if self._number is None else f"{role}-{self._number}"
+
+    def numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
+        """For `servers`: these settings with other values for each of several. A single one has no number."""
+        copies = [self.model_copy(update=dict(each)) for each in servers]
+        if len(copies) > 1:
+            for number, each in enumerate(copies, 1):
+                each._number = number
+        return copies
+
+    @property
+    def place(self) -> Place | None:
+        """Of a backend: None where each start gets a place of its own."""
+        return None
+
+    def check_machine(self, section: str) -> None:
+        """Whether this machine has what the settings name, before anything starts; `section` is where they stand.
+
+        Raises ConfigError.
+        """
+
+
+class PluginSettingsError(ValueError):
+    """Carries a plug-in section's own validation errors out of the section that holds it."""
+
+    def __init__(self, schema: type[BaseModel], errors: ValidationError) -> None:
+        super().__init__(str(errors))
+        self.schema = schema
+        self.errors = errors
+
+
+def _resolver(group: registry.Group, default: str | None = None, *, optional: bool = False) -> pydantic.BeforeValidator:
+    """Validates a plug-in's section with the plug-in's own schema; without a `kind` it is `default`'s."""
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, PluginSettings) or (optional and value is None):
+            return value
+        if isinstance(value, str):
+            value = {"kind": value}
+        if isinstance(value, dict) and default is not None:
+            value = {"kind": default} | value
+        if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+            raise ValueError(f"needs a `kind`, one of: {', '.join(registry.names(group))}")
+        schema = registry.load(group, value["kind"]).Settings
+        try:
+            return schema.model_validate_json(msgspec.json.encode(value))
+        except ValidationError as errors:
+            raise PluginSettingsError(schema, errors) from None
+
+    return pydantic.BeforeValidator(resolve)
+
+
+BackendSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("backends", "local")]
+PolicySettings = Annotated[SerializeAsAny[PluginSettings], _resolver("policies")]
+TrainingVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "boxed_match")]
+EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math_verify")]
+BenchmarkVerifier = Annotated[
+    SerializeAsAny[PluginSettings] | None, _resolver("verifiers", "math_verify", optional=True)
+]

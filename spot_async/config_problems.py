@@ -1,0 +1,95 @@
+"""The schema of problem sets and of prompts: where problems are read from, how, and what a problem is asked with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+import pydantic
+from pydantic import Field
+
+from spot_async.config_base import OneOrMore, Section, as_list
+
+Thinking = Annotated[
+    bool | None,
+    Field(description="`enable_thinking` for chat templates that know it; `null` leaves it to the template's default"),
+]
+Layout: TypeAlias = Literal[
+    "auto",
+    "plain",
+    "math",
+    "dapo",
+    "math500",
+    "amc23",
+    "minerva",
+    "hmmt",
+    "aime",
+    "gpqa_diamond",
+    "mmlu_pro",
+    "alpaca_eval",
+]
+Duplicates: TypeAlias = Literal["conflicting", "exact", "spacing", "keep"]
+
+
+class ProblemSetConfig(Section):
+    """A set of problems and how its rows are read. A plain value is short for `path`."""
+
+    path: OneOrMore[str] = Field(
+        description="file (.jsonl, .json, .csv or .parquet, also .gz), id of a data set on the Hugging Face hub, or a "
+        "list of such"
+    )
+    layout: Layout = Field("auto", description="how a row becomes a problem; `auto` goes by its columns")
+    subset: str | None = Field(None, description="of a data set on the hub that has several")
+    split: str | None = Field(None, description="of a data set on the hub that has several")
+    revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
+    fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str] = Field(
+        {}, description="columns that hold a problem's parts, where the layout has others; `a.b` is b inside a"
+    )
+    duplicates: Duplicates | None = Field(
+        None,
+        description="which rows with the same text are dropped: `conflicting` ones, all of those whose answers differ; "
+        "`exact`, these and all but the first of others; `spacing`, the same but for white space; `keep`, none. "
+        "Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
+    )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        if isinstance(value, str | list):
+            return {"path": value}
+        if not isinstance(value, dict):
+            raise ValueError(f"input should be a valid string, a list of them or a section, but got {value!r}")
+        return value
+
+    @property
+    def paths(self) -> list[str]:
+        return as_list(self.path)
+
+
+class DataConfig(Section):
+    """The problems to train on."""
+
+    train: ProblemSetConfig = Field(description="problems to train on")
+    shuffle: bool = Field(True, description="draw problems in a new seeded order every epoch")
+
+
+class PromptConfig(Section):
+    """How a problem becomes a prompt. Evaluation always uses the student's own template."""
+
+    instruction: str = Field(
+        "Please reason step by step, and put your final answer within \\boxed{}.",
+        description="appended to the problem; empty for none",
+    )
+    separator: str = Field(" ", description="between the problem and the instruction")
+    template: str = Field(
+        "teacher",
+        pattern=r"^(teacher|student|.+\.jinja)$",
+        description="whose chat template renders training prompts: `teacher`, `student`, or a Jinja file's path",
+    )
+    thinking: Thinking = False
+    template_arguments: dict[str, bool | int | str] = Field({}, description="extra variables for the chat template")
+
+    @pydantic.model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        if "enable_thinking" in self.template_arguments:
+            raise ValueError("template_arguments.enable_thinking is what thinking sets: remove it")
+        return self

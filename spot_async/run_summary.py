@@ -1,0 +1,79 @@
+"""What a finished run amounts to, as a value for programs and as the contents of `summary.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spot_async.config import Config
+from spot_async.errors import BudgetSpentError
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.preflight import TrainPlan
+from spot_async.telemetry.evaluation_history import BestCheckpoint
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """What a finished run amounts to."""
+
+    directory: Path  # of the run
+    iterations: int
+    before: EvaluationResult | None
+    after: EvaluationResult | None
+    best: BestCheckpoint | None  # None without evaluations during the run
+    prompts: dict[str, int]  # how many ended in which state
+    spent: BudgetSpentError | None = None  # why it ended early, with everything saved
+    spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
+
+    @property
+    def student(self) -> Path:
+        """The trained student, a Hugging Face directory. Missing when not one iteration was finished."""
+        return self.directory / "student"
+
+
+def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[str, Any]:
+    """The contents of `summary.json`."""
+    return {
+        "policy": config.policy.kind,
+        "iterations": outcome.iterations,
+        "prompts": outcome.prompts | {"filtered": plan.filtered},
+        "problems": {
+            "usable": plan.problems - plan.filtered,
+            "rows": dict(plan.rows),
+            "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
+        },
+        "before": evaluation_summary(outcome.before),
+        "after": evaluation_summary(outcome.after),
+        "best": best_summary(outcome.best),
+        **outcome.spending,
+        **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
+    }
+
+
+def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
+    if best is None:
+        return None
+    return asdict(best) | {"optimistic": "picked by the problems it is measured on"}
+
+
+def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    rows = {name: result.figures(name) for name in result.row_names()}
+    return {
+        "samples": max(benchmark.samples for benchmark in result.benchmarks),
+        "tokens": result.tokens,
+        "tiers": {
+            name: {
+                "problems": figures.problems,
+                "avg": figures.avg.value,
+                "avg_standard_error": figures.avg.standard_error,
+                "pass": figures.pass_at[figures.samples].value,
+                "pass_standard_error": figures.pass_at[figures.samples].standard_error,
+            }
+            for name, figures in rows.items()
+            if figures.avg is not None
+        },
+    }

@@ -1,0 +1,121 @@
+"""The SGLang adapter on a real server: what its tests ask, and what they compare replies with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+from server_process import RunningServer
+
+from spot_async.backends.sglang import SglangBackend
+from spot_async.types import SamplingSettings, WeightVersion
+
+PARITY_NATS = 2e-5
+VOCAB = 512
+END = 2
+FIRST, SECOND = WeightVersion(0, 0), WeightVersion(0, 1)
+
+Rows = Callable[[Path, npt.NDArray[Any], float], npt.NDArray[np.float64]]
+Connect = Callable[..., AbstractAsyncContextManager[SglangBackend]]
+
+
+def soon(seconds: float = 120.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def tokens(count: int, seed: int) -> npt.NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(3, 480, count).astype(np.int32)
+
+
+def sampling(max_tokens: int, **changes: Any) -> SamplingSettings:
+    return SamplingSettings(**{"max_tokens": max_tokens, "stop_token_ids": (END,), "seed": 1, **changes})
+
+
+def rows_of(dense_logprobs: Callable[..., npt.NDArray[np.float32]]) -> Rows:
+    """`rows(model, ids, temperature)`: log-probabilities (len(ids), V) of a plain float32 forward."""
+
+    def compute(model: Path, ids: npt.NDArray[Any], temperature: float) -> npt.NDArray[np.float64]:
+        scaled = dense_logprobs(model, ids.tolist()).astype(np.float64) / temperature
+        normalizer = np.log(np.exp(scaled).sum(-1, keepdims=True))
+        return np.asarray(scaled - normalizer)
+
+    return compute
+
+
+def connecting(run_directory: Path) -> Connect:
+    """`connect(server, url=..., **settings)`: the adapter, attached."""
+
+    @asynccontextmanager
+    async def connected(
+        server: RunningServer, *, url: str | None = None, **settings: Any
+    ) -> AsyncIterator[SglangBackend]:
+        backend = SglangBackend(
+            SglangBackend.Settings(url=url or server.url, **settings),
+            role="student",
+            model=str(server.model),
+            run_directory=run_directory,
+        )
+        async with backend:
+            yield backend
+
+    return connected
+
+
+async def wait_until(server: RunningServer, count: int) -> None:
+    """Until so many requests are under way on the server."""
+    async with asyncio.timeout(30.0), httpx.AsyncClient() as client:
+        while True:
+            loads = (await client.get(server.url + "/v1/loads")).json()["loads"]
+            if sum(each["num_running_reqs"] + each["num_waiting_reqs"] for each in loads) == count:
+                return
+
+
+async def check_everything(backend: SglangBackend, model: Path, rows: Rows, version: WeightVersion) -> None:
+    """Rollouts, scores, single positions and candidates of one model against its forward."""
+    for seed, (count, length, temperature) in enumerate([(3, 40, 1.0), (150, 200, 1.0), (20, 60, 0.6)]):
+        prompt = tokens(count, seed)
+        settings = sampling(length, temperature=temperature, stop_token_ids=())
+        generation = await backend.generate(prompt, settings, top_k=8, deadline=soon())
+        response = generation.token_ids
+        sequence = np.concatenate([prompt, response])
+        wanted = rows(model, sequence, temperature)[count - 1 : -1]
+        within = PARITY_NATS / temperature  # which the logits' errors are divided by, too
+        assert len(response) == length
+        assert [span.version for span in generation.version_spans] == [version]
+        np.testing.assert_allclose(generation.logprobs, wanted[np.arange(length), response], atol=within)
+        assert_top(generation.topk_ids, generation.topk_logprobs, wanted, within)
+
+        positions = np.array([0, 7, length - 1], np.int32)
+        candidates = np.random.default_rng(seed).permuted(np.tile(np.arange(VOCAB), (3, 1)), axis=1)[:, :16]
+        chosen = await backend.candidate_logprobs(
+            prompt, response, positions, candidates.astype(np.int32),
+            temperature=temperature, expected_version=version, deadline=soon(),
+        )  # fmt: skip
+        np.testing.assert_allclose(chosen, wanted[positions[:, None], candidates], atol=within)
+
+        at = await backend.score_at(prompt, response, positions, top_k=VOCAB, temperature=temperature, deadline=soon())
+        entropy = -(np.exp(wanted) * wanted).sum(-1)[positions]
+        assert_top(at.topk_ids, at.topk_logprobs, wanted[positions], within)
+        np.testing.assert_allclose(at.entropy_lower, entropy, atol=1e-4)
+        np.testing.assert_allclose(at.entropy_upper, entropy, atol=1e-4)
+
+        if temperature == 1.0:
+            scores = await backend.score(prompt, response, top_k=16, temperature=1.0, deadline=soon())
+            np.testing.assert_allclose(scores.logprobs, wanted[np.arange(length), response], atol=within)
+            assert_top(scores.topk_ids, scores.topk_logprobs, wanted, within)
+            entropy = -(np.exp(wanted) * wanted).sum(-1)
+            assert (scores.entropy_lower <= entropy).all()
+            assert (entropy <= scores.entropy_upper).all()
+
+
+def assert_top(ids: Any, logprobs: Any, wanted: npt.NDArray[np.float64], within: float) -> None:
+    """The largest of each row; ids may differ where two log-probabilities are as good as equal."""
+    k = ids.shape[1]
+    np.testing.assert_allclose(logprobs, -np.sort(-wanted, axis=-1)[:, :k], atol=within)
+    np.testing.assert_allclose(np.take_along_axis(wanted, ids, axis=-1), logprobs, atol=within)

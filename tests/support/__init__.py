@@ -1,1 +1,0 @@
-"""What several test files share and no fixture can give: stand-ins for servers, and servers of our own."""

@@ -1,0 +1,102 @@
+"""The report of a run: its curves, its verdict, its table, and what it says of what is missing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
+
+from spot_async.errors import DataError
+from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
+from spot_async.inspection.pages import report_page
+from spot_async.inspection.report import read_report
+from spot_async.inspection.totals import run_times
+
+
+def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
+    tier = {"problems": 3, "avg": 0.25, "avg_standard_error": 0.05, "pass": 0.5, "pass_standard_error": 0.1}
+    evaluation = {"samples": 8, "tokens": 1, "tiers": {"all": tier}}
+    after = evaluation | {"tiers": {"all": tier | {"avg": 0.5}}}
+    summary = {"prompts": {"trained": 8, "left_over": 1}, "before": evaluation, "after": after}
+    files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 2, 3, 4)], map(metrics_row, (1, 2, 3, 4)), summary)
+    report = read_report(files)
+    assert report.verdict.sentence == (
+        "Student bound: the trainer waited 80 % of the time, mostly for probe (88 %) and rollout (12 %)."
+    )
+    assert (
+        "8 slots were mostly in use (7 probe" in report.verdict.advice[0]
+    )  # 5 in flight over 10 s, in 7 s of waiting for them
+    assert report.results[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0")
+    assert report.notes == ()
+    titles = {plot.title for section in report.sections for plot in section.plots}
+    assert {"Loss and its parts", "Calibration shift", "Which tokens were probed", "Time per phase"} - titles == {
+        "Calibration shift"
+    }
+    assert "8 trained, 1 left over" in Tags(report_page(report)).text
+
+
+def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
+    reference = {"wait/reference_s": 7.0, "stage/reference/requests": 8.0, "stage/reference/mean_in_flight": 5.6}
+    row = {name: value for name, value in metrics_row(1).items() if "probe" not in name and "spot" not in name}
+    files = make_run(tmp_path / "run", [], [row | reference | {"train/advantage_mean": 0.1}])
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
+    report = read_report(files)
+    assert "teacher" not in dict(report.facts)
+    assert run_times(files.metrics(), files.config()).stages["reference"].slots == 8  # a second copy of the student
+    notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
+    assert notes["Advantage"] == "Mean per token, as the policy gives it."
+    assert "Teacher entropy" not in notes
+
+
+def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
+    row = metrics_row(1) | {"teacher/entropy_nats": 0.2, "train/advantage_mean": 0.0, "train/loss_branch": 0.5}
+    report = read_report(make_run(tmp_path / "run", [], [row]))
+    figures = {plot.title: plot.figure for section in report.sections for plot in section.plots}
+    assert "Advantage" not in figures
+    assert "Teacher entropy" in figures
+    assert "soft targets" in figures["Loss and its parts"]
+
+
+def test_no_share_is_drawn_beyond_all(tmp_path):
+    names = ("rollout/accuracy", "probe/accuracy", "rollout/truncated")
+    files = make_run(tmp_path / "run", [], [metrics_row(1) | dict.fromkeys(names, 1.0)])
+    figures = {plot.title: plot.figure for section in read_report(files).sections for plot in section.plots}
+    for title in ("Accuracy in training", "Accuracy of probes", "Cut off and not judged"):
+        assert max(map(int, re.findall(r">(\d+) %<", figures[title]))) == 100
+
+
+def test_figures_that_are_no_numbers_are_left_out(tmp_path):
+    row = metrics_row(1) | {"train/grad_norm": None}
+    tier = {"problems": 1, "avg": 0.25, "avg_standard_error": None, "pass": 0.5, "pass_standard_error": None}
+    files = make_run(tmp_path / "run", [], [row], {"after": {"samples": 8, "tokens": 1, "tiers": {"all": tier}}})
+    assert "train/grad_norm" not in files.metrics()[0]
+    assert read_report(files).results[0].cells == ("25.0", "50.0")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"train/loss": 0.5}\n')
+    with pytest.raises(DataError, match=r"metrics.jsonl: a line names no iteration"):
+        files.metrics()
+
+
+def test_a_teacher_that_writes_is_told_of_its_slots():
+    advice = judge(RunTimes(9.0, 1.0, 0.0, {"teacher_response": 8.0, "score": 1.0})).advice
+    assert "teacher.backend.slots" in advice[0]
+    assert "score_tokens" not in " ".join(advice)
+    full = StageUse(in_flight=49.0, queued=0.0, limit=64, slots=64)
+    advice = judge(RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}, {"rollout": full})).advice
+    assert "64 slots were mostly in use (49 rollout" in advice[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "summary", "expected"),
+    [
+        ([], None, "No iteration has finished"),
+        ([metrics_row(1)], None, "was stopped before its end"),
+        ([metrics_row(1)], {"before": None, "after": None}, "was not evaluated"),
+        ([{"iteration": 1, "train/loss": 0.5}], {}, "probes no positions"),
+        ([{"iteration": 1}], None, "nothing can be said"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path, rows, summary, expected):
+    page = report_page(read_report(make_run(tmp_path / "run", [], rows, summary)))
+    assert expected in Tags(page).text
