@@ -135,13 +135,14 @@ async def test_an_update_whose_flush_was_refused_is_finished(
         await wait_until(sglang_student, 1)
         await control.post("/pause_generation", {"mode": "in_place"}, soon())
 
-        async with asyncio.TaskGroup() as group:
-            update = transport.send(snapshot_of(models.other, SECOND), {}, deadline=soon())
-            updating = group.create_task(update)
-            await asyncio.sleep(1.0)
-            assert not updating.done()  # it waits for the flush
-            await control.post("/pause_generation", {"mode": "retract"}, soon())
-        await control.confirm(SECOND, soon())
+        with backend._names.updating(SECOND):
+            async with asyncio.TaskGroup() as group:
+                update = transport.send(snapshot_of(models.other, SECOND), {}, deadline=soon())
+                updating = group.create_task(update)
+                await asyncio.sleep(1.0)
+                assert not updating.done()  # it waits for the flush
+                await control.post("/pause_generation", {"mode": "retract"}, soon())
+            await control.confirm(SECOND, soon())
         await control.post("/continue_generation", {}, soon())
         under_way.cancel()
         await asyncio.wait([under_way])
