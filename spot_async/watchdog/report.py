@@ -23,7 +23,7 @@ from spot_async.watchdog.stacks import grouped
 
 NAMES_SHOWN = 12  # of tasks that stand at the same place
 LOG_LINES = 8
-COMMAND_CHARACTERS = 120
+COMMAND_CHARACTERS = 200
 SECRET_OPTION = re.compile(r"^--?[\w-]*(api-?key|auth-?token|hf-?token|password|secret)s?$", re.IGNORECASE)
 REDACTED = "***"
 STATES = {"T": "STOPPED by a signal", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
@@ -102,7 +102,7 @@ def _processes() -> Iterator[str]:
         if pid != os.getpid():
             with suppress(OSError):  # it ended meanwhile
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                command = " ".join(without_secrets(arguments))
+                command = " ".join([Path(arguments[0]).name, *without_secrets(arguments[1:])])
                 yield f"{pid} {STATES.get(fields[0], fields[0])}: {command[:COMMAND_CHARACTERS]}"
 
 
