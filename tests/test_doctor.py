@@ -34,8 +34,12 @@ with_backends = pytest.mark.asyncio(loop_scope="module")
 Services = dict[str, LocalBackend]
 
 
+FEW: list[str] = []  # the setting that names few problems
+
+
 @pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch, few_problems: Path) -> None:
+    FEW[:] = [f"data.train={few_problems}"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -105,7 +109,7 @@ def screen_text(found: Diagnosis) -> str:
 
 
 async def diagnosis_of(services: Services, *overrides: str, **others: Other) -> Diagnosis:
-    config = load_config(Path("configs/quickstart.yaml"), overrides)
+    config = load_config(Path("configs/quickstart.yaml"), [*FEW, *overrides])
     plan = await asyncio.to_thread(plan_training, config)
     return await diagnose(config, plan, {**services, **others})  # type: ignore[arg-type]
 

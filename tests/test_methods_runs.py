@@ -20,13 +20,17 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "running_sum"
 
 
+FEW = []  # the setting that names few problems
+
+
 @pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch, few_problems: Path) -> None:
     monkeypatch.chdir(ROOT)
+    FEW[:] = [f"data.train={few_problems}"]
 
 
 def plan(name: str, *overrides: str):
-    return plan_training(load_config(CONFIGS / f"{name}.yaml", overrides))
+    return plan_training(load_config(CONFIGS / f"{name}.yaml", [*FEW, *overrides]))
 
 
 @pytest.mark.parametrize("kind", ["opd", "eopd", "grpo", "kd", "spot"])
@@ -164,7 +168,7 @@ SHORT = [
 
 def run(kind: str, directory: Path, *overrides: str) -> list[dict[str, float]]:
     """Metrics of a short run with a real trainer; whatever it started is gone when it returns."""
-    spot_async.run(CONFIGS / f"{kind}.yaml", [*SHORT, f"run.directory={directory}", *overrides])
+    spot_async.run(CONFIGS / f"{kind}.yaml", [*SHORT, *FEW, f"run.directory={directory}", *overrides])
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
