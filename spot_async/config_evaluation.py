@@ -98,6 +98,10 @@ class EvaluationConfig(Section):
                 raise ValueError(
                     f"verifier={self.verifier.kind} is not the paper's math_verify: remove it, or the preset"
                 )
+            if getattr(self.verifier, "relative_tolerance", 0.0) != 0.0:
+                raise ValueError(
+                    "verifier.relative_tolerance is not the paper's: remove it, or the preset; a benchmark may have one"
+                )
         return self
 
     def sets(self) -> Mapping[str, BenchmarkConfig]:

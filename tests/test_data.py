@@ -195,6 +195,24 @@ def test_math_takes_the_last_box_of_the_solution(tmp_path):
     assert found.mended == {"level unknown": 1, "answer 0 put into an empty box": 1}
 
 
+@pytest.mark.parametrize("solution", ["It is 12.", r"It is $\boxed{12"])
+def test_a_solution_of_math_without_a_box_has_no_answer_made_up_for_it(tmp_path, solution):
+    rows = [{"type": "Algebra", "problem": "p", "level": "Level 3", "solution": solution}]
+    rows.append({"type": "Algebra", "problem": "q", "level": "Level 3", "solution": r"It is $\boxed{7}$."})
+    found = load(tmp_path, rows)
+    assert [problem.answer for problem in found.problems] == ["7"]
+    assert sum(found.dropped.values()) == 1
+
+
+def test_one_stem_with_other_choices_is_another_problem(tmp_path):
+    rows = [
+        {"problem": "Which is true?", "answer": "A", "choices": ["one", "two"]},
+        {"problem": "Which is true?", "answer": "B", "choices": ["three", "four"]},
+    ]
+    found = load(tmp_path, rows, fields={"choices": "choices"})
+    assert len(found.problems) == 2
+
+
 def test_math_trusts_no_answer_that_differs_from_its_solution(tmp_path):
     gold = {"target": r"-80\leqg(x)\leq82", "solution": r"so $\boxed{-80\leq g(x)\leq 82}$", "question": "p"}
     rows = [chat("p", reward_model={"ground_truth": gold}, level="Level 2", data_source="somebody/MATH")]

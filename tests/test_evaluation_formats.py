@@ -157,6 +157,15 @@ def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
             {"benchmarks": {"a": "x"}, "preset": "paper", "max_response_tokens": 8192},
             "verifier=boxed_match is not the paper's",
         ),
+        (
+            {
+                "benchmarks": {"a": "x"},
+                "preset": "paper",
+                "verifier": {"kind": "math_verify", "relative_tolerance": 0.05},
+                "max_response_tokens": 8192,
+            },
+            "verifier.relative_tolerance is not the paper's",
+        ),
     ],
 )
 def test_what_cannot_be_or_is_not_the_papers_protocol_is_refused_by_its_key(tmp_path, settings, message):

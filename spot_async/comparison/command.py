@@ -14,7 +14,14 @@ from rich.text import Text
 from spot_async.comparison import tables
 from spot_async.comparison.compute import Compute, compute_rows, read_compute, training_run
 from spot_async.comparison.plots import write_curves
-from spot_async.comparison.reading import Evaluated, PairedBenchmark, different_settings, paired, read_evaluated
+from spot_async.comparison.reading import (
+    AFTER_TRAINING,
+    Evaluated,
+    PairedBenchmark,
+    different_settings,
+    paired,
+    read_evaluated,
+)
 from spot_async.comparison.statistics import Comparison, compare, pass_curves
 from spot_async.errors import DataError
 
@@ -126,10 +133,11 @@ def _baseline(methods: Sequence[str], wanted: str | None) -> int:
 
 
 def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
-    """Of those whose training run is there."""
+    """Of those whose training run is there: of figures after it, not of the student that it began with."""
     found = []
     for run in runs:
-        directory = training_run(Path(run.figures.model)) or training_run(run.path.parent)
+        is_its_result = run.path.name == AFTER_TRAINING
+        directory = training_run(run.path.parent) if is_its_result else training_run(Path(run.figures.model))
         compute = None if directory is None else read_compute(directory)
         if compute is not None:
             found.append((run.name, compute))

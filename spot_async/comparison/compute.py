@@ -54,7 +54,7 @@ def compute_of(rows: Rows, summary: Mapping[str, Mapping[str, Mapping[str, float
     for stage in stage_names(rows):
         role = STAGE_SERVERS.get(stage)
         if role is not None:
-            busy = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * row.get("time/iteration_s", 0.0) for row in rows)
+            busy = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows)
             request_s[role] = request_s.get(role, 0.0) + busy
     return Compute(
         iterations=len(rows),

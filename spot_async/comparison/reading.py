@@ -15,7 +15,8 @@ import numpy.typing as npt
 from spot_async.errors import DataError
 from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, read_figures
 
-FIGURES_FILES = ("evaluation.json", "evaluation-after.json")  # of `eval` and of `train`
+AFTER_TRAINING = "evaluation-after.json"
+FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # of `eval` and of `train`
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def answer_in_solution(draft: Draft) -> str | None:
 
 def empty_box_is_zero(draft: Draft) -> str | None:
     """The two solutions of MATH train with an empty box (Number Theory, Level 5): the answer of both problems is 0."""
-    if draft.gold:
+    if draft.gold or not draft.solution or extract_boxed(draft.solution) != "":
         return None
     draft.answer = "0"
     return "answer 0 put into an empty box"
@@ -180,6 +180,7 @@ LAYOUTS: dict[str, Layout] = {
     "math": Layout(
         _WITH_SOLUTION,
         (*_TEXT, answer_in_solution, empty_box_is_zero, name_level, forget_solution),
+        (has_no_answer,),
         needs_answer=False,
     ),
     "math500": Layout(_COLUMNS, (*_TEXT, name_level)),

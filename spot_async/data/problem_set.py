@@ -81,7 +81,8 @@ def _sameness(problem: Problem, duplicates: Duplicates, unique: int) -> object:
     """Equal for problems that count as the same; `unique` for none."""
     if duplicates == "keep":
         return unique
-    return " ".join(problem.text.split()) if duplicates == "spacing" else problem.text
+    text = " ".join(problem.text.split()) if duplicates == "spacing" else problem.text
+    return text, problem.choices  # one stem, such as "Which is true?", with other choices is another problem
 
 
 def _read(settings: ProblemSetConfig, key: str, found: ProblemSet) -> Iterator[tuple[Problem, str, Layout]]:

@@ -224,7 +224,7 @@ def evaluation_table(
             cells += [estimate_words(f.pass_at.get(f.samples)) for f in figures]
         if before is not None and after is not None and figures[0].avg is not None:
             cells.append(with_error(*paired_change(before, after, row), signed=True))
-        table.add_row(row, str(figures[0].problems), *cells, end_section=row in single[-1:])
+        table.add_row(Text(row), str(figures[0].problems), *cells, end_section=row in single[-1:])
     return table
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, Figures
 from spot_async.types import Verdict
@@ -38,7 +39,7 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
     rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
     for number, (name, each) in enumerate(rows, start=1):
         passed = [words(each.pass_at.get(k)) for k in ks]
-        table.add_row(name, str(each.problems), words(each.avg), *passed, end_section=number == len(rows))
+        table.add_row(Text(name), str(each.problems), words(each.avg), *passed, end_section=number == len(rows))
     if figures.macro is not None and len(figures.benchmarks) > 1:
         table.add_row("macro", "", words(figures.macro.avg), *(words(figures.macro.pass_at.get(k)) for k in ks))
     return table
