@@ -47,7 +47,7 @@ SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
 SGLANG_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
-    *("--disable-overlap-schedule", "--skip-server-warmup"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
     *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
 ]
 

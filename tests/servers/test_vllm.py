@@ -152,7 +152,7 @@ async def test_scores_are_the_models_from_the_first_response_token_to_the_last(
     assert (scores.entropy_lower <= entropy + 1e-4).all()
     assert (entropy <= scores.entropy_upper + 1e-4).all()
     longer = np.append(response, np.int32(5))
-    with pytest.raises(PermanentError, match="longer than the maximum model length"):
+    with pytest.raises(PermanentError, match="exceed the server's context of 2048 tokens"):
         await backend.score(PROMPT, longer, top_k=16, temperature=1.0, deadline=soon())
     empty = await backend.score(PROMPT, response[:0], top_k=16, temperature=1.0, deadline=soon())
     assert empty.topk_logprobs.shape == (0, 16)
