@@ -22,7 +22,6 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async import wire
-from spot_async.concurrency import gather
 from spot_async.errors import DeadlineExceededError, PermanentError, ServerRestartedError, SpotError
 from spot_async.serving import api, openai_api
 from spot_async.serving.disconnect import ClientGone, while_connected
@@ -31,6 +30,7 @@ from spot_async.serving.worker import EngineWorker
 from spot_async.types import Capabilities
 
 CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
+TOGETHER_S = 0.02
 
 T = TypeVar("T")
 
@@ -108,7 +108,10 @@ async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> R
 
 
 class _Replies(Response):
-    """Answers several requests, each as soon as it is done. Their deadlines and errors are their own."""
+    """Answers several requests, each once it is done. Their deadlines and errors are their own.
+
+    All but the last may wait `TOGETHER_S` for others: parts of a stream cost both sides more than what is in them.
+    """
 
     media_type = api.CONTENT_TYPE
 
@@ -121,26 +124,45 @@ class _Replies(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         with contextlib.suppress(ClientGone):
-            answers = gather(self._answer(index, request, send) for index, request in enumerate(self._requests))
-            await while_connected(receive, answers)
-            await send({"type": "http.response.body", "body": b""})
+            await while_connected(receive, self._answer(send))
 
-    async def _answer(self, index: int, request: api.GenerateRequest, send: Send) -> None:
+    async def _answer(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        due = [started + request.timeout_s for request in self._requests]
+        waiting = {self._submit(request): index for index, request in enumerate(self._requests)}
         try:
-            async with asyncio.timeout(request.timeout_s):  # cancels the future, and that aborts the request
-                generation = await asyncio.wrap_future(self._worker.submit(request))
-            reply = api.GenerateReply(index=index, generation=generation)
-        except TimeoutError:
-            late = f"{api.GENERATE_MANY}: not answered in {request.timeout_s:.3g} s"
-            reply = _failed(index, DeadlineExceededError(late))
+            while waiting:
+                timeout_s = min(due[index] for index in waiting.values()) - loop.time()
+                done, others = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if done and others:
+                    await asyncio.wait(others, timeout=TOGETHER_S)
+                now = loop.time()
+                settled = [future for future, index in waiting.items() if future.done() or due[index] <= now]
+                frames = [api.frame(wire.encode(self._reply(waiting.pop(future), future))) for future in settled]
+                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": bool(waiting)})
+        finally:
+            for future in waiting:
+                future.cancel()  # and that aborts the request
+
+    def _submit(self, request: api.GenerateRequest) -> asyncio.Future[Generation]:
+        try:
+            return asyncio.wrap_future(self._worker.submit(request))
         except SpotError as error:
-            reply = _failed(index, error)
-        body = wire.encode(reply)
-        await send({"type": "http.response.body", "body": api.frame(body), "more_body": True})
+            refused: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+            refused.set_exception(error)
+            return refused
 
-
-def _failed(index: int, error: SpotError) -> api.GenerateReply:
-    return api.GenerateReply(index=index, error=api.ErrorReply(error=type(error).__name__, message=str(error)))
+    def _reply(self, index: int, future: asyncio.Future[Generation]) -> api.GenerateReply:
+        """What a request came to; one that is not done has no time left, and is given up."""
+        try:
+            if future.cancel():
+                late = f"{api.GENERATE_MANY}: not answered in {self._requests[index].timeout_s:.3g} s"
+                raise DeadlineExceededError(late)
+            return api.GenerateReply(index=index, generation=future.result())
+        except SpotError as error:
+            failed = api.ErrorReply(error=type(error).__name__, message=str(error))
+            return api.GenerateReply(index=index, error=failed)
 
 
 async def _cancel_when_gone(request: Request, future: Future[Any]) -> None:
