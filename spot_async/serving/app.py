@@ -5,7 +5,6 @@ a request whose client hangs up or whose time is up gives its slot back. Torch n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,13 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from spot_async import wire
 from spot_async.errors import DeadlineExceededError, PermanentError, ServerRestartedError, SpotError
 from spot_async.serving import api, openai_api
-from spot_async.serving.disconnect import ClientGone, while_connected
 from spot_async.serving.openai_app import unauthorized
+from spot_async.serving.replies import Replies
 from spot_async.serving.worker import EngineWorker
 from spot_async.types import Capabilities
 
 CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
-TOGETHER_S = 0.02
 
 T = TypeVar("T")
 
@@ -59,7 +57,7 @@ def build_app(
         return endpoint
 
     async def generate_many(request: Request) -> Response:
-        return _Replies(worker, (await _decode(request, api.GenerateManyRequest)).requests)
+        return Replies(worker, (await _decode(request, api.GenerateManyRequest)).requests)
 
     async def update_weights(request: Request) -> Response:
         message = await _decode(request, api.UpdateRequest)
@@ -105,64 +103,6 @@ async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> R
     finally:
         result.cancel()
     return Response(status_code=CLIENT_GONE) if result.cancelled() else _reply(result.result())
-
-
-class _Replies(Response):
-    """Answers several requests, each once it is done. Their deadlines and errors are their own.
-
-    All but the last may wait `TOGETHER_S` for others: parts of a stream cost both sides more than what is in them.
-    """
-
-    media_type = api.CONTENT_TYPE
-
-    def __init__(self, worker: EngineWorker, requests: list[api.GenerateRequest]) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self._worker = worker
-        self._requests = requests
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with contextlib.suppress(ClientGone):
-            await while_connected(receive, self._answer(send))
-
-    async def _answer(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        due = [started + request.timeout_s for request in self._requests]
-        waiting = {self._submit(request): index for index, request in enumerate(self._requests)}
-        try:
-            while waiting:
-                timeout_s = min(due[index] for index in waiting.values()) - loop.time()
-                done, others = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if done and others:
-                    await asyncio.wait(others, timeout=TOGETHER_S)
-                now = loop.time()
-                settled = [future for future, index in waiting.items() if future.done() or due[index] <= now]
-                frames = [api.frame(wire.encode(self._reply(waiting.pop(future), future))) for future in settled]
-                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": bool(waiting)})
-        finally:
-            for future in waiting:
-                future.cancel()  # and that aborts the request
-
-    def _submit(self, request: api.GenerateRequest) -> asyncio.Future[Generation]:
-        try:
-            return asyncio.wrap_future(self._worker.submit(request))
-        except SpotError as error:
-            refused: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-            refused.set_exception(error)
-            return refused
-
-    def _reply(self, index: int, future: asyncio.Future[Generation]) -> api.GenerateReply:
-        """What a request came to; one that is not done has no time left, and is given up."""
-        try:
-            if future.cancel():
-                late = f"{api.GENERATE_MANY}: not answered in {self._requests[index].timeout_s:.3g} s"
-                raise DeadlineExceededError(late)
-            return api.GenerateReply(index=index, generation=future.result())
-        except SpotError as error:
-            failed = api.ErrorReply(error=type(error).__name__, message=str(error))
-            return api.GenerateReply(index=index, error=failed)
 
 
 async def _cancel_when_gone(request: Request, future: Future[Any]) -> None:
