@@ -30,7 +30,15 @@ from spot_async.evaluation.figures import BenchmarkFigures, Estimate, Evaluation
 ROOT = Path(__file__).parents[1]
 
 
-def written(path: Path, benchmarks: dict[str, list[int]], *, samples: int = 8, model: str = "m", **settings) -> Path:
+def written(
+    path: Path,
+    benchmarks: dict[str, list[int]],
+    *,
+    samples: int = 8,
+    model: str = "m",
+    note: str | None = None,
+    **settings,
+) -> Path:
     """A run directory with the counts of correct responses of each benchmark's problems."""
     some = Estimate(value=0.5, standard_error=0.1)
     figures = EvaluationFigures(
@@ -46,6 +54,7 @@ def written(path: Path, benchmarks: dict[str, list[int]], *, samples: int = 8, m
                 mean_tokens=some,
                 truncated=0.0,
                 verdicts={},
+                note=note,
                 correct={f"{name}-{i}": count for i, count in enumerate(counts)},
             )
             for name, counts in benchmarks.items()
@@ -189,6 +198,14 @@ def test_other_settings_are_said(tmp_path):
     one = written(tmp_path / "one", {"AMC23": [0, 1]}, temperature=1.0)
     other = written(tmp_path / "other", {"AMC23": [0, 1]}, temperature=0.6)
     assert "Warning: evaluated differently: temperature is 1.0 for a and 0.6 for b" in shown(f"a={one}", f"b={other}")
+
+
+def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_for(tmp_path):
+    one = written(tmp_path / "one", {"Minerva": [0, 1]}, note="judged by x")
+    other = written(tmp_path / "other", {"Minerva": [0, 1]})
+    text = shown(f"a={one}", f"b={one / 'evaluation.json'}")
+    assert text.count("Minerva: judged by x.") == 1
+    assert "Minerva of a: judged by x." in shown(f"b={other}", f"a={one}")
 
 
 def test_pass_at_k_of_fewer_than_all_responses_says_that_it_is_an_estimate(tmp_path):

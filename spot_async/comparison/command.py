@@ -153,8 +153,10 @@ def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: 
         "They say how another set of such problems would differ, not another training run.",
     ]
     for each in benchmarks:
-        if note := runs[0].figures.benchmarks[each.name].note:
-            notes.append(f"{each.name}: {note}.")
+        said = {run.name: run.figures.benchmarks[each.name].note for run in runs}
+        if len(set(said.values())) == 1:
+            said = {"": said[runs[0].name]}
+        notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
     if warning := different_settings(runs):
         notes.append(f"Warning: {warning}.")
     return notes

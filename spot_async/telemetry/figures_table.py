@@ -88,7 +88,7 @@ def _rows(figures: EvaluationFigures) -> Iterator[tuple[str, Figures]]:
     for name, each in figures.benchmarks.items():
         if only:
             yield from each.tiers.items()
-        yield ("all" if only else f"{name}{_mark(each)}"), each
+        yield f"{'all' if only else name}{_mark(each)}", each
 
 
 def _counts(responses: int, tokens: int, truncated: float, verdicts: Mapping[str, int]) -> list[str]:
