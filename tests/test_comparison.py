@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.comparison import tables
-from spot_async.comparison.bootstrap import Resampling, percentile_interval
+from spot_async.comparison.bootstrap import percentile_interval, resampled_means
 from spot_async.comparison.compute import compute_of
 from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark, paired, read_evaluated
@@ -115,11 +116,28 @@ def test_differences_are_paired_by_problem():
 
 def test_intervals_have_the_width_of_the_unbiased_standard_error_and_follow_the_seed():
     values = np.random.default_rng(1).random(40)
-    low, high = percentile_interval(Resampling([40], draws=20_000, seed=3).means(0, values), 0.95)
+    low, high = percentile_interval(resampled_means([values], draws=20_000, seed=3)[0], 0.95)
     error = values.std(ddof=1) / np.sqrt(40)
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.03)
-    again = percentile_interval(Resampling([40], draws=20_000, seed=3).means(0, values), 0.95)
+    again = percentile_interval(resampled_means([values], draws=20_000, seed=3)[0], 0.95)
     assert (low, high) == again
+
+
+def test_resamples_of_thousands_of_problems_need_no_table_of_draws_by_problems():
+    """MMLU-Pro has 12,000 problems: 10,000 draws at once would take 2 GB."""
+    values, draws = np.random.default_rng(1).random((12_000, 2)), 250
+    tracemalloc.start()
+    try:
+        few, many = resampled_means([values[:30], values], draws=draws, seed=3)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < draws * len(values) * 8  # one such table of floats
+    random = np.random.default_rng(3)
+    for found, table in ((few, values[:30]), (many, values)):
+        size = len(table)
+        drawn = random.multinomial(size - 1, np.full(size, 1 / size), size=draws)
+        assert found == pytest.approx(drawn @ table / (size - 1))
 
 
 def test_95_percent_intervals_hold_the_truth_about_as_often(monkeypatch):
