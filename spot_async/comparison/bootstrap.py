@@ -51,7 +51,7 @@ def percentile_interval(draws: Floats, confidence: float) -> Interval:
 
 
 def _means(random: np.random.Generator, table: Floats, draws: int) -> Floats:
-    """(draws, *rest) of a table (problems, *rest). In blocks of draws, or those of 12,000 problems would fill memory."""
+    """(draws, *rest) of a table (problems, *rest). In blocks, or the draws of 12,000 problems would fill memory."""
     block = max(1, BLOCK // len(table))
     sizes = [min(block, draws - start) for start in range(0, draws, block)]
     return np.concatenate([np.tensordot(_weights(random, len(table), size), table, axes=1) for size in sizes])

@@ -112,12 +112,14 @@ def write_files(
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:
     """Whether the directory holds the whole evaluation already.
 
-    Raises DataError where it holds that of another model or of other settings.
+    Raises DataError where it holds one, or a part of one, of another model or of other settings.
     """
+    wanted = identity_of(config, benchmarks, weights)
     path = directory.path / f"{file_stem('')}.json"
     if not path.exists():
+        ResponseLog(directory, f"{file_stem('')}.jsonl", wanted).check()
         return False
-    found, wanted = read_figures(path), identity_of(config, benchmarks, weights)
+    found = read_figures(path)
     identity = Identity(model=found.model_fingerprint, backend=wanted.backend, settings=found.settings)
     check_same(identity, wanted, str(path))
     return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -132,6 +133,15 @@ class ResponseLog:
             self._directory.append(self._partial, [self._identity])
         return {response.key: response for response in reversed(found.responses)}  # of equal ones the first
 
+    def check(self) -> None:
+        """Raises DataError where what is there belongs to another model or other settings, by its first line."""
+        path = self._directory.path / self._partial
+        if path.exists():
+            with path.open("rb") as file:
+                found = read_partial(file.readline(), str(path)).identity
+            if found is not None:
+                check_same(found, self._identity, str(path))
+
     async def append(self, response: JudgedResponse) -> None:
         """One more; it outlives this process at once, and the machine with the next SYNC_EVERY of them."""
         self._directory.append(self._partial, [response])
@@ -155,6 +165,12 @@ class ResponseLog:
                 os.fsync(file.fileno())
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def count_kept(path: Path) -> int:
+    """Responses in the file that the complete file `path` has before it is complete."""
+    partial = path.with_name(f"{path.name}.partial")
+    return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 
 
 def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
