@@ -8,6 +8,7 @@ import importlib.util
 import io
 import itertools
 import json
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from spot_async.cli import app
 from spot_async.comparison import tables
 from spot_async.comparison.bootstrap import percentile_interval, resampled_means
-from spot_async.comparison.compute import compute_of
+from spot_async.comparison.compute import compute_of, read_compute
 from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark, paired, read_evaluated
 from spot_async.comparison.statistics import Column, compare, pass_curves
@@ -252,22 +253,37 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
         "stage/score/requests": 4.0,
         "stage/score/mean_in_flight": 0.5,
     }
-    spent = {"spending": {"teacher": {"money": 0.25, "currency": "USD"}}}
-    found = compute_of([row, row], spent)
+    found = compute_of([row, row], {"USD": 0.25})
     assert (found.iterations, found.generated_tokens, found.probe_tokens) == (2, 800.0, 96.0)
     assert (found.scored_tokens, found.trained_tokens, found.trainer_s) == (160.0, 160.0, 6.0)
     assert found.request_s == {"student": 48.0, "teacher": 8.0}  # means are over the time without evaluations
     assert found.hours == pytest.approx(16 / 3600)
     assert found.money == {"USD": 0.25}
     training = tmp_path / "train"
-    weights = training / "weights" / "step-000002"
-    weights.mkdir(parents=True)
+    for name in ("step-000002", "best-000001", "copied"):
+        (training / "weights" / name).mkdir(parents=True)
+    (training / "best").symlink_to("weights/best-000001")
     (training / "config.yaml").write_text("{}")
     (training / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, **row}) + "\n" for i in (1, 2)))
-    (training / "summary.json").write_text(json.dumps(spent))
-    evaluated = written(tmp_path / "eval", {"AMC23": [1, 2]}, model=str(weights))
-    assert "Compute of training" in shown(f"a={evaluated}")
-    written(training, {"AMC23": [1, 2]}, model="elsewhere/initial").joinpath("evaluation.json").rename(
-        training / "evaluation-before.json"
+    paid = [(0, 0.01), (1, 0.12), (2, 0.25), (None, 0.31)]  # running totals, the last one after an evaluation
+    (training / "spending.jsonl").write_text(
+        "".join(
+            json.dumps({"iteration": i, "role": "teacher", "server": "teacher", "currency": "USD", "money": money})
+            + "\n"
+            for i, money in paid
+        )
     )
-    assert "Compute of training" not in shown(f"before={training / 'evaluation-before.json'}")
+
+    def found_for(file, model):
+        compute = read_compute(file, model)
+        return compute and (compute.iterations, compute.generated_tokens, compute.money["USD"])
+
+    elsewhere = written(tmp_path / "eval", {"AMC23": [1, 2]}, model=str(training / "best")) / "evaluation.json"
+    whole, half = (2, 800.0, 0.31), (1, 400.0, 0.12)
+    assert found_for(elsewhere, training / "weights" / "step-000002") == whole
+    assert found_for(elsewhere, training / "best") == half
+    assert found_for(training / "evaluation-000001.json", Path("moved/since")) == half
+    assert found_for(training / "evaluation-after.json", Path("moved/since")) == whole
+    assert found_for(elsewhere, training / "weights" / "copied") is None
+    assert found_for(training / "evaluation-before.json", Path("elsewhere/initial")) is None
+    assert re.search(r"Compute of training.*\brow +1 +400 ", shown(f"row={elsewhere}"), re.DOTALL)

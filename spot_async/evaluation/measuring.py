@@ -99,7 +99,7 @@ def write_files(
             name = f"{file_stem(when)}-outputs-{benchmark.name}.json"
             write_whole(directory, name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n")
     figures = result.evaluation_figures(
-        model=str(weights),
+        model=str(weights.resolve()),  # `RUN/student` will be another one tomorrow
         model_fingerprint=identity.model,
         settings=identity.settings,
         settings_fingerprint=settings_fingerprint(identity.settings),
