@@ -64,16 +64,18 @@ def train(
     show_machine(screen, machine)
     training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
     outcome = run_until_stopped(training, directory)
-    if outcome.after is not None:
+    last = outcome.after or outcome.before
+    if last is not None:
         screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
-        if note := unverified_note(outcome.after):
+        if note := unverified_note(last):
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
-    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states}", highlight=False)
+    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states or 'none'}", highlight=False)
     for role, spent in outcome.spending.get("spending", {}).items():
         screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
     screen.print(Text(f"run directory: {path}"))
-    screen.print(Text(f"trained student: {path / 'student'}"))
+    if outcome.iterations:
+        screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
         screen.print(Text(f"best student: {path / 'best'}"))
     if outcome.spent is not None:
