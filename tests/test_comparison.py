@@ -122,6 +122,7 @@ def test_intervals_have_the_width_of_the_unbiased_standard_error_and_follow_the_
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.03)
     again = percentile_interval(resampled_means([values], draws=20_000, seed=3)[0], 0.95)
     assert (low, high) == again
+    assert resampled_means([np.ones(12)], draws=500, seed=0)[0].max() == 1.0  # and nothing leaves [0, 1]
 
 
 def test_resamples_of_thousands_of_problems_need_no_table_of_draws_by_problems():

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-BLOCK = 1 << 20  # shares in memory at a time
+BLOCK = 1 << 20  # counts in memory at a time
 
 
 class Interval(NamedTuple):
@@ -54,11 +54,8 @@ def _means(random: np.random.Generator, table: Floats, draws: int) -> Floats:
     """(draws, *rest) of a table (problems, *rest). In blocks, or the draws of 12,000 problems would fill memory."""
     block = max(1, BLOCK // len(table))
     sizes = [min(block, draws - start) for start in range(0, draws, block)]
-    return np.concatenate([np.tensordot(_weights(random, len(table), size), table, axes=1) for size in sizes])
-
-
-def _weights(random: np.random.Generator, size: int, draws: int) -> Floats:
-    """(draws, size) shares that sum to 1. A single problem has no spread, and stays itself."""
-    drawn = max(1, size - 1)
-    counts: npt.NDArray[np.int64] = random.multinomial(drawn, np.full(size, 1.0 / size), size=draws)
-    return counts / float(drawn)
+    drawn = max(1, len(table) - 1)  # a single problem has no spread, and stays itself
+    chances = np.full(len(table), 1.0 / len(table))
+    counts = (random.multinomial(drawn, chances, size=size) for size in sizes)
+    # Whole numbers of draws, divided last: shares of them need not sum to 1 exactly, and means of 1 would leave [0, 1].
+    return np.concatenate([np.tensordot(each.astype(np.float64), table, axes=1) for each in counts]) / drawn
