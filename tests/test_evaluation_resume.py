@@ -24,8 +24,9 @@ from spot_async.config_loading import load_config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.identity import identity_of
+from spot_async.evaluation.measuring import write_files
 from spot_async.evaluation.response_log import Identity, JudgedResponse, ResponseLog, check_same, read_partial
-from spot_async.evaluation.runner import evaluate
+from spot_async.evaluation.runner import collected, evaluate
 from spot_async.model_files import read_model
 from spot_async.preflight import plan_evaluation
 from spot_async.prompts import PromptSource
@@ -129,6 +130,31 @@ def test_other_settings_are_refused_before_a_server_is_started(resumed):
 
     line = resumed(overrides=["evaluation.temperature=0.5"], within=begun)
     assert "cannot be continued, evaluation.temperature was 1.0 and is 0.5 now" in line
+
+
+def test_a_complete_evaluation_shows_the_pass_at_k_that_are_asked_for_now(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/quickstart.yaml"), ["evaluation.samples=4"])
+    student = read_model("student", config.student.model)
+    planned = plan_evaluation(config, student)
+    directory = RunDirectory.create(tmp_path / "eval", config, "eval")
+    judged = [
+        JudgedResponse(
+            problem_id=source.problem.id, sample=i, verdict=verdict, tokens=1, finish_reason="stop", response=""
+        )
+        for source in planned[0].sources
+        for i, verdict in enumerate((Verdict.CORRECT, *3 * [Verdict.WRONG]))
+    ]
+    result = collected(planned, {each.key: each for each in judged}, ())
+    identity = identity_of(config, planned, student.directory)
+    log = ResponseLog(directory, NAME, identity)
+    write_files(directory, "", student.directory, result, log, identity, planned)
+    words = ["eval", "configs/quickstart.yaml", "evaluation.samples=4", "--resume", str(directory.path)]
+    assert "Pass@2" not in CliRunner().invoke(app, words).output
+    shown = CliRunner().invoke(app, [*words, "evaluation.pass_k=[2]"]).output
+    assert "this evaluation is complete" in shown
+    assert re.search(r"Pass@2 +Pass@4", shown)
+    assert re.search(r"all +\d+ +25.0 ±0.0 +50.0 ±0.0 +100.0 ±0.0", shown)
 
 
 def benchmarks():

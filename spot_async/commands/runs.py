@@ -98,7 +98,7 @@ def evaluate(
     Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
     """
     from spot_async.evaluation.figures import read_figures
-    from spot_async.evaluation.measuring import is_complete
+    from spot_async.evaluation.measuring import add_pass_k, is_complete
     from spot_async.model_files import read_model
     from spot_async.preflight import plan_evaluation
     from spot_async.telemetry.figures_table import figures_table
@@ -115,6 +115,8 @@ def evaluate(
             directory = evaluation_directory(settings, path, is_new=resume is None)
             stack.enter_context(directory.locked())
             complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
+            if complete:
+                add_pass_k(directory, settings, benchmarks, student.directory)
         except (ConfigError, DataError) as error:
             fail(error, code=2)
 
