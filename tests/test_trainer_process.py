@@ -107,19 +107,27 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from spot_async import wire
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import Replicated, process_group
+from spot_async.trainer.parallel import process_group, strategy_of
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 
 cpu = torch.device("cpu")
+
+def train(run):
+    settings = TrainerSettings.load(run / "trainer.json")
+    trainer = StudentTrainer(settings, strategy_of(settings.training), cpu)
+    report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
+    gradients = {n: p.grad for n, p in trainer.model.named_parameters()}
+    if settings.training.sharding == "fsdp2":
+        assert all(len(p.to_local()) < len(p) for p in trainer.model.parameters())
+        gradients = {n: g.full_tensor() for n, g in gradients.items()}
+    save_file(gradients, run / f"gradients-{dist.get_rank()}")
+    (run / f"metrics-{dist.get_rank()}").write_text(json.dumps(report.metrics))
+
 with process_group(sys.argv[1], cpu):
     group = weakref.ref(dist.group.WORLD)
     for run in map(Path, sys.argv[2:]):
-        trainer = StudentTrainer(TrainerSettings.load(run / "trainer.json"), Replicated(), cpu)
-        report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
-        rank = Replicated().rank
-        save_file({n: p.grad for n, p in trainer.model.named_parameters()}, run / f"gradients-{rank}")
-        (run / f"metrics-{rank}").write_text(json.dumps(report.metrics))
+        train(run)
 if group() is not None:
     sys.exit("the process group outlived its block")
 """
@@ -139,6 +147,8 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
         "recomputed": (batch, {**choices, "behavior": "recomputed", "importance_cap": 2.0}),
         "a rank without samples": (batch[3:4], {**choices, "loss_aggregation": "token_mean"}),
     }
+    sharded = {"sharding": "fsdp2", "micro_batch_tokens": 40}
+    cases |= {f"{name}, sharded": (samples, {**training, **sharded}) for name, (samples, training) in cases.items()}
     for name, (samples, training) in cases.items():
         trainer_settings(student, tmp_path / name, **training).save()
         (tmp_path / name / "batch").write_bytes(wire.encode(Batch(0, samples)))
@@ -154,7 +164,7 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
 
     for name, (samples, training) in cases.items():
-        alone = make_trainer(student, tmp_path / f"{name} alone", **training)
+        alone = make_trainer(student, tmp_path / f"{name} alone", **{**training, "sharding": "none"})
         expected = alone.train(Batch(0, samples)).metrics
         for rank in range(2):
             metrics = json.loads((tmp_path / name / f"metrics-{rank}").read_text())
