@@ -127,7 +127,7 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
     width = max(lengths, default=0)
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
     return MicroBatch(
-        token_ids=_padded(inputs or [None], longest, np.int64),
+        token_ids=_padded(inputs or [np.zeros(0)], longest, np.int64),
         rows=_joined([r + i * longest for i, r in enumerate(rows)]),
         sampled_ids=_joined([s.response_ids for s in samples]),
         mask=_padded([np.ones(n) for n in lengths], width, np.bool_),

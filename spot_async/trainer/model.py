@@ -43,15 +43,19 @@ def load_student(directory: str) -> Any:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The repeated blocks: what is sharded and recomputed one by one. Empty where transformers marks none."""
+    """The repeated blocks: what is sharded and recomputed one by one. Empty for models that do not mark theirs."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def recompute(layers: list[nn.Module]) -> None:
-    """From now on layers keep only their inputs for the backward pass, and run once more in it.
+def recompute_layers(model: Any) -> None:
+    """From now on its layers keep only their inputs for the backward pass, and run once more in it.
 
-    Inside of the module's hooks, where sharding gathers parameters. There is no dropout to repeat.
+    They do so inside of their modules' hooks, between which sharding gathers parameters; there is no dropout to repeat.
+    Raises `DataError` where there are none.
     """
+    layers = decoder_layers(model)
+    if not layers:
+        raise DataError(f"training.recompute_layers: {type(model).__name__} marks no layers that could be run again")
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+Precision = Literal["float32", "bfloat16"]
 
 # The orchestrator owns the deadlines: ranks wait for the next batch for as long as rollouts take.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
@@ -103,15 +104,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(
-        self,
-        module: nn.Module,
-        layers: Sequence[nn.Module],
-        device: torch.device,
-        dtype: Literal["float32", "bfloat16"],
+        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
     ) -> Forward:
-        """Put `module`, of float32 parameters on the CPU, onto the ranks' devices; returns its forward pass, in `dtype`.
+        """Put `module`, float32 and on the CPU, onto the ranks' devices; returns its forward pass, in `dtype`.
 
-        `layers` are those of its modules that may be there one at a time. All ranks have read the same file.
+        `layers` are the parts of it that need not all be there at a time. All ranks have read the same file.
         """
 
     @abstractmethod
@@ -142,11 +139,7 @@ class Replicated(Strategy):
     """Every rank holds the whole student and its optimiser state, and steps it alike. bfloat16 is autocast."""
 
     def prepare(
-        self,
-        module: nn.Module,
-        layers: Sequence[nn.Module],
-        device: torch.device,
-        dtype: Literal["float32", "bfloat16"],
+        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
     ) -> Forward:
         module.to(device)
 
@@ -179,11 +172,7 @@ class Sharded(Strategy):
     """
 
     def prepare(
-        self,
-        module: nn.Module,
-        layers: Sequence[nn.Module],
-        device: torch.device,
-        dtype: Literal["float32", "bfloat16"],
+        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
     ) -> Forward:
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"training.sharding=fsdp2 needs torch 2.8 or newer, this is {torch.__version__}")
@@ -203,7 +192,12 @@ class Sharded(Strategy):
         """Done by the backward pass."""
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        """On the CPU of rank 0; empty elsewhere. Tied parameters are gathered one by one, and one tensor again here."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = cast(dict[str, Tensor], get_model_state_dict(module, options=options))
+        whole: dict[int, Tensor] = {}
+        parts = module.state_dict(keep_vars=True)
+        return {name: whole.setdefault(id(part), state[name]) for name, part in parts.items() if name in state}
 
 
 def strategy_of(training: TrainingConfig) -> Strategy:

@@ -43,7 +43,7 @@ from spot_async.trainer.loss import (
 )
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import Tally
-from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute
+from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute_layers
 from spot_async.trainer.parallel import Strategy, local, process_group, rank_device, strategy_of
 from spot_async.trainer.publishing import WeightPublisher
 from spot_async.trainer.schedule import learning_rate
@@ -86,12 +86,10 @@ class StudentTrainer:
         self._strategy = strategy
         self._device = device
         self.model: Any = load_student(settings.model_directory)
-        layers = decoder_layers(self.model)
         if self._training.recompute_layers:
-            recompute(layers)
-        self._response_logprobs = strategy.prepare(
-            ResponseLogprobs(self.model, settings.temperature), layers, device, self._training.dtype
-        )
+            recompute_layers(self.model)
+        student = ResponseLogprobs(self.model, settings.temperature)
+        self._response_logprobs = strategy.prepare(student, decoder_layers(self.model), device, self._training.dtype)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=self._training.learning_rate,
