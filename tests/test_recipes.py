@@ -14,6 +14,8 @@ from spot_async.cli import app
 from spot_async.config_loading import load_config
 from spot_async.preflight import plan_training
 from spot_async.prompts import PromptSchedule
+from spot_async.spending import machine
+from spot_async.spending.model_size import size_of
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
@@ -166,6 +168,33 @@ def test_a_dry_run_shows_the_estimate_with_its_assumptions(monkeypatch):
     assert "million tokens: rollouts" in shown.output
     assert "device 3" in shown.output
     assert "None of it is measured" in shown.output
+
+
+@pytest.mark.parametrize("recipe", ["table1/qwen3-4b-spot.yaml", "table-llama/grpo.yaml"])
+@pytest.mark.parametrize("server", ["sglang", "vllm"])
+def test_the_largest_students_fit_80_gb_as_they_are_sharded_and_what_is_missing_is_said(
+    recipe, server, tmp_path, monkeypatch
+):
+    qwen = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+    llama = {"model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256}
+    widths = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "tie_word_embeddings")
+    configs = {
+        "Qwen3-4B-Base": qwen | dict(zip(widths, (36, 2560, 9728, 32, True), strict=True)),
+        "Qwen3-8B": qwen | dict(zip(widths, (36, 4096, 12288, 32, False), strict=True)),
+        "Llama-3.2-3B-Instruct": llama | dict(zip(widths, (28, 3072, 8192, 24, True), strict=True)),
+    }
+    monkeypatch.setattr(machine, "read_size", lambda directory: size_of(configs[directory.name]))
+
+    def warnings(*overrides):
+        over = tmp_path / "mine.yaml"
+        over.write_text(f"base: [{PAPER}/{recipe}, {PAPER}/{server}.yaml]\n{'teacher: null' * ('grpo' in recipe)}\n")
+        config = load_config(over, ["data.train.path=data/dapo_math.jsonl"] * ("4b" in recipe) + list(overrides))
+        return machine.misfits(machine.estimate_machine(config, plan_training(config)))
+
+    assert warnings() == []
+    whole = warnings("training.sharding=none")
+    assert [line.split(" would")[0] for line in whole] == ["device 0", "device 1", "device 2"]
+    assert all("set training.sharding=fsdp2" in line for line in whole)
 
 
 def test_vllm_lies_over_a_recipe_in_one_line(tmp_path):
