@@ -48,6 +48,12 @@ class TrainPlan:
     def stop_token_ids(self) -> tuple[int, ...]:
         return stop_token_ids(self.student.vocabulary, (self.teacher or self.student).vocabulary)
 
+    @property
+    def reads_clock(self) -> bool:
+        """Whether prompts, of training or of evaluation, have today's date in them."""
+        in_training = self.renderer.reads_clock(next(iter(self.schedule)).problem)
+        return in_training or any(benchmark.reads_clock for benchmark in self.evaluation)
+
 
 def plan_training(config: Config) -> TrainPlan:
     """Raises ConfigError or DataError, one line each, for everything that would fail later."""
