@@ -216,7 +216,14 @@ class StageConfig(Section):
 
 
 class ScoreStageConfig(StageConfig):
-    """Requests that a second server may answer as well."""
+    """Requests to the teacher, which a second server may answer as well, and how it scores the student's end token."""
+
+    end_token: Literal["replace", "sum"] = Field(
+        "replace",
+        description="how a response's last token is scored where student and teacher end with different ones: as the "
+        "teacher's first (`replace`), or by the probability of all that end its responses (`sum`), which needs a "
+        "server that gives log-probabilities of chosen tokens",
+    )
 
     hedge_after_s: PositiveFloat | None = Field(
         None,

@@ -206,6 +206,7 @@ class _Examination:
             "round_trip_s": None,
             "version": None if said.version is None else str(said.version),
             "end_tokens": ", ".join(_end_tokens(files.vocabulary)),
+            "end_token_scores": self.config.stages.score.end_token,
             "end_tokens_as_students": files.vocabulary.end_token_ids[0] == student.vocabulary.end_token_ids[0],
             "chat_template_as_students": _template(files) == _template(student),
             "chat_template_used": self.config.prompt.template == self.role,
