@@ -182,10 +182,13 @@ def test_the_papers_other_evaluations_can_start_and_keep_to_its_protocol():
     for path in sorted((PAPER / "evaluation").glob("[!s]*.yaml")):
         mmlu = "evaluation.benchmarks.MMLU-Pro"
         files = [f"{mmlu}.path=data/mmlu_pro_test.jsonl", f"{mmlu}.examples.path=data/mmlu_pro_validation.jsonl"]
-        config = load_config(path, files if path.stem == "out-of-domain" else [])
+        config = load_config(
+            path, [*(files if path.stem == "out-of-domain" else []), f"student.model=models/{LLAMAS[0]}"]
+        )
         assert (config.evaluation.preset, config.evaluation.seed) == ("paper", 42)
         assert [each.launch.devices for each in config.student.backend.servers()] == ["0", "1", "2", "3"]
         found[path.stem] = plan_evaluation(config, read_model("student", config.student.model))
+        assert not any(each.reads_clock for each in found[path.stem])
         assert config.evaluation.pass_k == ([4, 8, 16, 32] if path.stem == "pass-at-k" else [])
     assert {stem: [(each.name, each.samples) for each in planned] for stem, planned in found.items()} == {
         "math": [(name, 8) for name in ("MATH500", "AMC23", "Minerva", "HMMT", "AIME24", "AIME25")],
