@@ -168,6 +168,14 @@ class TrainingConfig(Section):
         "needs `behavior: recomputed`",
     )
     ranks: PositiveInt = Field(1, description="trainer processes")
+    sharding: Literal["none", "fsdp2"] = Field(
+        "none",
+        description="of the student over the ranks. none: each holds all of it; fsdp2: each holds its part of weights, "
+        "gradients and optimiser state, and layers are gathered while they compute (torch 2.8 or newer)",
+    )
+    recompute_layers: bool = Field(
+        False, description="activation checkpointing: layers keep their inputs only and run again in the backward pass"
+    )
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of forward passes and published weights")
     keep_weights: int = Field(2, ge=2, description="published weight directories kept; the one served must stay")
