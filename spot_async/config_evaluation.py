@@ -16,6 +16,12 @@ from spot_async.config_problems import ProblemSetConfig, Thinking
 PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
 PAPER_PROMPT = ("instruction", "separator", "template_arguments")
 
+# What tables, metrics and files of results call all problems of a benchmark, and the mean over benchmarks.
+ALL_TIERS = "all"
+MACRO = "macro"
+MEAN_COLUMN = "Avg."
+RESERVED_NAMES = (ALL_TIERS, MACRO, MEAN_COLUMN)
+
 
 class BenchmarkConfig(ProblemSetConfig):
     """A set of held-out problems, and what is different for it. A plain value is short for `path`."""
@@ -88,6 +94,8 @@ class EvaluationConfig(Section):
     def _check(self) -> Self:
         if (self.problems is None) == (not self.benchmarks):
             raise ValueError("give exactly one of problems and benchmarks")
+        if reserved := [name for name in self.benchmarks if name in RESERVED_NAMES]:
+            raise ValueError(f"benchmarks.{reserved[0]}: results call their own rows so; give it another name")
         if too_large := [k for k in self.pass_k if k > self.samples]:
             raise ValueError(
                 f"pass_k={too_large[0]} needs as many samples as that, but samples={self.samples}: raise it"

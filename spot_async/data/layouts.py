@@ -50,12 +50,14 @@ _INSTRUCTION = r"""
       | remember\ to\ put\ your\ answer\ on\ its\ own\ line\ after\ "answer:"
     )\.?
 """
-# One separator and no more: in DAPO, texts that differ by a further blank are different rows.
-_INSTRUCTION_BEFORE = re.compile(rf"\s*{_INSTRUCTION}(?:\n\n|\s)?", re.VERBOSE | re.IGNORECASE)
+# One separator and no more: in DAPO, texts that differ by a further blank are different rows. What follows in the same
+# sentence would lose its meaning.
+_INSTRUCTION_BEFORE = re.compile(rf"\s*{_INSTRUCTION}(?:(?<=\.)(?:\n\n|\s)?|\n\n?)", re.VERBOSE | re.IGNORECASE)
 _INSTRUCTION_BEHIND = re.compile(rf"(?:\n\n|\s)?{_INSTRUCTION}\s*\Z", re.VERBOSE | re.IGNORECASE)
 
 
 GPQA_CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+GATHERED = "Correct Answer with Incorrect Answer 1 to 3"  # a column of ours, for messages too
 
 
 def remove_instruction(draft: Draft) -> str | None:
@@ -159,17 +161,13 @@ def letter_of_choice(draft: Draft) -> str | None:
 
     A number that is text may be either, so that one which is also another choice's text is left as it is.
     """
-    if not draft.choices:
+    if not 0 < len(draft.choices) <= len(ascii_uppercase):
         return None
-    gold, place = draft.gold, None
-    if gold.isdecimal() and int(gold) < len(draft.choices):
-        place = int(gold)
-    chosen = chosen_option(gold, draft.choices) if isinstance(draft.answer, str) else place
-    if place is not None and chosen not in (None, place):
-        return None
-    chosen = place if chosen is None else chosen
-    if chosen is not None:
-        draft.answer = ascii_uppercase[chosen]
+    named = chosen_option(draft.gold, draft.choices) if isinstance(draft.answer, str) else None
+    place = int(draft.gold) if re.fullmatch("[0-9]{1,2}", draft.gold) else None
+    meant = [each for each in (named, place) if each is not None and each < len(draft.choices)]
+    if len(set(meant)) == 1:
+        draft.answer = ascii_uppercase[meant[0]]
     return None
 
 
@@ -182,14 +180,14 @@ def has_no_answer(draft: Draft) -> str | None:
 
 
 def is_no_choice(draft: Draft) -> str | None:
-    return None if draft.gold in ascii_uppercase[: len(draft.choices)] else "answer is none of the choices"
+    return None if draft.gold in list(ascii_uppercase[: len(draft.choices)]) else "answer is none of the choices"
 
 
 def gather_choices(columns: Columns) -> Columns:
     """GPQA's four columns as one list, the right choice first: whoever asks must shuffle them."""
     if any(columns.get(name) is None for name in GPQA_CHOICES):
         return columns
-    return {**columns, "choices": [str(columns[name]).strip() for name in GPQA_CHOICES], "answer": "A"}
+    return {**columns, GATHERED: [str(columns[name]).strip() for name in GPQA_CHOICES], "answer": "A"}
 
 
 _GOLD = ("reward_model.ground_truth.target", "reward_model.ground_truth")
@@ -224,8 +222,8 @@ LAYOUTS: dict[str, Layout] = {
     "gpqa_diamond": Layout(
         {
             "problem": ("Question",),
+            "choices": (GATHERED,),
             "answer": ("answer",),
-            "choices": ("choices",),
             "id": ("Record ID",),
             "category": ("High-level domain",),
             "tier": ("High-level domain",),

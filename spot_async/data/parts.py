@@ -75,7 +75,7 @@ def read_draft(
     Raises DataError naming the row and the part that is missing or of a wrong type.
     """
     parts: dict[str, Any] = {}
-    for part in columns_of.keys() | chosen.keys():
+    for part in dict.fromkeys([*columns_of, *chosen]):
         names = (chosen[part],) if part in chosen else columns_of[part]
         found = {name: value for name in names if (value := _look_up(row.columns, name)) is not _ABSENT}
         if not found and part in chosen:
@@ -84,9 +84,12 @@ def read_draft(
         if name is not None:
             parts[part] = _typed(part, found[name], name, row, key)
         elif part in needs and found:
-            raise DataError(f"{row.where}: `{part}` is empty; correct or remove the row")
+            raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
         elif part in needs:
-            raise DataError(f"{row.where}: no `{part}`; name its column in {key}.fields.{part}; {_has(row)}")
+            raise DataError(
+                f"{row.where}: no `{part}`, for which this layout takes {' or '.join(map(repr, names))}; {_has(row)}: "
+                f"name its column in {key}.fields.{part}, or another {key}.layout"
+            )
     return Draft(**parts)
 
 

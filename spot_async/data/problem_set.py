@@ -14,6 +14,8 @@ from spot_async.errors import DataError
 from spot_async.types import Problem
 from spot_async.verification.normalization import normalize_answer
 
+OWN_COLUMNS = {"problem", "answer", "choices", "solution"}  # whoever names one of these has no well-known file
+
 
 @dataclass
 class ProblemSet:
@@ -108,7 +110,7 @@ def _read(settings: ProblemSetConfig, key: str, found: ProblemSet) -> Iterator[t
 def _layout_of(settings: ProblemSetConfig, row: Row) -> str:
     if settings.layout != "auto":
         return settings.layout
-    return "columns" if settings.fields else recognise(row.columns)
+    return "columns" if settings.fields.keys() & OWN_COLUMNS else recognise(row.columns)
 
 
 def _problem(
