@@ -17,6 +17,12 @@ PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response
 PAPER_PROMPT = ("instruction", "separator")
 DATE_ARGUMENT = "date_string"  # of Llama's templates: fixing what the clock would say is nobody's own protocol
 
+# What tables, metrics and files of results call all problems of a benchmark, and the mean over benchmarks.
+ALL_TIERS = "all"
+MACRO = "macro"
+MEAN_COLUMN = "Avg."
+RESERVED_NAMES = (ALL_TIERS, MACRO, MEAN_COLUMN)
+
 
 class BenchmarkConfig(ProblemSetConfig):
     """A set of held-out problems, and what is different for it. A plain value is short for `path`."""
@@ -91,6 +97,8 @@ class EvaluationConfig(Section):
     def _check(self) -> Self:
         if (self.problems is None) == (not self.benchmarks):
             raise ValueError("give exactly one of problems and benchmarks")
+        if reserved := [name for name in self.benchmarks if name in RESERVED_NAMES]:
+            raise ValueError(f"benchmarks.{reserved[0]}: results call their own rows so; give it another name")
         most = max(each.samples or self.samples for each in self.sets().values())
         if too_large := [k for k in self.pass_k if k > most]:
             raise ValueError(f"pass_k={too_large[0]} needs as many samples as that, but samples={most}: raise it")

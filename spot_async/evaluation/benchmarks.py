@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings
+from spot_async.config_evaluation import ALL_TIERS
 from spot_async.data import load_problem_set
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, order_choices, with_options
 from spot_async.model_files import ModelFiles
 from spot_async.prompts import PromptRenderer, PromptSource
@@ -51,6 +52,11 @@ def _plan(
 ) -> Benchmark:
     key = evaluation.key_of(name)
     found = load_problem_set(settings, key)
+    if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
+        raise DataError(
+            f"{key}: problem {named_all.id!r} has the tier {ALL_TIERS!r}, as results call all problems: rename it, or "
+            f"choose another column with {key}.fields.tier"
+        )
     is_judged = settings.format != "alpaca_eval"
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
     native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
