@@ -22,7 +22,7 @@ from spot_async.config_base import (
     Section,
     as_list,
 )
-from spot_async.config_evaluation import PAPER_PROMPT, BenchmarkConfig, EvaluationConfig, check_defaults
+from spot_async.config_evaluation import BenchmarkConfig, EvaluationConfig, check_prompt
 from spot_async.config_plugins import BackendSettings, Place, PluginSettings, PolicySettings, TrainingVerifier
 from spot_async.config_problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.retry import DEFAULT_ATTEMPTS
@@ -224,7 +224,14 @@ class StageConfig(Section):
 
 
 class ScoreStageConfig(StageConfig):
-    """Requests that a second server may answer as well."""
+    """Requests to the teacher, which a second server may answer as well, and how it scores the student's end token."""
+
+    end_token: Literal["replace", "sum"] = Field(
+        "replace",
+        description="how a response's last token is scored where student and teacher end with different ones: as the "
+        "teacher's first (`replace`), or by the probability of all that end its responses (`sum`), which needs a "
+        "server that gives log-probabilities of chosen tokens",
+    )
 
     hedge_after_s: PositiveFloat | None = Field(
         None,
@@ -316,7 +323,7 @@ class Config(Section):
                 f"raise it to {batch} or more"
             )
         if self.evaluation is not None and self.evaluation.preset == "paper":
-            check_defaults(self.prompt, PAPER_PROMPT, "prompt.")
+            check_prompt(self.prompt)
         return self
 
     @property

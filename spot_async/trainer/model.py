@@ -8,6 +8,7 @@ at a time, each block recomputed in the backward pass. How it is spread over ran
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
+from spot_async.trainer.selected_logprobs import selected_logprobs
 
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
 
@@ -91,30 +93,29 @@ class ResponseLogprobs(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Float32, over the full vocabulary: of sampled tokens (R,) and of soft-target candidates (N, k)."""
-        hidden = _hidden_states(self.student, batch.token_ids).flatten(0, 1)[batch.rows]  # (R, hidden)
+        hidden = _hidden_states(self.student, batch.token_ids).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
         output_layer = self.student.get_output_embeddings()
+
+        def block(hidden: Tensor, sampled_ids: Tensor, soft_rows: Tensor, soft_ids: Tensor) -> tuple[Tensor, Tensor]:
+            own_rows = torch.arange(len(hidden), device=hidden.device)
+            rows = torch.cat([own_rows, soft_rows.repeat_interleave(soft_ids.shape[1])])
+            token_ids = torch.cat([sampled_ids, soft_ids.flatten()])
+            logprobs = selected_logprobs(output_layer(hidden), rows, token_ids, self._temperature)
+            return logprobs[: len(hidden)], logprobs[len(hidden) :].view(soft_ids.shape)
+
         rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
-
-        def block(hidden: Tensor, sampled_ids: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-            logits = output_layer(hidden).float() / self._temperature  # (R', V)
-            normaliser = logits.logsumexp(dim=-1)  # (R',)
-            sampled = logits.gather(1, sampled_ids[:, None])[:, 0] - normaliser
-            return sampled, logits[rows[:, None], ids] - normaliser[rows, None]
-
-        if len(hidden) <= rows_per_block:
-            return block(hidden, batch.sampled_ids, batch.soft_rows, batch.soft_ids)
+        limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block also of no rows
+        soft_limits = torch.searchsorted(batch.soft_rows, batch.soft_rows.new_tensor(limits)).tolist()  # waits once
+        # Nothing is random, and to read a GPU's random state would wait for it. One block is kept as it is.
+        again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+        of_block = again if len(limits) > 2 else block
         sampled, candidates = [], []
-        for start in range(0, len(hidden), rows_per_block):
-            here = slice(start, start + rows_per_block)
-            limits = batch.soft_rows.new_tensor([here.start, here.stop])
-            first, last = torch.searchsorted(batch.soft_rows, limits).tolist()
-            parts = checkpoint(
-                block,
-                hidden[here],
-                batch.sampled_ids[here],
+        for (start, end), (first, last) in zip(pairwise(limits), pairwise(soft_limits), strict=True):
+            parts = of_block(
+                hidden[start:end],
+                batch.sampled_ids[start:end],
                 batch.soft_rows[first:last] - start,
                 batch.soft_ids[first:last],
-                use_reentrant=False,
             )
             sampled.append(parts[0])
             candidates.append(parts[1])
