@@ -58,6 +58,9 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, name):
     assert [(p.id, p.answer) for p in read(tmp_path / name).problems] == [("a", "1"), ("b", "2")]
 
 
+GZIP = gzip.compress(b"{}", mtime=0)
+
+
 def damaged_parquet():
     file = io.BytesIO()
     as_parquet(file)
@@ -72,12 +75,8 @@ def damaged_parquet():
         ("p.csv", b"problem,answer\none,1,2\n", "row 1 has not as many cells as the header"),
         ("p.csv", b"problem,answer\n\xff,1\n", "not valid CSV"),
         ("p.jsonl.gz", b"no gzip", "data.train: {path} is damaged or cut short: Not a gzipped file"),
-        ("p.jsonl.gz", gzip.compress(b"{}")[:-9], "data.train: {path} is damaged or cut short: Compressed file ended"),
-        (
-            "p.jsonl.gz",
-            gzip.compress(b"{}")[:10] + b"\xff" * 20,
-            "data.train: {path} is damaged or cut short: Error -3",
-        ),
+        ("p.jsonl.gz", GZIP[:-9], "data.train: {path} is damaged or cut short: Compressed file ended"),
+        ("p.jsonl.gz", GZIP[:10] + b"\xff" * 20, "data.train: {path} is damaged or cut short: Error -3"),
         ("p.parquet", damaged_parquet(), "{path}: not valid Parquet"),
         ("p.jsonl", b"", "data.train: {path}: no problems in 0 rows"),
         (
@@ -102,6 +101,7 @@ def test_what_only_the_hub_has_is_refused_for_a_file(tmp_path):
 
 def test_a_data_set_of_the_hub_is_read_with_its_subset_split_and_revision(monkeypatch):
     import datasets
+    import huggingface_hub
 
     asked = []
 
@@ -112,12 +112,28 @@ def test_a_data_set_of_the_hub_is_read_with_its_subset_split_and_revision(monkey
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # as if it were in the cache
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     chosen = ProblemSetConfig(path="owner/name", subset="main", split="train", revision="abc")
     assert len(load_problem_set(chosen, "data.train").problems) == 2
     assert asked[0][0] == ("owner/name",)
     assert asked[0][1].items() >= {"name": "main", "split": "train", "revision": "abc"}.items()
     assert len(load_problem_set(ProblemSetConfig(path="owner/name"), "data.train").problems) == 2  # its only split
+
+
+def test_without_the_hub_no_other_revision_is_taken_for_the_one_that_was_asked_for(monkeypatch, tmp_path):
+    import datasets
+
+    def load_dataset(*_, **__):  # the newest copy in the cache, whatever `revision` says
+        datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "c0ffee.parquet")
+        return datasets.Dataset.from_parquet(str(tmp_path / "c0ffee.parquet"), cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"data\.train\.revision: abc of owner/name is not the newest copy in"):
+        read("owner/name", revision="abc")
+    (cached,) = {file.parent.name for file in (tmp_path / "cache").rglob("*.arrow")}
+    assert len(read("owner/name", revision=cached).problems) == 2
+    assert len(read("owner/name").problems) == 2
 
 
 class NotFound(BaseHTTPRequestHandler):

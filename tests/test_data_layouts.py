@@ -116,6 +116,8 @@ def test_competitions_have_whole_numbers(tmp_path):
     found = load(tmp_path, aime, layout="aime")
     assert [p.answer for p in found.problems] == ["25", "204", "0", "73"]
     assert found.mended == {"leading zeros removed from the answer": 2}
+    dapo = load(tmp_path, [{"problem": "p", "answer": 12.0}, {"problem": "q", "answer": 2e22}], layout="dapo")
+    assert dapo.mended == {"answer was a float": 1, "answer of more than 15 digits, perhaps a damaged float": 1}
 
 
 def test_minerva_finds_its_answers_in_the_solutions(tmp_path):
