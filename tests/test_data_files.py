@@ -227,8 +227,9 @@ def test_an_answer_that_is_null_is_missing_and_a_column_of_floats_has_integers(t
 
 
 def test_parts_that_need_not_be_there_may_be_null(tmp_path):
-    rows = [{"problem": "p", "answer": 0.5, "kind": None}, {"problem": "q", "answer": 2.0, "kind": "sum"}]
-    found = load(tmp_path, rows, fields={"tier": "kind"})
+    rows = [{"problem": "p", "answer": 0.5, "kind": None, "meta": None}]
+    rows.append({"problem": "q", "answer": 2.0, "kind": "sum", "meta": {"source": "x"}})
+    found = load(tmp_path, rows, fields={"tier": "kind", "category": "meta.source"})
     assert [(p.id, p.answer, p.tier) for p in found.problems] == [("line-1", "0.5", None), ("line-2", "2", "sum")]
 
 
