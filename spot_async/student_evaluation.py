@@ -16,6 +16,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
 from spot_async.model_files import ModelFiles
 from spot_async.monitoring import Phases
+from spot_async.prompts import DATE_WARNING
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import evaluation_summary
@@ -41,6 +42,8 @@ async def evaluate_student(
     account = config.student.backend.open_account("student")
     student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory, account)
     with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live(), watchdog:
+        if any(benchmark.reads_clock for benchmark in benchmarks):
+            screen.warn(DATE_WARNING)
         phases = Phases(screen, watchdog)
         phases.begin("starting the student")
 

@@ -146,6 +146,7 @@ def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path)
     [
         ({}, "exactly one of problems and benchmarks"),
         ({"benchmarks": {"a": "x"}, "pass_k": [1, 9]}, "pass_k=9 needs as many samples"),
+        ({"benchmarks": {"a": {"path": "x", "samples": 12}}, "pass_k": [9, 13]}, "pass_k=13 needs as many samples"),
         ({"benchmarks": {"a": {"path": "x", "format": "alpaca_eval", "samples": 2}}}, "samples=2"),
         (
             {"benchmarks": {"a": {"path": "x", "formt": "boxed"}}},

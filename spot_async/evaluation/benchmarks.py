@@ -33,6 +33,7 @@ class Benchmark:
     in_macro: bool = True
     note: str | None = None  # how it is judged, where that is special
     counts: Mapping[str, int] = field(default_factory=dict)  # of its rows: read, dropped by reason
+    reads_clock: bool = False  # whether the prompts have today's date in them
 
     @property
     def key(self) -> str:
@@ -62,7 +63,8 @@ def _plan(
     prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems, settings, evaluation.seed, key)
-    sources = _rendered(problems, PromptRenderer(student.vocabulary, prompt), student, max_tokens, key)
+    renderer = PromptRenderer(student.vocabulary, prompt)
+    sources = _rendered(problems, renderer, student, max_tokens, key)
     return Benchmark(
         name=name,
         sources=sources,
@@ -73,6 +75,7 @@ def _plan(
         in_macro=settings.in_macro,
         note=_note(settings, evaluation),
         counts=found.counts,
+        reads_clock=renderer.reads_clock(problems[0]),
     )
 
 
