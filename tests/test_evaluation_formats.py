@@ -134,6 +134,13 @@ def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
     assert choice.sources[0].problem.text == "a1b+2\nA. 3\nB. 4"
 
 
+def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path):
+    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "a", "answer": 1, "tier": "all", "id": 7}))
+    config = evaluation(tmp_path, max_response_tokens=50, benchmarks={"b": str(tmp_path / "set.jsonl")})
+    with pytest.raises(DataError, match=r"evaluation\.benchmarks\.b: problem '7' has the tier 'all'.*b\.fields\.tier"):
+        plan_evaluation(config, read_model("student", config.student.model))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -146,6 +153,10 @@ def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
             "benchmarks.a.formt: unknown key; did you mean `format`?",
         ),
         ({"benchmarks": {"a/b": "x"}}, "a/b"),
+        *(
+            ({"benchmarks": {"a": "x", name: "x"}}, f"benchmarks.{name}: results call their own rows so")
+            for name in ("all", "macro", "Avg.")
+        ),
         (
             {"benchmarks": {"a": "x"}, "preset": "paper", "verifier": "math_verify"},
             "max_response_tokens=160 is not the",

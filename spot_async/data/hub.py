@@ -1,12 +1,13 @@
 """Reads data sets of the Hugging Face hub, by the `datasets` library. Nothing of a data set is executed.
 
-The library asks for minutes before it gives up a hub that it cannot reach. So the hub is asked once, briefly, before it
-is: whether it answers at all, not what it says.
+The library tries again and again before it gives up a hub that it cannot reach. So the hub is asked once before that,
+briefly: whether it answers at all, not what it says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from spot_async.config import ProblemSetConfig
@@ -31,12 +32,24 @@ def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[s
         if len(found) > 1:
             raise DataError(f"{key}.split: required for {name}, one of: {', '.join(map(str, found))}")
         (found,) = found.values()
+    if datasets.config.HF_HUB_OFFLINE and settings.revision is not None:
+        _require_revision(found.cache_files, settings.revision, name, key)
     for columns in found:
         yield dict(columns)
 
 
+def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: str, key: str) -> None:
+    """Without the hub the library takes the newest copy in its cache, whatever it was asked for."""
+    cached = {Path(file["filename"]).parent.name for file in cache_files}  # named after their commits
+    if cached != {revision}:
+        raise DataError(
+            f"{key}.revision: {revision} of {name} is not the newest copy in the cache, which is of "
+            f"{', '.join(sorted(cached)) or 'no commit'}; name that commit, or unset HF_HUB_OFFLINE"
+        )
+
+
 def _require_answer(name: str, key: str) -> None:
-    """Any answer will do: why a data set is refused, `load_dataset` says itself. Cached copies need no hub."""
+    """Any answer will do: why a data set is refused, `load_dataset` says itself. Nothing is asked in offline mode."""
     import datasets
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -12,7 +12,7 @@ from string import ascii_uppercase
 from typing import NamedTuple
 
 from spot_async.config import Duplicates
-from spot_async.data.parts import Draft, Part
+from spot_async.data.parts import EXACT_FLOATS, Draft, Part
 from spot_async.data.rows import Columns
 from spot_async.verification.extraction import extract_boxed, strip_answer
 from spot_async.verification.multiple_choice import chosen_option
@@ -141,7 +141,9 @@ def name_level(draft: Draft) -> str | None:
 def suspect_float(draft: Draft) -> str | None:
     """Integers that passed through a float with 53 bits cannot be mended, only counted."""
     digits = draft.gold.lstrip("-")
-    return "answer of more than 15 digits, perhaps a damaged float" if digits.isdecimal() and len(digits) > 15 else None
+    is_float = isinstance(draft.answer, float) and abs(draft.answer) >= EXACT_FLOATS
+    is_long = is_float or (digits.isdecimal() and len(digits) > 15)
+    return "answer of more than 15 digits, perhaps a damaged float" if is_long else None
 
 
 def forget_solution(draft: Draft) -> str | None:

@@ -128,7 +128,9 @@ def _look_up(columns: Columns, name: str) -> Any:
     if value is _ABSENT and "." in name:
         head, _, rest = name.partition(".")
         inside = columns.get(head)
-        value = _look_up(inside, rest) if isinstance(inside, dict) else _ABSENT
+        if isinstance(inside, dict):
+            return _look_up(inside, rest)
+        return None if head in columns and inside is None else _ABSENT
     return value
 
 
