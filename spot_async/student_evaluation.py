@@ -19,6 +19,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
 from spot_async.model_files import ModelFiles
 from spot_async.monitoring import Phases
+from spot_async.prompts import DATE_WARNING
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import evaluation_summary
@@ -57,6 +58,8 @@ async def evaluate_student(
         stack.callback(spending.write)  # whatever ends it
         stack.enter_context(screen.live())
         stack.enter_context(watchdog)
+        if any(benchmark.reads_clock for benchmark in benchmarks):
+            screen.warn(DATE_WARNING)
         phases = Phases(screen, watchdog, spending.response_judged)
         phases.begin("starting the student")
 

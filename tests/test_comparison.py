@@ -214,6 +214,27 @@ def test_what_cannot_be_paired_is_refused_in_one_line(tmp_path):
     assert "no evaluation.json" in refused(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"correct": {"p": 9, "q": 0}}, "AMC23: 9 of 8 responses to problem 'p' are correct"),
+        ({"correct": {"p": 8, "q": -1}}, "AMC23: -1 of 8 responses to problem 'q' are correct"),
+        ({"correct": {"p": 8}}, "AMC23: 2 problems, but counts of 1"),
+        ({"samples": 0}, "AMC23: 0 responses a problem"),
+        ({"verdicts": {"correct": 8, "wrong": 7}}, "AMC23: 15 verdicts of 2 x 8 responses"),
+    ],
+)
+def test_figures_that_cannot_be_are_one_line_with_file_benchmark_and_problem(tmp_path, changes, complaint):
+    file = written(tmp_path, {"AMC23": [0, 1]}) / "evaluation.json"
+    figures = json.loads(file.read_text())
+    figures["benchmarks"]["AMC23"] |= changes
+    file.write_text(json.dumps(figures))
+    assert refused(str(file)).startswith(f"error: {file}: {complaint}")
+    file.write_bytes(b'{"model": "\xff"}')
+    assert "is no evaluation.json" in refused(str(file))
+    assert "Avg.: is what results call" in refused(str(written(tmp_path / "b", {"Avg.": [1], "AMC23": [1]})))
+
+
 def test_other_settings_are_said(tmp_path):
     one = written(tmp_path / "one", {"AMC23": [0, 1]}, temperature=1.0)
     other = written(tmp_path / "other", {"AMC23": [0, 1]}, temperature=0.6)

@@ -162,17 +162,29 @@ def test_what_a_benchmark_changes_of_the_preset_is_noted_and_what_only_sets_the_
     )
 
 
+def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path):
+    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "a", "answer": 1, "tier": "all", "id": 7}))
+    config = evaluation(tmp_path, max_response_tokens=50, benchmarks={"b": str(tmp_path / "set.jsonl")})
+    with pytest.raises(DataError, match=r"evaluation\.benchmarks\.b: problem '7' has the tier 'all'.*b\.fields\.tier"):
+        plan_evaluation(config, read_model("student", config.student.model))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({}, "exactly one of problems and benchmarks"),
         ({"benchmarks": {"a": "x"}, "pass_k": [1, 9]}, "pass_k=9 needs as many samples"),
+        ({"benchmarks": {"a": {"path": "x", "samples": 12}}, "pass_k": [9, 13]}, "pass_k=13 needs as many samples"),
         ({"benchmarks": {"a": {"path": "x", "format": "alpaca_eval", "samples": 2}}}, "samples=2"),
         (
             {"benchmarks": {"a": {"path": "x", "formt": "boxed"}}},
             "benchmarks.a.formt: unknown key; did you mean `format`?",
         ),
         ({"benchmarks": {"a/b": "x"}}, "a/b"),
+        *(
+            ({"benchmarks": {"a": "x", name: "x"}}, f"benchmarks.{name}: results call their own rows so")
+            for name in ("all", "macro", "Avg.")
+        ),
         (
             {"benchmarks": {"a": "x"}, "preset": "paper", "verifier": "math_verify"},
             "max_response_tokens=160 is not the",

@@ -149,6 +149,8 @@ def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDire
 
 def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
     """What `eval --dry-run` prints."""
+    from spot_async.prompts import DATE_WARNING
+
     screen.print(Text(dump_yaml(config)))
     for benchmark in benchmarks:
         first = benchmark.sources[0]
@@ -159,6 +161,8 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: A
         f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
         for benchmark in benchmarks
     ]
+    if any(benchmark.reads_clock for benchmark in benchmarks):
+        screen.print(Text(f"warning: {DATE_WARNING}", style="yellow"), soft_wrap=True)
     lines = ["the student's server, and evaluate", *asked, f"into {path}"]
     screen.print(Text("\n".join(lines)))
 

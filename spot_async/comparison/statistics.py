@@ -14,9 +14,8 @@ import numpy as np
 from spot_async.comparison.bootstrap import Floats, Interval, macro, percentile_interval, resampled_means
 from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark
+from spot_async.config_evaluation import MEAN_COLUMN
 from spot_async.errors import DataError
-
-MACRO = "Avg."
 
 
 class Column(NamedTuple):
@@ -76,7 +75,7 @@ def compare(
     if len(benchmarks) > 1:
         values.append(macro(values))
         drawn.append(macro(drawn))
-        names.append(MACRO)
+        names.append(MEAN_COLUMN)
     figures, draws_of = np.stack(values, axis=1), np.stack(drawn, axis=2)  # (2, columns, methods), (draws, 2, ...)
     change, change_of = figures - figures[..., [baseline]], draws_of - draws_of[..., [baseline]]
 
@@ -124,4 +123,4 @@ def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
         for each in benchmarks
     ]
     named = [PassCurves(each.name, samples, curve) for each, curve in zip(benchmarks, curves, strict=True)]
-    return [*named, PassCurves(MACRO, samples, macro(curves))] if len(benchmarks) > 1 else named
+    return [*named, PassCurves(MEAN_COLUMN, samples, macro(curves))] if len(benchmarks) > 1 else named

@@ -95,7 +95,10 @@ def read_verifier(text: str) -> PluginSettings:
     tree = {"kind": tree} if isinstance(tree, str) else tree
     if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
         raise ConfigError(f"--verifier {text}: give one of {', '.join(registry.names('verifiers'))}")
-    schema: type[PluginSettings] = registry.load("verifiers", tree["kind"]).Settings
+    try:
+        schema: type[PluginSettings] = registry.load("verifiers", tree["kind"]).Settings
+    except ValueError as error:
+        raise ConfigError(f"--verifier {text}: {error}") from None
     return validate_as(schema, tree)
 
 
@@ -109,6 +112,7 @@ def run(screen: Console, check: Check) -> bool:
     renderer = PromptRenderer(Vocabulary.load(Path(check.model)), check.prompt) if check.model else None
     tokens = [len(renderer.token_ids(problem)) for problem in found.problems] if renderer else None
     golds = asyncio.run(_check_golds(found.problems, check.verifier))
+    screen.print(Text(f"layout: {', '.join(dict.fromkeys(found.layouts))}"))
     screen.print(_rows_table(found, tokens, check.max_prompt_tokens))
     screen.print(_problems_table(found.problems, tokens))
     _show_samples(screen, found.problems, renderer)
@@ -125,7 +129,7 @@ async def _check_golds(problems: Sequence[Problem], settings: PluginSettings) ->
 
 
 def _rows_table(found: ProblemSet, tokens: Sequence[int] | None, max_prompt_tokens: int | None) -> Table:
-    table = _table(f"rows (layout {', '.join(dict.fromkeys(found.layouts))})", "", "rows")
+    table = _table("rows", "", "rows")
     for name, rows in found.counts.items():
         table.add_row(Text(name), str(rows))
     if tokens is not None and max_prompt_tokens is not None:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
+from spot_async.config_evaluation import ALL_TIERS
 from spot_async.data import load_problem_set
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, order_choices, with_options
 from spot_async.model_files import ModelFiles
 from spot_async.prompts import PromptRenderer, PromptSource
@@ -34,6 +35,7 @@ class Benchmark:
     in_macro: bool = True
     note: str | None = None  # what is special about it
     counts: Mapping[str, int] = field(default_factory=dict)  # of its rows: read, dropped by reason
+    reads_clock: bool = False  # whether the prompts have today's date in them
 
     @property
     def key(self) -> str:
@@ -52,13 +54,19 @@ def _plan(
 ) -> Benchmark:
     key = evaluation.key_of(name)
     found = load_problem_set(settings, key)
+    if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
+        raise DataError(
+            f"{key}: problem {named_all.id!r} has the tier {ALL_TIERS!r}, as results call all problems: rename it, or "
+            f"choose another column with {key}.fields.tier"
+        )
     is_judged = settings.format != "alpaca_eval"
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
     native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
     prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems, settings, evaluation.seed, key)
-    sources = _rendered(problems, PromptRenderer(student.vocabulary, prompt), student, max_tokens, key)
+    renderer = PromptRenderer(student.vocabulary, prompt)
+    sources = _rendered(problems, renderer, student, max_tokens, key)
     return Benchmark(
         name=name,
         sources=sources,
@@ -69,6 +77,7 @@ def _plan(
         in_macro=settings.in_macro,
         note=_note(settings, evaluation, config.prompt),
         counts=found.counts,
+        reads_clock=renderer.reads_clock(problems[0]),
     )
 
 

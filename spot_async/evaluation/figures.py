@@ -93,7 +93,7 @@ def read_figures(path: Path) -> EvaluationFigures:
         return msgspec.json.decode(data, type=EvaluationFigures)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no evaluation.json: {first_line(error)}") from None
 
 

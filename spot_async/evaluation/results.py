@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.config_evaluation import ALL_TIERS, MACRO
 from spot_async.evaluation.figures import (
     BenchmarkFigures,
     Estimate,
@@ -24,9 +25,6 @@ from spot_async.evaluation.figures import (
 from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_problem, standard_error
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.types import BoolArray, Verdict
-
-ALL_TIERS = "all"
-MACRO = "macro"
 
 
 @dataclass(frozen=True)
