@@ -136,11 +136,11 @@ def test_without_the_hub_no_other_revision_is_taken_for_the_one_that_was_asked_f
     assert len(read("owner/name").problems) == 2
 
 
-class NotFound(BaseHTTPRequestHandler):
-    """A hub that has nothing."""
+class EmptyHub(BaseHTTPRequestHandler):
+    """A hub that has nothing, and breaks when it is asked for `owner/broken`."""
 
     def do_GET(self):
-        self.send_error(404)
+        self.send_error(503 if "broken" in self.path else 404)
 
     def log_message(self, *_):
         pass
@@ -152,11 +152,13 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once_and_one_that_answers_is_le
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name) or {"train": [ROWS[0]]})
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), EmptyHub) as server:
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.serve_forever, args=[0.01]).start()
         try:
             assert len(read("owner/name").problems) == 1
+            with pytest.raises(DataError, match=r"owner/broken is no file here, and the hub cannot be reached: .*503"):
+                read("owner/broken")
         finally:
             server.shutdown()
     with pytest.raises(DataError, match=r"data\.train: owner/name is no file here, and the hub cannot be reached: "):
