@@ -65,6 +65,6 @@ def _require_answer(name: str, key: str) -> None:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             return
         raise DataError(
-            f"{key}: {name} is no file here, and the hub cannot be reached: {first_line(error)}; check the path or the "
-            "network, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
+            f"{key}: {name} is no file here, and cannot be had from the hub: {first_line(error)}; check path "
+            "and network, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
         ) from None
