@@ -18,6 +18,8 @@ from spot_async.errors import ConfigError
 from spot_async.model_files import read_model
 from spot_async.preflight import plan_evaluation, plan_training
 from spot_async.prompts import PromptSchedule
+from spot_async.spending import machine
+from spot_async.spending.model_size import size_of
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
@@ -260,3 +262,36 @@ def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, froz
     assert "million tokens: rollouts" in shown.output
     assert "device 3" in shown.output
     assert "None of it is measured" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("recipe", "servers"),
+    [
+        ("table1/qwen3-4b-spot.yaml", []),
+        ("table1/qwen3-4b-spot.yaml", ["vllm.yaml"]),
+        ("table-llama/grpo.yaml", ["vllm-grpo.yaml"]),
+        ("table-llama/spot.yaml", []),
+    ],
+)
+def test_the_largest_students_fit_80_gb_as_they_are_sharded_and_what_is_missing_is_said(
+    recipe, servers, tmp_path, monkeypatch
+):
+    qwen = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+    llama = {"model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256}
+    widths = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "tie_word_embeddings")
+    configs = {
+        "Qwen3-4B-Base": qwen | dict(zip(widths, (36, 2560, 9728, 32, True), strict=True)),
+        "Qwen3-8B": qwen | dict(zip(widths, (36, 4096, 12288, 32, False), strict=True)),
+        "Llama-3.1-8B-Instruct": llama | dict(zip(widths, (32, 4096, 14336, 32, False), strict=True)),
+        "Llama-3.2-3B-Instruct": llama | dict(zip(widths, (28, 3072, 8192, 24, True), strict=True)),
+    }
+    monkeypatch.setattr(machine, "read_size", lambda directory: size_of(configs[directory.name]))
+
+    def warnings(*overrides):
+        config = load_config(with_servers(tmp_path, recipe, *servers), [*here(recipe), *overrides])
+        return machine.misfits(machine.estimate_machine(config, plan_training(config)))
+
+    assert warnings() == []
+    whole = warnings("training.sharding=none")
+    assert [line.split(" would")[0] for line in whole] == ["device 0", "device 1", "device 2"]
+    assert all("set training.sharding=fsdp2" in line for line in whole)

@@ -119,11 +119,7 @@ spot_async.trainer.model.LOGITS_PER_BLOCK = 350  # 7 rows of logits at a time, r
 def train(run):
     settings = TrainerSettings.load(run / "trainer.json")
     trainer = StudentTrainer(settings, strategy_of(settings.training), cpu)
-    try:
-        report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
-    except TrainerError as error:
-        (run / f"error-{dist.get_rank()}").write_text(str(error))
-        return
+    report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
     gradients = {n: p.grad for n, p in trainer.model.named_parameters()}
     if settings.training.sharding == "fsdp2":
         assert all(len(p.to_local()) < len(p) for p in trainer.model.parameters())
@@ -131,12 +127,15 @@ def train(run):
     save_file(gradients, run / f"gradients-{dist.get_rank()}")
     (run / f"metrics-{dist.get_rank()}").write_text(json.dumps(report.metrics))
 
-with process_group(sys.argv[1], cpu):
-    group = weakref.ref(dist.group.WORLD)
-    for run in map(Path, sys.argv[2:]):
-        train(run)
-if group() is not None:
-    sys.exit("the process group outlived its block")
+try:
+    with process_group(sys.argv[1], cpu):
+        group, rank = weakref.ref(dist.group.WORLD), dist.get_rank()
+        for run in map(Path, sys.argv[2:]):
+            train(run)
+except TrainerError as error:  # of the last one
+    (run / f"error-{rank}").write_text(str(error))
+    if group() is not None:
+        sys.exit("the process group outlived its block")
 """
 
 

@@ -104,7 +104,7 @@ class ResponseLogprobs(nn.Module):
             return logprobs[: len(hidden)], logprobs[len(hidden) :].view(soft_ids.shape)
 
         rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
-        limits = [*range(0, len(hidden), rows_per_block), len(hidden)]
+        limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block also of no rows
         soft_limits = torch.searchsorted(batch.soft_rows, batch.soft_rows.new_tensor(limits)).tolist()  # waits once
         # Nothing is random, and to read a GPU's random state would wait for it. One block is kept as it is.
         again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +75,9 @@ def process_group(channel_directory: str, device: torch.device) -> Iterator[None
         yield
     finally:
         dist.destroy_process_group()
-        gc.collect()  # sharded modules hold it, and are in cycles
+        if (error := sys.exception()) is not None:
+            traceback.clear_frames(error.__traceback__)  # of a trainer that failed, which holds the group
+        gc.collect()  # sharded modules hold it too, and are in cycles
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
