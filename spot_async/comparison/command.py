@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.comparison import tables
-from spot_async.comparison.compute import Compute, compute_rows, read_compute, training_run
+from spot_async.comparison.compute import Compute, compute_rows, read_compute
 from spot_async.comparison.plots import write_curves
 from spot_async.comparison.reading import (
-    AFTER_TRAINING,
     Evaluated,
     PairedBenchmark,
     different_settings,
@@ -133,15 +132,9 @@ def _baseline(methods: Sequence[str], wanted: str | None) -> int:
 
 
 def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
-    """Of those whose training run is there: of figures after it, not of the student that it began with."""
-    found = []
-    for run in runs:
-        is_its_result = run.path.name == AFTER_TRAINING
-        directory = training_run(run.path.parent) if is_its_result else training_run(Path(run.figures.model))
-        compute = None if directory is None else read_compute(directory)
-        if compute is not None:
-            found.append((run.name, compute))
-    return found
+    """Of those whose training run is there."""
+    found = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
+    return [(name, compute) for name, compute in found if compute is not None]
 
 
 def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
@@ -153,8 +146,10 @@ def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: 
         "They say how another set of such problems would differ, not another training run.",
     ]
     for each in benchmarks:
-        if note := runs[0].figures.benchmarks[each.name].note:
-            notes.append(f"{each.name}: {note}.")
+        said = {run.name: run.figures.benchmarks[each.name].note for run in runs}
+        if len(set(said.values())) == 1:
+            said = {"": said[runs[0].name]}
+        notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
     if warning := different_settings(runs):
         notes.append(f"Warning: {warning}.")
     return notes

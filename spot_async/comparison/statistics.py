@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spot_async.comparison.bootstrap import Floats, Interval, Resampling, macro, percentile_interval
+from spot_async.comparison.bootstrap import Floats, Interval, macro, percentile_interval, resampled_means
 from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark
 from spot_async.config_evaluation import MEAN_COLUMN
@@ -66,12 +66,11 @@ def compare(
     k = samples if k is None else k
     if not 1 <= k <= samples:
         raise DataError(f"--pass-k {k}: there are {samples} responses a problem, so k is from 1 to {samples}")
-    resampling = Resampling([len(each.correct) for each in benchmarks], draws=draws, seed=seed)
-    values, drawn = [], []
-    for number, each in enumerate(benchmarks):
-        per_problem = np.stack([pass_at_k_values(each.correct, samples, j) for j in (1, k)], axis=1)
-        values.append(per_problem.mean(axis=0))  # (2 metrics, methods)
-        drawn.append(resampling.means(number, per_problem))  # (draws, 2, methods)
+    tables = [  # (problems, 2 metrics, methods)
+        np.stack([pass_at_k_values(each.correct, samples, j) for j in (1, k)], axis=1) for each in benchmarks
+    ]
+    values = [table.mean(axis=0) for table in tables]
+    drawn = resampled_means(tables, draws=draws, seed=seed)
     names = [each.name for each in benchmarks]
     if len(benchmarks) > 1:
         values.append(macro(values))

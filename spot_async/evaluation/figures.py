@@ -52,7 +52,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 class BenchmarkFigures(Figures, frozen=True, kw_only=True):
     """Of one benchmark."""
 
-    note: str | None = None  # how it was judged, where that is special; belongs beside the figures
+    note: str | None = None  # what is special about it; belongs beside the figures
     tiers: dict[str, Figures] = {}  # of the parts that its problems name
     correct: dict[str, int] = {}  # correct responses of each problem (of `samples`), by its id
 

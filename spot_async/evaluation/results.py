@@ -37,7 +37,7 @@ class BenchmarkResult:
     pass_k: tuple[int, ...] = ()  # that its figures have besides the number of samples
     is_judged: bool = True
     in_macro: bool = True
-    note: str | None = None  # how it was judged, where that is special
+    note: str | None = None  # what is special about it
 
     @property
     def correct(self) -> BoolArray:

@@ -203,7 +203,7 @@ def evaluation_table(
         title=title,
         title_justify="left",
         title_style="bold",
-        caption=None if best is None else best_words(best, before),
+        caption="\n".join(table_notes(result, best, before)) or None,
         caption_justify="left",
         caption_style="",
         box=box.SIMPLE_HEAD,
@@ -216,6 +216,7 @@ def evaluation_table(
     table.add_column(kind_of_row(result), no_wrap=True)
     for heading in ("n", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
+    noted = {result.overall if result.is_single else each.name for each in result.benchmarks if each.note is not None}
     *single, whole = result.row_names()
     for row in (*single, whole):
         figures = [each.figures(row) for _, each in columns]
@@ -224,8 +225,19 @@ def evaluation_table(
             cells += [estimate_words(f.pass_at.get(f.samples)) for f in figures]
         if before is not None and after is not None and figures[0].avg is not None:
             cells.append(with_error(*paired_change(before, after, row), signed=True))
-        table.add_row(Text(row), str(figures[0].problems), *cells, end_section=row in single[-1:])
+        table.add_row(
+            Text(row + " *" * (row in noted)), str(figures[0].problems), *cells, end_section=row in single[-1:]
+        )
     return table
+
+
+def table_notes(
+    result: EvaluationResult, best: BestCheckpoint | None, before: EvaluationResult | None
+) -> Iterator[str]:
+    """What belongs below the table."""
+    yield from (f"* {each.name}: {each.note}" for each in result.benchmarks if each.note is not None)
+    if best is not None:
+        yield best_words(best, before)
 
 
 def kind_of_row(result: EvaluationResult) -> str:
