@@ -79,7 +79,9 @@ def check(*arguments):
 
 def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_found(tmp_path):
     long = "How many ways are there to put seven red balls into four blue boxes in a row?"
-    train = write(tmp_path, [{"problem": f"{long}\n{INSTRUCTION}", "answer": "120"}, {"problem": "1+1", "answer": 2}])
+    train = write(
+        tmp_path, [{"problem": f"{long}\n{INSTRUCTION}", "answer": "120"}, {"problem": "1+1\x1b[2J [/b]", "answer": 2}]
+    )
     held = write(tmp_path, [{"problem": long, "answer": "120", "id": "held-1"}], "held.jsonl")
     code, output = check(train, "--against", held)
     assert code == 0, output
@@ -88,6 +90,7 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
         "answer: 120",
         "2 tried, 0 unverifiable",
         "held-1 in line-1",
+        "1+1␛[2J [/b]",  # which a terminal would obey, and rich read as its own
     ):
         assert expected in output
     bad = write(tmp_path, [{"problem": "p", "answer": r"\,"}], "bad.jsonl")

@@ -136,11 +136,11 @@ def test_without_the_hub_no_other_revision_is_taken_for_the_one_that_was_asked_f
     assert len(read("owner/name").problems) == 2
 
 
-class NotFound(BaseHTTPRequestHandler):
-    """A hub that has nothing."""
+class EmptyHub(BaseHTTPRequestHandler):
+    """A hub that has nothing, and breaks when it is asked for `owner/broken`."""
 
     def do_GET(self):
-        self.send_error(404)
+        self.send_error(503 if "broken" in self.path else 404)
 
     def log_message(self, *_):
         pass
@@ -152,14 +152,16 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once_and_one_that_answers_is_le
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name) or {"train": [ROWS[0]]})
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), EmptyHub) as server:
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.serve_forever, args=[0.01]).start()
         try:
             assert len(read("owner/name").problems) == 1
+            with pytest.raises(DataError, match=r"owner/broken is no file here, and cannot be had from the hub: .*503"):
+                read("owner/broken")
         finally:
             server.shutdown()
-    with pytest.raises(DataError, match=r"data\.train: owner/name is no file here, and the hub cannot be reached: "):
+    with pytest.raises(DataError, match=r"data\.train: owner/name is no file here, and cannot be had from the hub: "):
         read("owner/name")  # nobody listens there any more
     assert asked == [("owner/name",)]
 
@@ -178,9 +180,9 @@ def test_columns_may_have_other_names_and_stand_inside_others(tmp_path):
     ("row", "more", "complaint"),
     [
         (
-            {"q": "1+1", "answer": 2},
+            {"q": "1+1", "answer": 2, "a\nb": 3},
             {"layout": "plain"},
-            "no `problem`, for which this layout takes 'problem'; the row has q, answer: name its column in "
+            "no `problem`, for which this layout takes 'problem'; the row has q, answer, 'a\\nb': name its column in "
             "data.train.fields.problem, or another data.train.layout",
         ),
         ({"problem": "1"}, {"fields": {"answer": "gold"}}, "no column 'gold', which data.train.fields.answer names"),

@@ -49,7 +49,10 @@ def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: st
 
 
 def _require_answer(name: str, key: str) -> None:
-    """Any answer will do: why a data set is refused, `load_dataset` says itself. Nothing is asked in offline mode."""
+    """Any answer but of a broken hub will do: why a data set is refused, `load_dataset` says itself.
+
+    Nothing is asked in offline mode.
+    """
     import datasets
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -58,10 +61,10 @@ def _require_answer(name: str, key: str) -> None:
         return
     try:
         HfApi(endpoint=datasets.config.HF_ENDPOINT).dataset_info(name, timeout=CONNECT_TIMEOUT_S)
-    except HfHubHTTPError:
-        return
     except Exception as error:  # noqa: BLE001 - which library connects, and so what it raises, the hub's client decides
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            return
         raise DataError(
-            f"{key}: {name} is no file here, and the hub cannot be reached: {first_line(error)}; check the path or the "
-            "network, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
+            f"{key}: {name} is no file here, and cannot be had from the hub: {first_line(error)}; check path "
+            "and network, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
         ) from None

@@ -143,4 +143,5 @@ def _message(value: Any) -> Any:
 
 
 def _has(row: Row) -> str:
-    return f"the row has {', '.join(row.columns) or 'no columns'}"
+    names = (name if name.isprintable() else repr(name) for name in row.columns)
+    return f"the row has {', '.join(names) or 'no columns'}"
