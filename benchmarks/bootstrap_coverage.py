@@ -24,7 +24,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from spot_async.comparison.bootstrap import Resampling, macro, percentile_interval
+from spot_async.comparison.bootstrap import macro, percentile_interval, resampled_means
 from spot_async.comparison.figures import pass_at_k_values
 
 Floats = npt.NDArray[np.float64]
@@ -80,8 +80,8 @@ def coverage(
 def _held(populations: Sequence[Population], evaluations: int, samples: int, draws: int, seed: int) -> npt.NDArray[Any]:
     """(benchmarks and macro, figures, evaluations): whether the interval holds the truth."""
     random = np.random.default_rng(seed)
-    resampling = Resampling([each.problems for each in populations], draws=draws, seed=seed)
-    means = [resampling.means(i, _values(random, each, evaluations, samples)) for i, each in enumerate(populations)]
+    tables = [_values(random, each, evaluations, samples) for each in populations]
+    means = resampled_means(tables, draws=draws, seed=seed)
     truths = [np.array([each.truth(1), each.truth(samples), 0.0, 0.0]) for each in populations]
     held = []
     for drawn, truth in zip([*means, macro(means)], [*truths, macro(truths)], strict=True):

@@ -89,6 +89,11 @@ def leaves(error: BaseException) -> list[BaseException]:
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]
 
 
+def budget_error(error: BaseException) -> BudgetSpentError:
+    """The first one inside an `except* BudgetSpentError`."""
+    return next(leaf for leaf in leaves(error) if isinstance(leaf, BudgetSpentError))
+
+
 def root_cause(error: BaseException) -> SpotError:
     """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
     failures = leaves(error)

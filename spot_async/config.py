@@ -22,7 +22,7 @@ from spot_async.config_base import (
     Section,
     as_list,
 )
-from spot_async.config_evaluation import PAPER_PROMPT, BenchmarkConfig, EvaluationConfig, check_defaults
+from spot_async.config_evaluation import BenchmarkConfig, EvaluationConfig, check_prompt
 from spot_async.config_plugins import BackendSettings, Place, PluginSettings, PolicySettings, TrainingVerifier
 from spot_async.config_problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.retry import DEFAULT_ATTEMPTS
@@ -168,6 +168,14 @@ class TrainingConfig(Section):
         "needs `behavior: recomputed`",
     )
     ranks: PositiveInt = Field(1, description="trainer processes")
+    sharding: Literal["none", "fsdp2"] = Field(
+        "none",
+        description="of the student over the ranks. none: each holds all of it; fsdp2: each holds its part of weights, "
+        "gradients and optimiser state, and layers are gathered while they compute (torch 2.8 or newer)",
+    )
+    recompute_layers: bool = Field(
+        False, description="activation checkpointing: layers keep their inputs only and run again in the backward pass"
+    )
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of forward passes and published weights")
     keep_weights: int = Field(2, ge=2, description="published weight directories kept; the one served must stay")
@@ -216,7 +224,14 @@ class StageConfig(Section):
 
 
 class ScoreStageConfig(StageConfig):
-    """Requests that a second server may answer as well."""
+    """Requests to the teacher, which a second server may answer as well, and how it scores the student's end token."""
+
+    end_token: Literal["replace", "sum"] = Field(
+        "replace",
+        description="how a response's last token is scored where student and teacher end with different ones: as the "
+        "teacher's first (`replace`), or by the probability of all that end its responses (`sum`), which needs a "
+        "server that gives log-probabilities of chosen tokens",
+    )
 
     hedge_after_s: PositiveFloat | None = Field(
         None,
@@ -308,7 +323,7 @@ class Config(Section):
                 f"raise it to {batch} or more"
             )
         if self.evaluation is not None and self.evaluation.preset == "paper":
-            check_defaults(self.prompt, PAPER_PROMPT, "prompt.")
+            check_prompt(self.prompt)
         return self
 
     @property

@@ -10,11 +10,18 @@ from pydantic import Field, TypeAdapter
 
 from spot_async.config_base import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section
 from spot_async.config_plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
-from spot_async.config_problems import ProblemSetConfig, Thinking
+from spot_async.config_problems import ProblemSetConfig, PromptConfig, Thinking
 
 # What `evaluation.preset: paper` holds to their defaults, which are the paper's (method.md section 6).
 PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
-PAPER_PROMPT = ("instruction", "separator", "template_arguments")
+PAPER_PROMPT = ("instruction", "separator")
+DATE_ARGUMENT = "date_string"  # of Llama's templates: fixing what the clock would say is nobody's own protocol
+
+# What tables, metrics and files of results call all problems of a benchmark, and the mean over benchmarks.
+ALL_TIERS = "all"
+MACRO = "macro"
+MEAN_COLUMN = "Avg."
+RESERVED_NAMES = (ALL_TIERS, MACRO, MEAN_COLUMN)
 
 
 class BenchmarkConfig(ProblemSetConfig):
@@ -69,7 +76,9 @@ class EvaluationConfig(Section):
     )
     thinking: Thinking = False
     samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
-    pass_k: list[PositiveInt] = Field([], description="further k, up to `samples`, to report an unbiased Pass@k of")
+    pass_k: list[PositiveInt] = Field(
+        [], description="further k, up to a benchmark's `samples`, to report an unbiased Pass@k of"
+    )
     eval_every: int = Field(
         0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 is off"
     )
@@ -88,10 +97,11 @@ class EvaluationConfig(Section):
     def _check(self) -> Self:
         if (self.problems is None) == (not self.benchmarks):
             raise ValueError("give exactly one of problems and benchmarks")
-        if too_large := [k for k in self.pass_k if k > self.samples]:
-            raise ValueError(
-                f"pass_k={too_large[0]} needs as many samples as that, but samples={self.samples}: raise it"
-            )
+        if reserved := [name for name in self.benchmarks if name in RESERVED_NAMES]:
+            raise ValueError(f"benchmarks.{reserved[0]}: results call their own rows so; give it another name")
+        most = max(each.samples or self.samples for each in self.sets().values())
+        if too_large := [k for k in self.pass_k if k > most]:
+            raise ValueError(f"pass_k={too_large[0]} needs as many samples as that, but samples={most}: raise it")
         if self.preset == "paper":
             check_defaults(self, PAPER_EVALUATION)
             if self.verifier.kind != "math_verify":
@@ -113,6 +123,13 @@ class EvaluationConfig(Section):
     def key_of(self, name: str) -> str:
         """Where one of `sets` stands in the configuration."""
         return f"evaluation.benchmarks.{name}" if self.benchmarks else "evaluation.problems"
+
+
+def check_prompt(prompt: PromptConfig) -> None:
+    """Raises ValueError where evaluation's prompts would not be the paper's."""
+    check_defaults(prompt, PAPER_PROMPT, "prompt.")
+    for name in prompt.template_arguments.keys() - {DATE_ARGUMENT}:
+        raise ValueError(f"prompt.template_arguments.{name} is not the paper's: remove it, or evaluation.preset")
 
 
 def check_defaults(section: Section, keys: Sequence[str], prefix: str = "") -> None:

@@ -6,7 +6,7 @@ Plug-ins themselves are found by `registry.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 import msgspec
 import pydantic
@@ -30,8 +30,14 @@ class Place(NamedTuple):
 class PluginSettings(Section):
     """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
 
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()  # names of settings that change no result, only the pace
+
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
     _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
+
+    def that_decide(self) -> dict[str, Any]:
+        """Plain values of the settings that may change results, `kind` included."""
+        return self.model_dump(mode="json", exclude=set(self.WITHOUT_EFFECT))
 
     def servers(self) -> Sequence[Self]:
         """One settings object for each server of a backend; several are made by `numbered`."""

@@ -23,6 +23,7 @@ from spot_async.errors import ConfigError, RequestError
 from spot_async.model_files import ModelFiles
 from spot_async.preflight import TrainPlan, check_capabilities
 from spot_async.probes import Asked, Noise
+from spot_async.prompts import DATE_WARNING
 from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.spending.teacher_cache import ReplayedTeacher
 from spot_async.types import Capabilities, IntArray, LogprobTemperature, WeightVersion
@@ -115,14 +116,16 @@ async def capabilities(backend: Backend) -> Capabilities:
 
 def plan_warnings(plan: TrainPlan) -> list[str]:
     """What can be seen of prompts and tokenizers before anything is started."""
+    warnings = [DATE_WARNING] if plan.reads_clock else []
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     vocabulary = (plan.teacher or plan.student).vocabulary
     share = unknown_share(vocabulary, prompts)
     if share <= UNKNOWN_SHARE:
-        return []
+        return warnings
     return [
+        *warnings,
         f"data.train: {share:.0%} of the prompts' tokens are the tokenizer's token for what it does not know "
-        f"({vocabulary.tokenizer.unk_token}): no model can read them; the problems, or the models, are the wrong ones"
+        f"({vocabulary.tokenizer.unk_token}): no model can read them; the problems, or the models, are the wrong ones",
     ]
 
 
@@ -203,6 +206,7 @@ class _Examination:
             "round_trip_s": None,
             "version": None if said.version is None else str(said.version),
             "end_tokens": ", ".join(_end_tokens(files.vocabulary)),
+            "end_token_scores": self.config.stages.score.end_token,
             "end_tokens_as_students": files.vocabulary.end_token_ids[0] == student.vocabulary.end_token_ids[0],
             "chat_template_as_students": _template(files) == _template(student),
             "chat_template_used": self.config.prompt.template == self.role,

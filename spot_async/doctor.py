@@ -128,8 +128,10 @@ def _seeds(facts: Facts) -> str:
 
 
 def _end_tokens(facts: Facts) -> str:
-    replaced = "" if facts["end_tokens_as_students"] else "; scored in place of the student's"
-    return f"{facts['end_tokens']}{replaced}"
+    if facts["end_tokens_as_students"]:
+        return str(facts["end_tokens"])
+    scored = {"replace": "the first is", "sum": "their sum is"}[str(facts["end_token_scores"])]
+    return f"{facts['end_tokens']}; {scored} scored in place of the student's"
 
 
 def _template(facts: Facts) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,16 @@ from spot_async.watchdog.monitor import Watchdog
 class Phases:
     """What the run is at, for the screen and for the watchdog."""
 
-    def __init__(self, screen: RunConsole, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        screen: RunConsole,
+        watchdog: Watchdog,
+        response_judged: Callable[[int, int], None] = lambda finished, total: None,
+    ) -> None:
+        """`response_judged` is told of each response of an evaluation too."""
         self._screen = screen
         self._watchdog = watchdog
+        self._response_judged = response_judged
 
     def begin(self, name: str, orchestrator: Orchestrator | None = None) -> None:
         self._screen.phase(name, orchestrator)
@@ -30,6 +37,7 @@ class Phases:
         """One more response of an evaluation."""
         self._screen.progress(finished, total)
         self._watchdog.response_judged(finished, total)
+        self._response_judged(finished, total)
 
     def evaluates_with(self, stages: Sequence[Stage[Any]]) -> None:
         self._watchdog.evaluation_stages = stages

@@ -27,6 +27,11 @@ from spot_async.types import Capabilities, PolicyNeeds
 from spot_async.vocabulary import stop_token_ids
 from spot_async.watchdog.limits import SilenceLimits, silence_limits, start_timeouts
 
+CANNOT_SUM = (
+    "stages.score.end_token=sum: teacher.backend serves no log-probabilities of chosen tokens: set it to replace, or "
+    "choose another backend"
+)
+
 
 @dataclass(frozen=True)
 class TrainPlan:
@@ -47,6 +52,12 @@ class TrainPlan:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return stop_token_ids(self.student.vocabulary, (self.teacher or self.student).vocabulary)
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether prompts, of training or of evaluation, have today's date in them."""
+        in_training = self.renderer.reads_clock(next(iter(self.schedule)).problem)
+        return in_training or any(benchmark.reads_clock for benchmark in self.evaluation)
 
 
 def plan_training(config: Config) -> TrainPlan:
@@ -143,6 +154,7 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
     missing += _cannot_be_asked(config, needs, found)
     if teacher is not None:
         missing += [
+            (_sums_ends(config, needs) and teacher.candidate_logprobs == "none", CANNOT_SUM),
             (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
             (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         ]  # fmt: skip
@@ -237,12 +249,23 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
         ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
         ("reference", reference, Scorer, "score", needs.reference),
     ]
+    if config.teacher is not None and _sums_ends(config, needs) and not _offers(config.teacher, CandidateScorer):
+        raise ConfigError(CANNOT_SUM)
     for role, model, protocol, method, is_needed in asked:
-        if is_needed and model is not None and not issubclass(registry.load("backends", model.backend.kind), protocol):
+        if is_needed and model is not None and not _offers(model, protocol):
             raise ConfigError(
                 f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
                 "choose another backend"
             )
+
+
+def _offers(model: ModelConfig, protocol: type) -> bool:
+    """Whether the model's kind of backend has the methods."""
+    return issubclass(registry.load("backends", model.backend.kind), protocol)
+
+
+def _sums_ends(config: Config, needs: PolicyNeeds) -> bool:
+    return config.stages.score.end_token == "sum" and needs.teacher_top_k > 0
 
 
 def check_places(config: Config, needs: PolicyNeeds) -> None:

@@ -21,6 +21,14 @@ from spot_async.seeds import derive_seed
 from spot_async.types import IntArray, Problem, Prompt
 from spot_async.vocabulary import Vocabulary, first_line
 
+DATE_WARNING = (
+    "prompt.template_arguments: the chat template writes today's date, so that prompts are others on another day: give "
+    'its variable for the date a value, as in prompt.template_arguments.date_string="26 Jul 2024"'
+)
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}today\N{OBJECT REPLACEMENT CHARACTER}"
+# Put before a template, it takes the place of the function by which transformers lets templates read the clock.
+_MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
+
 
 class PromptRenderer:
     """Renders problems with a chat template: one user message, the instruction behind the problem.
@@ -57,6 +65,11 @@ class PromptRenderer:
         """A prompt outside any schedule; its seeds and priority derive from `ordinal`."""
         return Prompt(ordinal=ordinal, problem=problem, token_ids=self.token_ids(problem))
 
+    def reads_clock(self, problem: Problem) -> bool:
+        """Whether the problem's prompt has today's date in it."""
+        template = self._tokenizer.get_chat_template(self._arguments.get("chat_template"))
+        return _MARK in self._apply(problem, tokenize=False, chat_template=_MARKED_CLOCK + template)
+
     def _apply(self, problem: Problem, **arguments: Any) -> Any:
         parts = (problem.text.strip(), self._config.instruction.strip())
         content = self._config.separator.join(filter(None, parts))
@@ -64,8 +77,7 @@ class PromptRenderer:
             return self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}],
                 add_generation_prompt=True,
-                **self._arguments,
-                **arguments,
+                **{**self._arguments, **arguments},
             )
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
             raise DataError(f"{self._name}: the chat template fails: {first_line(error)}") from None

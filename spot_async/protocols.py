@@ -181,18 +181,6 @@ class Replicated(Protocol):
         ...
 
 
-class RateLimit(Protocol):
-    """What an endpoint allows a minute, over all stages of a role. Pure: times are passed in."""
-
-    def delay_s(self, now_s: float, tokens: int) -> float:
-        """Seconds until a request that may take `tokens` fits; 0 when it fits now."""
-        ...
-
-    def take(self, now_s: float, tokens: int) -> None:
-        """Such a request is sent now."""
-        ...
-
-
 @runtime_checkable
 class Billed(Protocol):
     """Optional for a backend whose requests are counted, limited or cost money."""

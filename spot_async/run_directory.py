@@ -1,6 +1,7 @@
 """Where a run writes, and in which form. Everything in it is complete up to the last finished iteration.
 
 run.json                 format of this directory, and what wrote it
+.lock                    held by the evaluation that writes here, with its process id
 config.yaml              the resolved configuration; `train` reads it back
 metrics.jsonl            one line per iteration
 samples.jsonl            one line per trained trajectory: what the policy saw
@@ -19,13 +20,17 @@ logs/                    the run's own events, and one log per child process
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import importlib.metadata
 import os
+import platform
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,19 +42,23 @@ from spot_async.errors import ConfigError, DataError, StorageError
 DECIMALS = 6  # of numbers in arrays: what people read
 RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
 
+Purpose = Literal["train", "eval"]
+
 
 class _RunFile(msgspec.Struct):
     """Contents of `run.json`."""
 
     format: int
     spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
+    command: Purpose | None = None  # whose directory it is; None of one that does not say
 
 
 class RunDirectory:
     """Made by `create`, or found by `open`; append-only but for the links `student` and `best`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, purpose: Purpose | None = None) -> None:
         self.path = path
+        self.purpose = purpose
 
     @classmethod
     def choose_path(cls, config: Config, config_name: str) -> Path:
@@ -59,17 +68,17 @@ class RunDirectory:
         return Path("runs") / config_name / time.strftime("%Y%m%d-%H%M%S")
 
     @classmethod
-    def create(cls, path: Path, config: Config) -> RunDirectory:
+    def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
         """Raises ConfigError when it exists with something in it, or cannot be made."""
         try:
             cls.check_unused(path)
             path.mkdir(parents=True, exist_ok=True)
             (path / "logs").mkdir()
-            (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT)))
+            (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"run.directory: cannot use {path}: {error.strerror}") from None
-        return cls(path.resolve())
+        return cls(path.resolve(), purpose)
 
     @staticmethod
     def check_unused(path: Path) -> None:
@@ -81,14 +90,36 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         """A run that was made before. Raises DataError when it is none, or newer than this program."""
         try:
-            found = msgspec.json.decode((path / "run.json").read_bytes(), type=_RunFile).format
+            found = msgspec.json.decode((path / "run.json").read_bytes(), type=_RunFile)
         except (OSError, msgspec.DecodeError):
             raise DataError(f"{path} is no run directory: it has no readable run.json") from None
-        if found > RUN_FORMAT:
+        if found.format > RUN_FORMAT:
             raise DataError(
-                f"{path} has format {found}, newer than this spot-async can read ({RUN_FORMAT}): install a newer one"
+                f"{path} has format {found.format}, newer than this spot-async can read ({RUN_FORMAT}): install a "
+                "newer one"
             )
-        return cls(path.resolve())
+        return cls(path.resolve(), found.command)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else writes here while inside; the kernel ends that with the process, however it dies.
+
+        Raises DataError with the process that has it, StorageError where the file system has no locks.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context((self.path / ".lock").open("a+", encoding="utf-8"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {platform.node()}\n")
+                file.flush()
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise DataError(f"{self.path} is in use by {holder}: wait for its end, or stop it first") from None
+            except OSError as error:
+                raise StorageError(f"cannot lock {self.path / '.lock'}: {error.strerror}") from None
+            yield
 
     def append(self, name: str, rows: list[Any]) -> None:
         """Append rows to a JSONL file: all of them, or on a full disk none (StorageError)."""

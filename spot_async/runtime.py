@@ -7,26 +7,28 @@ returns, and the run directory is complete up to the last finished iteration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 from rich.console import Console
 
 from spot_async import registry
 from spot_async.assembly import Backends, make_backends, make_orchestrator, make_stages, trainer_settings
-from spot_async.concurrency import alongside, running, watched
+from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
 from spot_async.diagnosis import Diagnosis, compare_students, diagnose
-from spot_async.errors import RequestError
+from spot_async.errors import BudgetSpentError, RequestError
 from spot_async.evaluation.measuring import measure, write_evaluation
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.monitoring import Phases, make_live_verdict
-from spot_async.orchestrator import IterationResult, RunObserver
+from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorState, RunObserver
 from spot_async.preflight import TrainPlan
 from spot_async.protocols import Verifier
 from spot_async.run_directory import RunDirectory
@@ -34,7 +36,7 @@ from spot_async.run_summary import TrainOutcome, summarize
 from spot_async.spending.records import SpendingLog
 from spot_async.spending.run_spending import RunSpending
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.evaluation_history import EvaluationHistory
+from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
 from spot_async.telemetry.live_verdict import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
@@ -59,6 +61,34 @@ class Observers:
     def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         for observer in self._observers:
             observer.prompt_died(prompt, error)
+
+
+@dataclass
+class Reached:
+    """What a run has come to so far."""
+
+    before: EvaluationResult | None = None
+    after: EvaluationResult | None = None
+    orchestrator: Orchestrator | None = None
+    spent: BudgetSpentError | None = None  # outside of prompts: by an evaluation, or as a server was brought back
+
+    def is_out_of_money(self, error: BaseException) -> None:
+        self.spent = self.spent or budget_error(error)
+        structlog.get_logger().warning("budget spent", error=str(self.spent))
+
+    def outcome(self, directory: Path, best: BestCheckpoint | None, spending: Mapping[str, Any]) -> TrainOutcome:
+        state = OrchestratorState() if self.orchestrator is None else self.orchestrator.state
+        prompts = {each.value: state.ledger.count(each) for each in PromptState if state.ledger.count(each)}
+        return TrainOutcome(
+            directory,
+            state.iteration,
+            self.before,
+            self.after,
+            best,
+            prompts,
+            spent=state.spent or self.spent,
+            spending=spending,
+        )
 
 
 async def train(
@@ -87,6 +117,7 @@ async def train(
     stages = make_stages(config, plan, backends, verifier)
     stages.teacher_cache = spending.teacher_cache
     history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
+    reached = Reached()
 
     with ExitStack() as stack:
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
@@ -98,7 +129,7 @@ async def train(
         phases = Phases(screen, watchdog)
         phases.begin(f"starting {', '.join(backends.pools())} and trainer")
 
-        async def run() -> TrainOutcome:
+        async def run() -> None:
             phases.begin("checking the servers")
             diagnosis = await diagnose_servers(config, plan, backends)
             diagnosis.raise_if_unsafe()
@@ -113,7 +144,14 @@ async def train(
             vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
 
             async def evaluated(when: str, weights: Path) -> EvaluationResult | None:
-                return await measure(config, plan.evaluation, vocabulary, student, directory, phases, when, weights)
+                result = None
+                try:
+                    result = await measure(
+                        config, plan.evaluation, vocabulary, student, directory, phases, when, weights
+                    )
+                except* BudgetSpentError as spent:
+                    reached.is_out_of_money(spent)
+                return result
 
             async def evaluate_live(iteration: int) -> EvaluationResult | None:
                 if not evaluation_is_due(config, iteration):
@@ -122,7 +160,7 @@ async def train(
                 phases.begin(f"training with {config.policy.kind}", orchestrator)
                 return result
 
-            before = await evaluated("before", plan.student.directory)
+            reached.before = await evaluated("before", plan.student.directory)
             log = RunLog(
                 directory,
                 stages,
@@ -135,35 +173,30 @@ async def train(
             observer = Observers(log, ledger_file, history, screen)
             orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
             orchestrator.report_to(watchdog)
+            reached.orchestrator = orchestrator
             phases.begin(f"training with {config.policy.kind}", orchestrator)
             verdicts = make_live_verdict(config, orchestrator, backends.by_role(), screen)
             trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
             with trace:
                 async with alongside(verdicts.speak):
                     await orchestrator.run()
-            iterations, ledger = orchestrator.state.iteration, orchestrator.state.ledger
+            iterations = orchestrator.state.iteration
             after, last = history.result_after(iterations), directory.weights_after(iterations)
             if after is not None:  # the same weights, problems and seeds: asking again would give it again
                 write_evaluation(config, plan.evaluation, directory, "after", last, after)
-            else:
+            elif reached.spent is None:
                 after = await evaluated("after", last if iterations else plan.student.directory)
                 if after is not None and history.best is not None:
                     history.add(iterations, after, (directory.path / "student").resolve())
-            prompts = {state.value: ledger.count(state) for state in PromptState if ledger.count(state)}
-            return TrainOutcome(
-                directory.path,
-                iterations,
-                before,
-                after,
-                history.best,
-                prompts,
-                spent=orchestrator.state.spent,
-                spending=spending.summary(),
-            )
+            reached.after = after
 
         servers = list(backends.by_role().values())
         async with alongside(watchdog.watch), running(*spending.resources, *servers, trainer, verifier):
-            outcome = await watched(run(), [*(each.watch for each in servers), trainer.watch])
+            try:
+                await watched(run(), [*(each.watch for each in servers), trainer.watch])
+            except* BudgetSpentError as spent:
+                reached.is_out_of_money(spent)
+            outcome = reached.outcome(directory.path, history.best, spending.summary())
             watchdog.phase_began("stopping")
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))

@@ -19,6 +19,7 @@ import numpy as np
 from spot_async.actor import Stage
 from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.end_tokens import EndTokens, with_summed_last
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.mailbox import Priority
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
@@ -95,11 +96,7 @@ class Stages:
         self.teacher_cache: TeacherCache | None = None  # where the teacher's scores are kept
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
-        # What ends a response is one decision, whichever token each model spells it with. A teacher that only
-        # tolerates the student's token among its stop ids would score it as nearly impossible all the same.
-        self.teacher_end_id = teacher.end_token_ids[0]
-        self.student_end_id = student.end_token_ids[0]
-        self.foreign_end_ids = ({*student.end_token_ids} - {*teacher.end_token_ids}) | {self.student_end_id}
+        self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
         def stage(
@@ -172,31 +169,40 @@ class BoundStages:
             self._prompt.token_ids,
             self._settings(self._stages.sampling.max_response_tokens, "teacher response"),
         )
-        return msgspec.structs.replace(response, token_ids=self._with_swapped_ends(response.token_ids))
+        return msgspec.structs.replace(response, token_ids=self._stages.ends.swapped(response.token_ids))
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        scored_ids = self._as_teacher_ends(response_ids)
+        scored_ids = self._stages.ends.as_teachers(response_ids)
+        added_ids = self._stages.ends.summed_with_last(response_ids)
+        prompt_ids, temperature = self._prompt.token_ids, self._stages.sampling.temperature
         stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
+
+        async def score(scorer: Scorer, deadline: float) -> TokenScores:
+            scores = await scorer.score(prompt_ids, scored_ids, top_k=top_k, temperature=temperature, deadline=deadline)
+            if not len(added_ids):
+                return scores
+            logprobs = await _scoring_candidates(scorer).candidate_logprobs(
+                prompt_ids,
+                scored_ids,
+                np.array([len(scored_ids) - 1], np.int32),
+                added_ids[np.newaxis],
+                temperature=temperature,
+                expected_version=scores.version,
+                deadline=deadline,
+            )
+            return with_summed_last(scores, logprobs[0])
+
         scores = await self._kept(
             TokenScores,
-            (scored_ids, top_k),
+            (scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
             lambda: stage.ask(
-                (self._prompt.ordinal,),
-                lambda scorer, deadline: scorer.score(
-                    self._prompt.token_ids,
-                    scored_ids,
-                    top_k=top_k,
-                    temperature=self._stages.sampling.temperature,
-                    deadline=deadline,
-                ),
-                session=self._session,
-                tokens=len(self._prompt.token_ids) + len(scored_ids),
+                (self._prompt.ordinal,), score, session=self._session, tokens=len(prompt_ids) + len(scored_ids)
             ),
         )
-        return msgspec.structs.replace(scores, topk_ids=self._with_swapped_ends(scores.topk_ids))
+        return msgspec.structs.replace(scores, topk_ids=self._stages.ends.swapped(scores.topk_ids))
 
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
-        scored_ids = self._as_teacher_ends(response_ids)
+        scored_ids = self._stages.ends.as_teachers(response_ids)
         stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
         rows = await self._kept(
             ScoredPositions,
@@ -215,7 +221,7 @@ class BoundStages:
                 tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
             ),
         )
-        return msgspec.structs.replace(rows, topk_ids=self._with_swapped_ends(rows.topk_ids))
+        return msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
 
     async def _kept(
         self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
@@ -321,23 +327,6 @@ class BoundStages:
             seed=derive_seed(self._stages.run_seed, self._prompt.ordinal, *request),
         )
 
-    def _as_teacher_ends(self, response_ids: IntArray) -> IntArray:
-        """`replace` of method.md section 6: an end token only the student has is scored as the teacher's."""
-        if len(response_ids) == 0 or int(response_ids[-1]) not in self._stages.foreign_end_ids:
-            return response_ids
-        return np.concatenate([response_ids[:-1], np.array([self._stages.teacher_end_id])], dtype=np.int32)
-
-    def _with_swapped_ends(self, token_ids: IntArray) -> IntArray:
-        """What the teacher says of its own end token, said of the student's: candidates, targets, KD's responses.
-
-        A swap, so that candidates stay different from one another when the teacher's top-k holds both.
-        """
-        ours, theirs = self._stages.student_end_id, self._stages.teacher_end_id
-        if ours == theirs:
-            return token_ids
-        swapped = np.where(token_ids == theirs, ours, np.where(token_ids == ours, theirs, token_ids))
-        return swapped.astype(np.int32)
-
 
 async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
     """A verdict; missing evidence is asked for once more. A deadline that passes is missing evidence too."""
@@ -364,6 +353,14 @@ def _given(stage: Stage[T | None], service: object, need: str) -> Stage[T]:
 def _scoring_positions(scorer: Scorer) -> PositionScorer:
     if not isinstance(scorer, PositionScorer):
         raise LookupError("the policy asks the teacher for single positions, which its backend does not offer")
+    return scorer
+
+
+def _scoring_candidates(scorer: Scorer) -> CandidateScorer:
+    if not isinstance(scorer, CandidateScorer):
+        raise LookupError(
+            "stages.score.end_token=sum asks the teacher for chosen tokens, which its backend does not offer"
+        )
     return scorer
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from rich.console import Console
+from rich.text import Text
 
 from spot_async.assembly import StudentBackend, make_pool
-from spot_async.concurrency import alongside, running, watched
+from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
 from spot_async.diagnosis import capabilities
+from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.measuring import measure
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
 from spot_async.model_files import ModelFiles
 from spot_async.monitoring import Phases
+from spot_async.prompts import DATE_WARNING
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import evaluation_summary
+from spot_async.spending.records import SpendingLog, spending_words, summarize_spending
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.types import PolicyNeeds
@@ -35,13 +40,27 @@ async def evaluate_student(
     *,
     exit_process: Callable[[str], None] | None = None,
 ) -> EvaluationResult:
-    """Only the student's server and one evaluation, continued where there is one. `exit_process`: see `Watchdog`."""
+    """Only the student's server and one evaluation, continued where there is one. `exit_process`: see `Watchdog`.
+
+    Raises `BudgetSpentError` once the endpoint's budget is spent, with all responses until then kept.
+    """
     screen = RunConsole(console, 0)
     watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
     account = config.student.backend.open_account("student")
+    accounts = {} if account is None else {"student": account}
+    spending = SpendingLog(directory, accounts)
+    spending.go_on()
     student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory, account)
-    with log_events_to(directory.path / "logs" / "run.jsonl"), screen.live(), watchdog:
-        phases = Phases(screen, watchdog)
+    result: EvaluationResult | None = None
+    spent: BudgetSpentError | None = None
+    with ExitStack() as stack:
+        stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        stack.callback(spending.write)  # whatever ends it
+        stack.enter_context(screen.live())
+        stack.enter_context(watchdog)
+        if any(benchmark.reads_clock for benchmark in benchmarks):
+            screen.warn(DATE_WARNING)
+        phases = Phases(screen, watchdog, spending.response_judged)
         phases.begin("starting the student")
 
         async def run() -> EvaluationResult | None:
@@ -50,8 +69,20 @@ async def evaluate_student(
             return await measure(config, benchmarks, vocabulary, student, directory, phases, "", weights)
 
         async with alongside(watchdog.watch), running(student):
-            result = await watched(run(), [student.watch])
+            try:
+                result = await watched(run(), [student.watch])
+            except* BudgetSpentError as errors:
+                spent = budget_error(errors)
             watchdog.phase_began("stopping")
+    summary = summarize_spending(accounts)
+    directory.write_summary(
+        {"evaluation": evaluation_summary(result)}
+        | ({"spending": summary} if summary else {})
+        | ({} if spent is None else {"ended_early": str(spent)})
+    )
+    for role, each in summary.items():
+        console.print(Text(f"{role} spent: {spending_words(each)}"), soft_wrap=True)
+    if spent is not None:
+        raise spent
     assert result is not None
-    directory.write_summary({"evaluation": evaluation_summary(result)})
     return result

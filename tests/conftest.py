@@ -220,16 +220,21 @@ def make_trainer(
     """A trainer in this process, its only rank; called as `trainer_settings` is."""
     import torch
 
-    from spot_async.trainer.parallel import Replicated, process_group
+    from spot_async.trainer.parallel import process_group, strategy_of
     from spot_async.trainer.rank import StudentTrainer
 
     cpu = torch.device("cpu")
+
+    def make(*paths: Path, **choices: Any) -> StudentTrainer:
+        settings = trainer_settings(*paths, **choices)
+        return StudentTrainer(settings, strategy_of(settings.training), cpu)
+
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # undone at once: no process that a test starts may inherit it
             patch.setenv("RANK", "0")
             patch.setenv("WORLD_SIZE", "1")
             stack.enter_context(process_group(str(tmp_path_factory.mktemp("group")), cpu))
-        yield lambda *paths, **choices: StudentTrainer(trainer_settings(*paths, **choices), Replicated(), cpu)
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,9 @@ import importlib.util
 import io
 import itertools
 import json
+import re
 import struct
+import tracemalloc
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,8 +21,8 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.comparison import tables
-from spot_async.comparison.bootstrap import Resampling, percentile_interval
-from spot_async.comparison.compute import compute_of
+from spot_async.comparison.bootstrap import percentile_interval, resampled_means
+from spot_async.comparison.compute import compute_of, read_compute
 from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark, paired, read_evaluated
 from spot_async.comparison.statistics import Column, compare, pass_curves
@@ -30,7 +32,15 @@ from spot_async.evaluation.figures import BenchmarkFigures, Estimate, Evaluation
 ROOT = Path(__file__).parents[1]
 
 
-def written(path: Path, benchmarks: dict[str, list[int]], *, samples: int = 8, model: str = "m", **settings) -> Path:
+def written(
+    path: Path,
+    benchmarks: dict[str, list[int]],
+    *,
+    samples: int = 8,
+    model: str = "m",
+    note: str | None = None,
+    **settings,
+) -> Path:
     """A run directory with the counts of correct responses of each benchmark's problems."""
     some = Estimate(value=0.5, standard_error=0.1)
     figures = EvaluationFigures(
@@ -46,6 +56,7 @@ def written(path: Path, benchmarks: dict[str, list[int]], *, samples: int = 8, m
                 mean_tokens=some,
                 truncated=0.0,
                 verdicts={},
+                note=note,
                 correct={f"{name}-{i}": count for i, count in enumerate(counts)},
             )
             for name, counts in benchmarks.items()
@@ -106,11 +117,29 @@ def test_differences_are_paired_by_problem():
 
 def test_intervals_have_the_width_of_the_unbiased_standard_error_and_follow_the_seed():
     values = np.random.default_rng(1).random(40)
-    low, high = percentile_interval(Resampling([40], draws=20_000, seed=3).means(0, values), 0.95)
+    low, high = percentile_interval(resampled_means([values], draws=20_000, seed=3)[0], 0.95)
     error = values.std(ddof=1) / np.sqrt(40)
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.03)
-    again = percentile_interval(Resampling([40], draws=20_000, seed=3).means(0, values), 0.95)
+    again = percentile_interval(resampled_means([values], draws=20_000, seed=3)[0], 0.95)
     assert (low, high) == again
+    assert resampled_means([np.ones(12)], draws=500, seed=0)[0].max() == 1.0  # and nothing leaves [0, 1]
+
+
+def test_resamples_of_thousands_of_problems_need_no_table_of_draws_by_problems():
+    """MMLU-Pro has 12,000 problems: 10,000 draws at once would take 2 GB."""
+    values, draws = np.random.default_rng(1).random((12_000, 2)), 250
+    tracemalloc.start()
+    try:
+        few, many = resampled_means([values[:30], values], draws=draws, seed=3)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < draws * len(values) * 8  # one such table of floats
+    random = np.random.default_rng(3)
+    for found, table in ((few, values[:30]), (many, values)):
+        size = len(table)
+        drawn = random.multinomial(size - 1, np.full(size, 1 / size), size=draws)
+        assert found == pytest.approx(drawn @ table / (size - 1))
 
 
 def test_95_percent_intervals_hold_the_truth_about_as_often(monkeypatch):
@@ -185,10 +214,39 @@ def test_what_cannot_be_paired_is_refused_in_one_line(tmp_path):
     assert "no evaluation.json" in refused(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"correct": {"p": 9, "q": 0}}, "AMC23: 9 of 8 responses to problem 'p' are correct"),
+        ({"correct": {"p": 8, "q": -1}}, "AMC23: -1 of 8 responses to problem 'q' are correct"),
+        ({"correct": {"p": 8}}, "AMC23: 2 problems, but counts of 1"),
+        ({"samples": 0}, "AMC23: 0 responses a problem"),
+        ({"verdicts": {"correct": 8, "wrong": 7}}, "AMC23: 15 verdicts of 2 x 8 responses"),
+    ],
+)
+def test_figures_that_cannot_be_are_one_line_with_file_benchmark_and_problem(tmp_path, changes, complaint):
+    file = written(tmp_path, {"AMC23": [0, 1]}) / "evaluation.json"
+    figures = json.loads(file.read_text())
+    figures["benchmarks"]["AMC23"] |= changes
+    file.write_text(json.dumps(figures))
+    assert refused(str(file)).startswith(f"error: {file}: {complaint}")
+    file.write_bytes(b'{"model": "\xff"}')
+    assert "is no evaluation.json" in refused(str(file))
+    assert "Avg.: is what results call" in refused(str(written(tmp_path / "b", {"Avg.": [1], "AMC23": [1]})))
+
+
 def test_other_settings_are_said(tmp_path):
     one = written(tmp_path / "one", {"AMC23": [0, 1]}, temperature=1.0)
     other = written(tmp_path / "other", {"AMC23": [0, 1]}, temperature=0.6)
     assert "Warning: evaluated differently: temperature is 1.0 for a and 0.6 for b" in shown(f"a={one}", f"b={other}")
+
+
+def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_for(tmp_path):
+    one = written(tmp_path / "one", {"Minerva": [0, 1]}, note="judged by x")
+    other = written(tmp_path / "other", {"Minerva": [0, 1]})
+    text = shown(f"a={one}", f"b={one / 'evaluation.json'}")
+    assert text.count("Minerva: judged by x.") == 1
+    assert "Minerva of a: judged by x." in shown(f"b={other}", f"a={one}")
 
 
 def test_pass_at_k_of_fewer_than_all_responses_says_that_it_is_an_estimate(tmp_path):
@@ -217,22 +275,41 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
         "stage/score/requests": 4.0,
         "stage/score/mean_in_flight": 0.5,
     }
-    spent = {"spending": {"teacher": {"money": 0.25, "currency": "USD"}}}
-    found = compute_of([row, row], spent)
+    found = compute_of([row, row], {"USD": 0.25})
     assert (found.iterations, found.generated_tokens, found.probe_tokens) == (2, 800.0, 96.0)
     assert (found.scored_tokens, found.trained_tokens, found.trainer_s) == (160.0, 160.0, 6.0)
     assert found.request_s == {"student": 48.0, "teacher": 8.0}  # means are over the time without evaluations
     assert found.hours == pytest.approx(16 / 3600)
     assert found.money == {"USD": 0.25}
     training = tmp_path / "train"
-    weights = training / "weights" / "step-000002"
-    weights.mkdir(parents=True)
+    for name in ("step-000002", "best-000001", "copied"):
+        (training / "weights" / name).mkdir(parents=True)
+    (training / "best").symlink_to("weights/best-000001")
     (training / "config.yaml").write_text("{}")
     (training / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, **row}) + "\n" for i in (1, 2)))
-    (training / "summary.json").write_text(json.dumps(spent))
-    evaluated = written(tmp_path / "eval", {"AMC23": [1, 2]}, model=str(weights))
-    assert "Compute of training" in shown(f"a={evaluated}")
-    written(training, {"AMC23": [1, 2]}, model="elsewhere/initial").joinpath("evaluation.json").rename(
-        training / "evaluation-before.json"
+    paid = [(0, 0.01), (1, 0.12), (2, 0.25), (None, 0.31)]  # running totals, the last one after an evaluation
+    (training / "spending.jsonl").write_text(
+        "".join(
+            json.dumps({"iteration": i, "role": "teacher", "server": "teacher", "currency": "USD", "money": money})
+            + "\n"
+            for i, money in paid
+        )
     )
-    assert "Compute of training" not in shown(f"before={training / 'evaluation-before.json'}")
+
+    def found_for(file, model):
+        compute = read_compute(file, model)
+        return compute and (compute.iterations, compute.generated_tokens, compute.money["USD"])
+
+    elsewhere = written(tmp_path / "eval", {"AMC23": [1, 2]}, model=str(training / "best")) / "evaluation.json"
+    whole, half = (2, 800.0, 0.31), (1, 400.0, 0.12)
+    assert found_for(elsewhere, training / "weights" / "step-000002") == whole
+    assert found_for(elsewhere, training / "best") == half
+    assert found_for(training / "evaluation-000001.json", Path("moved/since")) == half
+    assert found_for(training / "evaluation-after.json", Path("moved/since")) == whole
+    assert found_for(elsewhere, training / "weights" / "copied") is None
+    written(training, {"AMC23": [1, 2]}).joinpath("evaluation.json").rename(training / "evaluation-after.json")
+    assert found_for(training / "evaluation-before.json", Path("elsewhere/initial")) is None
+    both = shown(f"half={elsewhere}", f"whole={training / 'evaluation-after.json'}")
+    assert re.search(
+        r"Compute of training\s+half +whole *\n.*\n iterations +1 +2 *\n tokens generated +400 +800 *\n", both
+    )

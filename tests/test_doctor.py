@@ -21,7 +21,7 @@ from spot_async.backends.local import LocalBackend
 from spot_async.cli import app
 from spot_async.config_loading import load_config
 from spot_async.diagnosis import Diagnosis, compare_students, diagnose
-from spot_async.doctor import show
+from spot_async.doctor import ROWS, show
 from spot_async.errors import ConfigError, PermanentError
 from spot_async.preflight import plan_training
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
@@ -286,3 +286,9 @@ def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(tmp_path: 
     )
     assert refused.exit_code == 2, refused.output
     assert "error: student.backend takes no new weights" in refused.stderr
+
+
+@pytest.mark.parametrize(("score", "words"), [("replace", "the first is scored"), ("sum", "their sum is scored")])
+def test_the_table_says_which_end_tokens_stand_for_the_students(score, words):
+    facts = {"end_tokens": "a (2), b (1)", "end_tokens_as_students": False, "end_token_scores": score}
+    assert dict(ROWS)["end token"](facts) == f"a (2), b (1); {words} in place of the student's"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from spot_async.config import EvaluationConfig
+from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
@@ -128,7 +129,10 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
     assert "* elsewhere: judged by x" in text
     assert found.row_names() == ["large", "small", "elsewhere", "outputs", "macro"]
     assert paired_change(found, found, "macro") == (0.0, 0.0)
-    assert "macro" in printed(evaluation_table(found, found))
+    text = printed(evaluation_table(found, found))
+    assert "macro" in text
+    assert "elsewhere *" in text
+    assert "* elsewhere: judged by x" in text
 
 
 def test_the_change_is_paired_on_problems():
@@ -202,3 +206,33 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
     assert progress[-1] == (20, 20)
     assert found.benchmarks[0].correct.shape == (5, 4)
     assert found.count(Verdict.ERROR) == 0
+
+
+def test_a_budget_that_is_spent_ends_it_once_what_is_under_way_has_been_kept():
+    sources = [PromptSource(problem=Problem(id=str(j), text="", answer="1"), token_ids=np.array([j])) for j in range(9)]
+    config, kept = EvaluationConfig(problems={"path": ""}, concurrency=4, verifier={"kind": "boxed_match"}), []
+
+    class Student:
+        async def generate(self, prompt_ids, sampling, **rest):
+            if prompt_ids[0] >= 4:
+                raise BudgetSpentError("no money")
+            await asyncio.sleep(1 + int(prompt_ids[0]))
+            ids = np.array([1], np.int32)
+            return Generation(token_ids=ids, logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=())
+
+    async def keep(response):
+        kept.append(response.problem_id)
+
+    with pytest.raises(BudgetSpentError, match="no money"):
+        run_on_virtual_time(
+            evaluate(
+                [Benchmark("one", sources, samples=1, max_response_tokens=7, verifier=BOXED)],
+                config,
+                generator=Student(),
+                verifiers={"one": BoxedMatch(BOXED)},
+                vocabulary=SimpleNamespace(end_token_ids=(1,), decode=str),
+                on_progress=lambda done, total: None,
+                keep=keep,
+            )
+        )
+    assert kept == ["0", "1", "2", "3"]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spot_async.config import PromptConfig
 from spot_async.config_loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, order_choices, outputs_of
@@ -89,11 +90,11 @@ def test_alpaca_eval_gets_the_fields_its_tool_reads():
     ]
 
 
-def evaluation(tmp_path, **settings):
+def evaluation(tmp_path, *, instruction="Answer", **settings):
     """The quickstart with another evaluation section."""
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps({"base": str(QUICKSTART.resolve()), "evaluation": {"problems": None, **settings}}))
-    return load_config(path, ["prompt.instruction=Answer"])
+    return load_config(path, [f"prompt.instruction={json.dumps(instruction)}"])
 
 
 def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
@@ -129,9 +130,43 @@ def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
     ]  # fmt: skip
     kinds = [each.verifier and each.verifier.kind for each in (plain, choice, outputs, strict)]
     assert kinds == ["boxed_match", "multiple_choice", None, "math_verify"]
-    assert strict.note == "judged by math_verify, timeout_s 1.5"
+    assert [each.note for each in (plain, choice, outputs, strict)] == [
+        None,
+        "judged by multiple_choice; options in the file's order; samples 1 instead of 4",
+        "not judged here: outputs for its own tool; max_response_tokens 9 instead of 50",
+        'instruction ""; judged by math_verify, timeout_s 1.5',
+    ]
     assert len(prompt(choice)) > len(prompt(plain)) > len(prompt(strict)) == len(prompt(outputs))
     assert choice.sources[0].problem.text == "a1b+2\nA. 3\nB. 4"
+
+
+def test_what_a_benchmark_changes_of_the_preset_is_noted_and_what_only_sets_the_pace_is_not(tmp_path):
+    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "a1b+2", "answer": "3"}) + "\n")
+    one = {"path": str(tmp_path / "set.jsonl"), "max_response_tokens": 64}  # what the example's student has room for
+    config = evaluation(
+        tmp_path,
+        instruction=PromptConfig().instruction,
+        preset="paper",
+        max_response_tokens=8192,
+        verifier="math_verify",
+        benchmarks={
+            "pace": {**one, "verifier": {"kind": "math_verify", "workers": 7, "cache_entries": 9}, "samples": 8},
+            "other": {**one, "samples": 2, "instruction": "Go", "verifier": {"relative_tolerance": 0.01, "workers": 1}},
+        },
+    )
+    pace, other = plan_evaluation(config, read_model("student", config.student.model))
+    assert pace.note == "not as preset paper: max_response_tokens 64 instead of 8192"
+    assert other.note == (
+        'not as preset paper: instruction "Go"; samples 2 instead of 8; max_response_tokens 64 instead of 8192; '
+        "judged by math_verify, relative_tolerance 0.01"
+    )
+
+
+def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path):
+    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "a", "answer": 1, "tier": "all", "id": 7}))
+    config = evaluation(tmp_path, max_response_tokens=50, benchmarks={"b": str(tmp_path / "set.jsonl")})
+    with pytest.raises(DataError, match=r"evaluation\.benchmarks\.b: problem '7' has the tier 'all'.*b\.fields\.tier"):
+        plan_evaluation(config, read_model("student", config.student.model))
 
 
 @pytest.mark.parametrize(
@@ -139,12 +174,17 @@ def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
     [
         ({}, "exactly one of problems and benchmarks"),
         ({"benchmarks": {"a": "x"}, "pass_k": [1, 9]}, "pass_k=9 needs as many samples"),
+        ({"benchmarks": {"a": {"path": "x", "samples": 12}}, "pass_k": [9, 13]}, "pass_k=13 needs as many samples"),
         ({"benchmarks": {"a": {"path": "x", "format": "alpaca_eval", "samples": 2}}}, "samples=2"),
         (
             {"benchmarks": {"a": {"path": "x", "formt": "boxed"}}},
             "benchmarks.a.formt: unknown key; did you mean `format`?",
         ),
         ({"benchmarks": {"a/b": "x"}}, "a/b"),
+        *(
+            ({"benchmarks": {"a": "x", name: "x"}}, f"benchmarks.{name}: results call their own rows so")
+            for name in ("all", "macro", "Avg.")
+        ),
         (
             {"benchmarks": {"a": "x"}, "preset": "paper", "verifier": "math_verify"},
             "max_response_tokens=160 is not the",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,12 +16,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from spot_async.cli import app
 from spot_async.config import EvaluationConfig
+from spot_async.config_loading import load_config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
+from spot_async.evaluation.identity import identity_of
+from spot_async.evaluation.measuring import write_files
 from spot_async.evaluation.response_log import Identity, JudgedResponse, ResponseLog, check_same, read_partial
-from spot_async.evaluation.runner import evaluate
+from spot_async.evaluation.runner import collected, evaluate
+from spot_async.model_files import read_model
+from spot_async.preflight import plan_evaluation
 from spot_async.prompts import PromptSource
 from spot_async.run_directory import RunDirectory
 from spot_async.simulation.services import SimulatedStudent
@@ -26,6 +36,7 @@ from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch
 
+ROOT = Path(__file__).parents[1]
 IDENTITY = Identity(model="f00d", backend="local", settings={"evaluation.temperature": 1.0, "evaluation.seed": 42})
 NAME = "evaluation.jsonl"
 CONFIG = EvaluationConfig(problems={"path": ""}, concurrency=4, verifier={"kind": "boxed_match"})
@@ -78,6 +89,72 @@ def test_responses_of_another_model_or_of_other_settings_are_refused_by_the_key(
         ResponseLog(directory, NAME, msgspec.structs.replace(IDENTITY, **changed)).open()
     assert message in str(refused.value)
     check_same(IDENTITY, IDENTITY, "x")
+
+
+@pytest.fixture
+def resumed(monkeypatch, tmp_path):
+    """What `eval --resume` is refused with, in a directory that `command` made."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def refusal(command="eval", overrides=(), within=lambda directory: nullcontext()):
+        directory = RunDirectory.create(tmp_path / command, load_config(Path("configs/quickstart.yaml")), command)
+        words = ["eval", "configs/quickstart.yaml", *overrides, "--resume", str(directory.path)]
+        with within(directory):
+            result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2, result.output
+        (line,) = result.stderr.splitlines()
+        return line
+
+    return refusal
+
+
+def test_a_directory_that_another_process_evaluates_into_is_refused_with_the_process(resumed, tmp_path):
+    line = resumed(within=lambda directory: directory.locked())
+    assert re.search(rf"eval is in use by process {os.getpid()} on \S+: wait for its end, or stop it first$", line)
+    with RunDirectory.open(tmp_path / "eval").locked():  # and free once that has left
+        pass
+
+
+def test_a_training_run_is_no_evaluation_to_go_on_with(resumed):
+    assert "train is the directory of a training run: give that of an evaluation, or begin one with" in resumed("train")
+
+
+def test_other_settings_are_refused_before_a_server_is_started(resumed):
+    def begun(directory):
+        config = load_config(Path("configs/quickstart.yaml"))
+        student = read_model("student", config.student.model)
+        identity = identity_of(config, plan_evaluation(config, student), student.directory)
+        ResponseLog(directory, NAME, identity).open()
+        return nullcontext()
+
+    line = resumed(overrides=["evaluation.temperature=0.5"], within=begun)
+    assert "cannot be continued, evaluation.temperature was 1.0 and is 0.5 now" in line
+
+
+def test_a_complete_evaluation_shows_the_pass_at_k_that_are_asked_for_now(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/quickstart.yaml"), ["evaluation.samples=4"])
+    student = read_model("student", config.student.model)
+    planned = plan_evaluation(config, student)
+    directory = RunDirectory.create(tmp_path / "eval", config, "eval")
+    judged = [
+        JudgedResponse(
+            problem_id=source.problem.id, sample=i, verdict=verdict, tokens=1, finish_reason="stop", response=""
+        )
+        for source in planned[0].sources
+        for i, verdict in enumerate((Verdict.CORRECT, *3 * [Verdict.WRONG]))
+    ]
+    result = collected(planned, {each.key: each for each in judged}, ())
+    identity = identity_of(config, planned, student.directory)
+    log = ResponseLog(directory, NAME, identity)
+    write_files(directory, "", student.directory, result, log, identity, planned)
+    words = ["eval", "configs/quickstart.yaml", "evaluation.samples=4", "--resume", str(directory.path)]
+    assert "Pass@2" not in CliRunner().invoke(app, words).output
+    shown = CliRunner().invoke(app, [*words, "evaluation.pass_k=[2]"]).output
+    assert "this evaluation is complete" in shown
+    assert re.search(r"Pass@2 +Pass@4", shown)
+    assert re.search(r"all +\d+ +25.0 ±0.0 +50.0 ±0.0 +100.0 ±0.0", shown)
 
 
 def benchmarks():

@@ -66,10 +66,15 @@ def test_what_is_not_known_is_not_sized(random_architecture):
 
 def test_cache_and_activations_of_a_token():
     assert QWEN3_06B.cache_bytes_per_token == 28 * 2 * 1024 * 2 == 114_688
-    assert QWEN3_06B.activation_bytes_per_token == 28 * (26 * 1024 + 8 * 3072 + 10 * 3072) == 2_293_760
+    autocast = QWEN3_06B.activation_bytes_per_token(is_autocast=True, is_recomputed=False)
+    assert autocast == 28 * (26 * 1024 + 8 * 3072 + 10 * 3072) == 2_293_760
+    layer = 16 * 1024 + 8 * 3072 + 10 * 3072
+    assert QWEN3_06B.activation_bytes_per_token(is_autocast=False, is_recomputed=False) == 28 * layer
+    assert QWEN3_06B.activation_bytes_per_token(is_autocast=False, is_recomputed=True) == 28 * 2 * 1024 + layer
 
 
-def test_activations_are_what_autograd_keeps():
+@pytest.mark.parametrize("is_autocast", [True, False])
+def test_activations_are_what_autograd_keeps(is_autocast):
     """Between two depths of a small model, so that what is not in layers falls out."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -80,6 +85,9 @@ def test_activations_are_what_autograd_keeps():
 
     def kept(layers: int) -> int:
         model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **sizes)).train()
+        if not is_autocast:
+            for parameter in model.parameters():  # and not the tables of positions
+                parameter.data = parameter.data.bfloat16()
         found = {}
 
         def pack(tensor):
@@ -88,27 +96,29 @@ def test_activations_are_what_autograd_keeps():
                 found[storage.data_ptr()] = (storage.nbytes(), tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast:
             model.base_model(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
         return sum(size for size, _ in found.values())
 
     small = shape(QWEN3 | {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 64}, 1, 64, 192, 4, True)
-    assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(small.activation_bytes_per_token, rel=0.02)
+    expected = small.activation_bytes_per_token(is_autocast=is_autocast, is_recomputed=False)
+    assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(expected, rel=0.02)
 
 
 def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
-    memory = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_cast=True)
+    memory = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_bfloat16=True)
     assert memory.weights == memory.gradients == pytest.approx(596_049_920 * 4 / 2**30)
     assert memory.optimiser == 2 * memory.weights
-    assert memory.cast == memory.weights / 2
+    assert memory.copies == memory.weights / 2
     assert memory.activations == pytest.approx(35.0)  # 16,384 x 2,293,760 bytes
-    alone = trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=5_120, is_cast=False)
+    alone = trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=5_120, is_bfloat16=False)
     assert alone.activations == pytest.approx(5_120 * 2_293_760 / GIB)
-    assert alone.cast == 0
+    assert alone.copies == 0
 
 
 def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
-    rank = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_cast=True)
+    rank = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_bfloat16=True)
     student = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, parallel=1, sleeps=True)
     teacher = server_on("teacher", 1, QWEN3_06B, memory_fraction=0.9, parallel=1, sleeps=False)
     assert student.cache_gib == pytest.approx(32 - 2 * 596_049_920 / 2**30 - 2)
@@ -121,10 +131,29 @@ def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
     assert not per_device([awake], rank, ranks=1)[0].fits
 
 
-def test_the_students_of_4b_and_of_llama_do_not_fit_as_the_trainer_is():
-    for size in (shape(QWEN3, 36, 2560, 9728, 32, True), shape(LLAMA, 28, 3072, 8192, 24, True)):
-        rank = trainer_memory(size, micro_batch_tokens=5_120, longest_tokens=5_120, is_cast=True)
-        assert not per_device([], rank, ranks=1)[0].fits
+@pytest.mark.parametrize(
+    "size", [shape(QWEN3, 36, 2560, 9728, 32, True), shape(LLAMA, 28, 3072, 8192, 24, True)], ids=["4B", "Llama"]
+)
+def test_the_students_of_4b_and_of_llama_fit_only_when_they_are_sharded(size):
+    def devices(**choices):
+        rank = trainer_memory(size, micro_batch_tokens=5_120, longest_tokens=5_120, is_bfloat16=True, **choices)
+        server = server_on("student", 0, size, memory_fraction=0.4, parallel=1, sleeps=True)
+        return per_device([server], rank, ranks=1)
+
+    assert not devices()[0].fits
+    assert not devices(is_recomputed=True)[0].fits
+    assert devices(shards=3)[0].fits
+
+
+def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
+    rank = trainer_memory(
+        QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, is_bfloat16=True, shards=4, is_recomputed=True
+    )
+    assert rank.weights == rank.gradients == rank.optimiser / 2 == pytest.approx(596_049_920 / 2**30)
+    # In bfloat16 embedding with last norm, and two layers; their gradients (one layer's), and those in float32.
+    outer, layer = 155_583_488, 15_730_944
+    assert rank.copies == pytest.approx((8 * outer + 10 * layer) / 2**30)
+    assert rank.activations == pytest.approx(1_000 * (28 * 2 * 1_024 + 71_680) / 2**30)
 
 
 def test_tokens_of_a_run_are_counted_by_what_each_method_does():
@@ -138,8 +167,12 @@ def test_tokens_of_a_run_are_counted_by_what_each_method_does():
 
 
 def test_times_are_operations_and_bytes_over_assumed_speeds():
-    assert training_s(1e6, QWEN3_06B, ranks=2, is_recomputed=False) == pytest.approx(
-        6 * 596_049_920 * 1e6 / (0.3 * 312e12 * 2)
+    once = 596_049_920 * 1e6 / (0.3 * 312e12 * 2)  # one operation a parameter and token
+    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=False, recomputes_layers=False) == pytest.approx(
+        6 * once
+    )
+    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=True, recomputes_layers=True) == pytest.approx(
+        10 * once
     )
     assert scoring_s(1e6, QWEN3_06B, servers=1) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 312e12))
     step = (2 * 596_049_920 + 64 * 1_000 * 114_688) / 1e12  # seconds for 64 tokens

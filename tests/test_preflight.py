@@ -69,6 +69,18 @@ def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(conf
         check_capabilities(config, NEEDS, served)
 
 
+def test_end_tokens_are_summed_only_by_a_teacher_that_scores_chosen_tokens(config, monkeypatch):
+    summing = ["stages.score.end_token=sum"]
+    config = load_config(Path("configs/quickstart.yaml"), summing)
+    served = {"student": SERVED, "teacher": msgspec.structs.replace(SERVED, candidate_logprobs="none")}
+    with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
+        check_capabilities(config, NEEDS, served)
+    check_capabilities(config, PolicyNeeds(teacher_responses=True), served)  # scores nothing
+    endpoint = 'teacher.backend={kind: openai, url: "http://127.0.0.1:1/v1"}'
+    with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
+        plan_training(load_config(Path("configs/quickstart.yaml"), [*summing, endpoint]))
+
+
 @pytest.mark.parametrize(
     ("role", "change"), [("teacher", {"score_temperature": "one"}), ("student", {"generation_temperature": "one"})]
 )

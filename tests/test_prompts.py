@@ -29,9 +29,9 @@ def write(tmp_path, text):
         ('{"problem": "1+1", "answer": "2"}\n\n{"problem": "1+2", "answer": "3"}\n', ":2:", "empty line"),
         ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n', ":2:", "answer"),
         ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer"\n', ":2:", ""),
-        ('{"problem": "1+1", "answer": ""}\n', ":1:", "`answer` is empty"),
-        ('{"problem": "  ", "answer": "2"}\n', ":1:", "`problem` is empty"),
-        ('{"problem": ["1+1"], "answer": "2"}\n', ":1:", "$.problem"),
+        ('{"problem": "1+1", "answer": ""}\n', ":1:", "`answer` (column 'answer') is empty"),
+        ('{"problem": "  ", "answer": "2"}\n', ":1:", "`problem` (column 'problem') is empty"),
+        ('{"problem": ["1+1"], "answer": "2"}\n', ":1:", "column 'problem' is ['1+1'], but"),
         (
             '{"id": 1, "problem": "a", "answer": "2"}\n{"id": "1", "problem": "b", "answer": "2"}\n',
             ":2:",

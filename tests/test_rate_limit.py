@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.errors import RequestError, ThrottledError
+from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import Replica
+from spot_async.replicas.service_pool import Errand
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
-from spot_async.spending.rate_limit import RateLimiter
+from spot_async.spending.rate_limit import LEASED, RateLimiter
 
 
 def leave(limit, sizes, *, after=()):
@@ -22,7 +26,7 @@ def leave(limit, sizes, *, after=()):
         now = max(now, after[index] if after else 0.0)
         now += limit.delay_s(now, tokens)
         assert limit.delay_s(now, tokens) == 0
-        limit.take(now, tokens)
+        limit.send(now, limit.grant(tokens))
         times.append(now)
     return times
 
@@ -56,7 +60,7 @@ def test_a_limit_that_is_always_asked_for_is_used_up(rpm, count):
 
 def test_what_a_request_did_not_take_is_given_back():
     limit = RateLimiter(tokens_per_minute=6000)  # 100 a second
-    limit.take(0.0, 1000)
+    limit.send(0.0, limit.grant(1000))
     assert limit.delay_s(0.0, 100) == pytest.approx(10.0)
     limit.settle(0.0, taken=1000, used=150)
     assert limit.delay_s(0.0, 100) == pytest.approx(1.5)
@@ -101,8 +105,7 @@ def test_who_cannot_leave_before_the_deadline_is_told_what_stands_in_the_way():
         assert "asked to be left alone" in str(told)
 
         limited = Account("teacher", requests_per_minute=1)
-        limited.rate_limit.take(0.0, 1)
-        limited.rate_limit.claim()
+        limited.rate_limit.send(0.0, limited.rate_limit.grant(1))
         late, at_s = await refusal(limited, limited.rate_limit)
         assert (at_s, "requests_per_minute" in str(late)) == (10.0, True)
 
@@ -115,18 +118,81 @@ def test_who_cannot_leave_before_the_deadline_is_told_what_stands_in_the_way():
     run_on_virtual_time(run())
 
 
-def test_a_turn_that_was_granted_before_is_not_waited_for_again():
+def test_only_the_first_request_of_a_lease_goes_by_its_grant():
     async def run():
         loop, account = asyncio.get_running_loop(), Account("teacher", requests_per_minute=6)
         size = Size(prompt_tokens=1, max_completion_tokens=1)
         left = []
-        for granted in (True, False):
-            if granted:
-                account.rate_limit.take(loop.time(), 2)
+        leased = LEASED.set(account.rate_limit.grant(2))
+        for _ in range(2):
             async with account.request("there", size, account.rate_limit) as charge:
                 left.append(loop.time())
                 charge.answered(b"{}")
+        LEASED.reset(leased)
         return left
 
     first, second = run_on_virtual_time(run())
     assert (first, second - first) == (0.0, pytest.approx(10.0))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["grant", "send", "give back", "again"]), st.integers(0, 200), st.floats(0, 3)),
+        max_size=60,
+    ),
+)
+def test_a_grant_that_nothing_was_sent_for_leaves_no_trace(steps):
+    """Whatever is granted, sent for late or never, what leaves stays within the limits, and nothing else counts."""
+    limit, only_sent = RateLimiter(60, 6000), RateLimiter(60, 6000)
+    now, open_grants, sent = 0.0, [], []
+    for kind, number, pause in steps:
+        now += pause
+        if kind == "grant" and limit.delay_s(now, number) == 0:
+            open_grants.append(limit.grant(number))
+        elif kind != "grant" and open_grants:
+            grant = open_grants.pop(number % len(open_grants))
+            if kind == "send":
+                limit.send(now, grant)
+                assert only_sent.delay_s(now, grant.tokens) == pytest.approx(0, abs=1e-6)
+                only_sent.send(now, only_sent.grant(grant.tokens))
+                sent.append((now, grant.tokens))
+            limit.give_back(grant)
+            if kind == "again":
+                limit.give_back(grant)
+            assert limit.claim(grant) is None
+    for grant in open_grants:
+        limit.give_back(grant)
+    assert limit.delay_s(now, 200) == pytest.approx(only_sent.delay_s(now, 200), abs=1e-6)
+    for start, _ in sent:
+        within = [tokens for at, tokens in sent if start <= at < start + 1]
+        assert len(within) <= 2 + 1e-3
+        assert sum(within) <= 100 + 100 + 200
+
+
+def test_a_lease_that_nothing_was_sent_under_gives_its_room_back():
+    """Such as one that was revoked or cancelled on the way, or whose request was refused at the edge."""
+
+    async def run():
+        loop, account = asyncio.get_running_loop(), Account("teacher", requests_per_minute=6)
+        size = Size(prompt_tokens=1, max_completion_tokens=1)
+        replica = Replica("r", object, object(), max_in_flight=9)
+        replica.life.move(State.SERVING, 0.0)
+        pool = Dispatcher([replica], account.rate_limit)
+
+        async def ask(number, *, is_sent):
+            async with await pool.lease(Errand("score", (number,), tokens=2)):
+                if is_sent:
+                    async with account.request("there", size, account.rate_limit) as charge:
+                        charge.answered(b"{}")
+            return loop.time()
+
+        async with asyncio.timeout(60):
+            unused = [await ask(i, is_sent=False) for i in range(3)]
+            first = await ask(3, is_sent=True)
+            waiting = asyncio.create_task(ask(4, is_sent=False))
+            await asyncio.sleep(10)
+            waiting.cancel()  # as its turn comes
+            return unused, first, await ask(5, is_sent=True), await ask(6, is_sent=True)
+
+    assert run_on_virtual_time(run()) == ([0, 0, 0], 0, pytest.approx(10), pytest.approx(20))

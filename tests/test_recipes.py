@@ -6,14 +6,20 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.config_loading import load_config
-from spot_async.preflight import plan_training
+from spot_async.data.layouts import GPQA_CHOICES
+from spot_async.errors import ConfigError
+from spot_async.model_files import read_model
+from spot_async.preflight import plan_evaluation, plan_training
 from spot_async.prompts import PromptSchedule
+from spot_async.spending import machine
+from spot_async.spending.model_size import size_of
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
@@ -25,6 +31,11 @@ TEMPLATE = (
     "{% for message in messages %}user {{ message.content }} {% endfor %}assistant"
     "{% if enable_thinking is defined and not enable_thinking %} w7{% endif %}"
 )
+# As Llama 3.2's writes the date.
+DATED_TEMPLATE = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{% for message in messages %}{{ date_string }} user {{ message.content }} {% endfor %}assistant"
+)
 PROBLEMS = 128
 
 
@@ -35,8 +46,14 @@ def directory(tmp_path_factory, random_model):
     stand_in = random_model(max_position_embeddings=40960)
     (stand_in / "chat_template.jinja").write_text(TEMPLATE)
     (directory / "models").mkdir()
-    for name in (*SIZES, *LLAMAS):
+    for name in SIZES:
         (directory / "models" / name).symlink_to(stand_in)
+    for name in LLAMAS:
+        (directory / "models" / name).mkdir()
+        for file in stand_in.iterdir():
+            (directory / "models" / name / file.name).symlink_to(file)
+        (directory / "models" / name / "chat_template.jinja").unlink()
+        (directory / "models" / name / "chat_template.jinja").write_text(DATED_TEMPLATE)
     for server in ("sglang", "vllm"):
         (directory / f".venv-{server}" / "bin").mkdir(parents=True)
         (directory / f".venv-{server}" / "bin" / "python").symlink_to(sys.executable)
@@ -51,13 +68,19 @@ def directory(tmp_path_factory, random_model):
     for name in ("math500", "amc23", "hmmt_feb_2025", "hmmt_nov_2025", "aime24", "aime25"):
         write_lines(data / f"{name}.jsonl", [{"problem": f"{name} {i}?", "answer": str(i)} for i in range(2)])
     write_lines(data / "minerva.jsonl", [{"problem": "m?", "solution": "$\\boxed{3}$", "type": "t"}])
+    (data / "gpqa_diamond.csv").write_text(",".join(GPQA_CHOICES) + ",Question\n1,2,3,4,q?\n")
+    (data / "alpaca_eval.json").write_text(json.dumps([{"instruction": "Do.", "dataset": "d"}]))
+    options = {"question": "q?", "options": ["1", "2"], "answer": "B", "category": "law"}
+    write_lines(data / "mmlu_pro_test.jsonl", [options])  # in place of Parquet files
+    examples = [{**options, "question": f"e{i}?", "cot_content": "A: It is. The answer is (B)."} for i in range(5)]
+    write_lines(data / "mmlu_pro_validation.jsonl", examples)
     before = Path.cwd()
     os.chdir(directory)
     yield directory
     os.chdir(before)
 
 
-def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -88,9 +111,9 @@ def test_there_is_one_for_every_row():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_could_start_and_holds_the_papers_settings(recipe):
-    overrides = ["data.train.path=data/dapo_math.jsonl"] if "4b" in recipe else []
-    config = load_config(PAPER / recipe, overrides)
+    config = load_config(PAPER / recipe, here(recipe))
     plan = plan_training(config)
+    assert not plan.reads_clock  # the same prompts on any day
     training, sampling, kind = config.training, config.sampling, config.policy.kind
     is_kd, is_grpo, is_llama, is_4b = kind == "kd", kind == "grpo", "llama" in recipe, "4b" in recipe
     assert training.learning_rate == (1e-5 if is_kd else 3e-6)
@@ -121,6 +144,75 @@ def test_each_could_start_and_holds_the_papers_settings(recipe):
         assert config.reference.model == config.student.model
     else:
         assert config.teacher.model == ("models/Llama-3.1-8B-Instruct" if is_llama else "models/Qwen3-8B")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_could_start_under_vllm_as_well_and_is_the_same_run(recipe, tmp_path):
+    over = with_servers(tmp_path, recipe, "vllm-grpo.yaml" if recipe.endswith("grpo.yaml") else "vllm.yaml")
+    config, under_sglang = load_config(over, here(recipe)), load_config(PAPER / recipe, here(recipe))
+    plan = plan_training(config)
+    other = config.reference if config.teacher is None else config.teacher
+    assert {config.student.backend.kind, other.backend.kind} == {"vllm"}
+    launched = [each.launch for model in (config.student, other) for each in model.backend.servers()]
+    assert [each.devices for each in launched] == ["0", "1", "2", "3"]
+    assert {each.python for each in launched} == {".venv-vllm/bin/python"}
+    assert plan.reference is (config.reference if config.teacher is None else None)
+    assert without_backends(config) == without_backends(under_sglang)
+
+
+def with_servers(tmp_path: Path, recipe: str, *servers: str) -> Path:
+    """A user's file of one line."""
+    over = tmp_path / "mine.yaml"
+    over.write_text(f"base: [{', '.join(f'{PAPER}/{name}' for name in (recipe, *servers))}]\n")
+    return over
+
+
+def without_backends(config) -> dict[str, Any]:
+    tree = config.model_dump()
+    for role in ("student", "teacher", "reference"):
+        (tree[role] or {}).pop("backend", None)
+    return tree
+
+
+def here(recipe: str) -> list[str]:
+    """What is elsewhere than the recipe says."""
+    return ["data.train.path=data/dapo_math.jsonl"] if "4b" in recipe else []
+
+
+def test_the_papers_other_evaluations_can_start_and_keep_to_its_protocol():
+    found = {}
+    for path in sorted((PAPER / "evaluation").glob("[!s]*.yaml")):
+        mmlu = "evaluation.benchmarks.MMLU-Pro"
+        files = [f"{mmlu}.path=data/mmlu_pro_test.jsonl", f"{mmlu}.examples.path=data/mmlu_pro_validation.jsonl"]
+        config = load_config(
+            path, [*(files if path.stem == "out-of-domain" else []), f"student.model=models/{LLAMAS[0]}"]
+        )
+        assert (config.evaluation.preset, config.evaluation.seed) == ("paper", 42)
+        assert [each.launch.devices for each in config.student.backend.servers()] == ["0", "1", "2", "3"]
+        found[path.stem] = plan_evaluation(config, read_model("student", config.student.model))
+        assert not any(each.reads_clock for each in found[path.stem])
+        assert config.evaluation.pass_k == ([4, 8, 16, 32] if path.stem == "pass-at-k" else [])
+    assert {stem: [(each.name, each.samples) for each in planned] for stem, planned in found.items()} == {
+        "math": [(name, 8) for name in ("MATH500", "AMC23", "Minerva", "HMMT", "AIME24", "AIME25")],
+        "out-of-domain": [("GPQA-Diamond", 8), ("MMLU-Pro", 1), ("AlpacaEval", 1)],
+        "pass-at-k": [("AIME24", 64), ("AIME25", 64), ("AMC23", 64)],
+    }
+    choice, knowledge, outputs = found["out-of-domain"]
+    assert (choice.verifier.kind, knowledge.verifier.kind, outputs.verifier) == (*["multiple_choice"] * 2, None)
+    assert knowledge.sources[0].problem.text.count("The answer is") == 5
+
+
+def test_a_template_that_writes_todays_date_is_warned_of_until_one_is_given():
+    recipe = str(PAPER / "table-llama" / "opd.yaml")
+    for command in ("train", "eval"):
+        for given, is_warned in ([], False), (["prompt.template_arguments={}"], True):
+            shown = CliRunner(env={"COLUMNS": "160"}).invoke(app, [command, recipe, "--dry-run", *given])
+            assert shown.exit_code == 0, shown.output
+            assert shown.output.count("warning: prompt.template_arguments") == is_warned
+            if command == "train":  # the stand-in's tokenizer knows no dates
+                assert ("26 Jul 2024 user" in shown.output) != is_warned
+    with pytest.raises(ConfigError, match=r"prompt\.template_arguments\.style is not the paper's"):
+        load_config(Path(recipe), ["prompt.template_arguments.style=terse"])
 
 
 def student_of(recipe: str) -> str:
@@ -158,20 +250,48 @@ def test_grpo_leaves_thinking_to_the_template_and_the_others_end_it():
         assert plan.renderer.text(next(iter(plan.schedule)).problem).endswith(ending)
 
 
-def test_a_dry_run_shows_the_estimate_with_its_assumptions(monkeypatch):
-    shown = CliRunner(env={"COLUMNS": "160"}).invoke(
-        app, ["train", str(PAPER / "table1" / "qwen3-0.6b-spot.yaml"), "--dry-run"]
-    )
+@pytest.mark.parametrize(
+    ("recipe", "servers", "frozen"),
+    [("spot", [], "teacher   sglang"), ("grpo", ["vllm-grpo.yaml"], "reference vllm")],
+)
+def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, frozen, tmp_path):
+    over = with_servers(tmp_path, f"table1/qwen3-0.6b-{recipe}.yaml", *servers)
+    shown = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["train", str(over), "--dry-run"])
     assert shown.exit_code == 0, shown.output
+    assert f"{frozen} backend serving models/" in shown.output
     assert "million tokens: rollouts" in shown.output
     assert "device 3" in shown.output
     assert "None of it is measured" in shown.output
 
 
-def test_vllm_lies_over_a_recipe_in_one_line(tmp_path):
-    over = tmp_path / "mine.yaml"
-    over.write_text(f"base: [{PAPER}/table1/qwen3-0.6b-spot.yaml, {PAPER}/vllm.yaml]\n")
-    config = load_config(over)
-    assert {config.student.backend.kind, config.teacher.backend.kind} == {"vllm"}
-    assert (len(config.student.backend.servers()), config.policy.kind) == (3, "spot")
-    assert config.student.model == "models/Qwen3-0.6B-Base"
+@pytest.mark.parametrize(
+    ("recipe", "servers"),
+    [
+        ("table1/qwen3-4b-spot.yaml", []),
+        ("table1/qwen3-4b-spot.yaml", ["vllm.yaml"]),
+        ("table-llama/grpo.yaml", ["vllm-grpo.yaml"]),
+        ("table-llama/spot.yaml", []),
+    ],
+)
+def test_the_largest_students_fit_80_gb_as_they_are_sharded_and_what_is_missing_is_said(
+    recipe, servers, tmp_path, monkeypatch
+):
+    qwen = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+    llama = {"model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256}
+    widths = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "tie_word_embeddings")
+    configs = {
+        "Qwen3-4B-Base": qwen | dict(zip(widths, (36, 2560, 9728, 32, True), strict=True)),
+        "Qwen3-8B": qwen | dict(zip(widths, (36, 4096, 12288, 32, False), strict=True)),
+        "Llama-3.1-8B-Instruct": llama | dict(zip(widths, (32, 4096, 14336, 32, False), strict=True)),
+        "Llama-3.2-3B-Instruct": llama | dict(zip(widths, (28, 3072, 8192, 24, True), strict=True)),
+    }
+    monkeypatch.setattr(machine, "read_size", lambda directory: size_of(configs[directory.name]))
+
+    def warnings(*overrides):
+        config = load_config(with_servers(tmp_path, recipe, *servers), [*here(recipe), *overrides])
+        return machine.misfits(machine.estimate_machine(config, plan_training(config)))
+
+    assert warnings() == []
+    whole = warnings("training.sharding=none")
+    assert [line.split(" would")[0] for line in whole] == ["device 0", "device 1", "device 2"]
+    assert all("set training.sharding=fsdp2" in line for line in whole)

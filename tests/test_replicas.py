@@ -18,6 +18,7 @@ from spot_async.replicas.replica import Replica
 from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
 from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.spending.rate_limit import LEASED, RateLimiter
 from spot_async.types import Capabilities, WeightVersion
 
 
@@ -256,33 +257,21 @@ def test_a_replica_that_is_lost_gives_its_requests_back_at_once():
     run_on_virtual_time(scenario())
 
 
-class OneASecond:
-    """A `RateLimit`."""
-
-    def __init__(self):
-        self.free_s = 0.0
-
-    def delay_s(self, now_s, tokens):
-        return max(0.0, self.free_s - now_s)
-
-    def take(self, now_s, tokens):
-        assert self.delay_s(now_s, tokens) == 0
-        self.free_s = now_s + tokens
-
-
 def test_a_rate_limit_holds_up_everybody_behind_the_first():
     async def scenario():
-        pool, _ = dispatcher(most=99, rate_limit=OneASecond())
+        limit = RateLimiter(tokens_per_minute=60)
+        pool, _ = dispatcher(most=99, rate_limit=limit)
         started: dict[int, float] = {}
 
         async def ask(number, tokens):
             async with await pool.lease(Errand("score", (number,), tokens=tokens)):
                 started[number] = asyncio.get_running_loop().time()
+                limit.send(started[number], limit.claim(LEASED.get()))
 
         async with asyncio.TaskGroup() as group:
             for number, tokens in enumerate([3, 50, 1, 1]):
                 group.create_task(ask(number, tokens))
-        assert started == {0: 0.0, 1: 3.0, 2: 53.0, 3: 54.0}
+        assert started == pytest.approx({0: 0.0, 1: 3.0, 2: 53.0, 3: 54.0})
 
     run_on_virtual_time(scenario())
 

@@ -11,14 +11,19 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
 
+from spot_async.alignment import decision_rows
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.local import LocalBackend
+from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
@@ -29,8 +34,11 @@ from spot_async.errors import (
 from spot_async.serving import api
 from spot_async.serving.server import _listen
 from spot_async.serving.settings import ServeSettings
+from spot_async.stages import Services, Stages
 from spot_async.types import (
     Generation,
+    Problem,
+    Prompt,
     SamplingSettings,
     WeightSnapshot,
     WeightVersion,
@@ -105,6 +113,40 @@ async def test_generation_scores_and_candidates_agree_over_the_wire(backend: Loc
         np.testing.assert_allclose(scores.logprobs, reply.logprobs, atol=1e-5)
         np.testing.assert_array_equal(scores.topk_ids, reply.topk_ids)
         np.testing.assert_allclose(candidates[:, 0], reply.logprobs[[6, 2]], atol=1e-5)
+
+
+@with_backend
+@pytest.mark.parametrize("end_token", ["replace", "sum"])
+async def test_a_students_end_token_is_scored_by_the_teachers_first_or_by_all_of_them(
+    backend: LocalBackend, model_directory: Path, end_token: str
+) -> None:
+    """Against whole distributions in float64; at a temperature, which all of them must be at."""
+    response, teacher_ends, temperature = np.array([7, 9, 12, 1], np.int32), (30, 44, 1), 0.5
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(np.concatenate([PROMPT, response]).astype(np.int64))[None]).logits[0]
+    dense = torch.log_softmax(logits / temperature, -1)[decision_rows(len(PROMPT), len(response))]
+    expected = dense[torch.arange(4), torch.from_numpy(response).long()]
+    summed = torch.tensor(teacher_ends if end_token == "sum" else teacher_ends[:1])
+    expected[-1] = torch.logsumexp(dense[-1, summed], 0)
+
+    def vocabulary(*ends: int) -> Any:
+        return SimpleNamespace(end_token_ids=ends)
+
+    stages = Stages(
+        Services(backend, backend, backend, verifier=None),  # type: ignore[arg-type]
+        StagesConfig(score=ScoreStageConfig(end_token=end_token)),
+        SamplingConfig(temperature=temperature),
+        student=vocabulary(1),
+        teacher=vocabulary(*teacher_ends),
+        run_seed=0,
+        max_running_prompts=1,
+        max_probes_per_prompt=1,
+    )
+    prompt = Prompt(ordinal=0, problem=Problem(id="p", text="?", answer="1"), token_ids=PROMPT)
+    scores = await stages.for_prompt(prompt).score(response, top_k=3)
+    np.testing.assert_allclose(scores.logprobs, expected.numpy(), atol=1e-5)
+    np.testing.assert_allclose(scores.topk_logprobs, dense.topk(3).values.numpy(), atol=1e-5)  # single tokens, always
 
 
 @with_backend

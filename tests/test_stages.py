@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.seeds import derive_seed
 from spot_async.stages import Services, Stages
@@ -70,11 +70,14 @@ class Recorder:
         return self.verdicts.pop(0)
 
 
-def bound(recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), run_seed=0, prompt=PROMPT, **services):
+def bound(
+    recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), end_token="replace", run_seed=0, prompt=PROMPT,
+    teacher_cache=None, **services,
+):  # fmt: skip
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
         Services(recorder, scorer or recorder, recorder, recorder, **services),
-        StagesConfig(),
+        StagesConfig(score=ScoreStageConfig(end_token=end_token)),
         SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
         student=vocabulary(student_ends),
         teacher=vocabulary(teacher_ends),
@@ -82,6 +85,7 @@ def bound(recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), run_se
         max_running_prompts=1,
         max_probes_per_prompt=8,
     )
+    stages.teacher_cache = teacher_cache
     return stages.for_prompt(prompt)
 
 
@@ -144,6 +148,45 @@ async def test_a_teacher_that_only_tolerates_the_students_end_token_scores_its_o
     await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
     await bound(recorder, student_ends=(2, 1), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
     assert recorder.scored == [[5, 6, 7, 2], [5, 6, 7, 1]]
+
+
+@pytest.mark.parametrize(
+    ("response", "student_ends", "teacher_ends", "asked"),
+    [
+        ([5, 1], (1,), (2, 8, 1), [8, 1]),
+        ([5, 2], (1,), (2, 8, 1), None),  # the teacher's own, by itself
+        ([5, 8], (8, 1), (8, 1), None),  # both end with it
+        ([5, 6], (1,), (2, 8), None),  # cut off
+        ([], (1,), (2, 8), None),
+        ([5, 1], (1,), (2,), None),  # nothing to add
+    ],
+)
+async def test_end_tokens_are_summed_only_where_the_students_was_replaced(response, student_ends, teacher_ends, asked):
+    class Summing(Recorder):
+        asked = None
+
+        async def candidate_logprobs(self, prompt_ids, response_ids, positions, candidate_ids, **settings):
+            assert (response_ids.tolist(), positions.tolist()) == ([5, 2], [1])
+            assert settings["expected_version"] == WeightVersion(0, 0)
+            self.asked = candidate_ids[0].tolist()
+            return np.full(candidate_ids.shape, -1.0, np.float32)
+
+    class Cache:
+        def __init__(self):
+            self.keys = []
+
+        async def fetch(self, kind, key, ask, *, what):
+            self.keys.append(str(key))
+            return await ask()
+
+    recorder, cache = Summing(), Cache()
+    arguments = {"student_ends": student_ends, "teacher_ends": teacher_ends, "teacher_cache": cache}
+    scores = await bound(recorder, end_token="sum", **arguments).score(np.array(response, np.int32), top_k=1)
+    assert recorder.asked == asked
+    assert len(scores.logprobs) == len(response)
+    assert max(scores.logprobs, default=0.0) <= 0  # also where rounding makes it more than certain
+    await bound(recorder, end_token="replace", **arguments).score(np.array(response, np.int32), top_k=1)
+    assert len({*cache.keys}) == (1 if asked is None else 2)  # a kept score is one or the other
 
 
 async def test_the_teachers_end_token_among_candidates_stands_for_the_students():

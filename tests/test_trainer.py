@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 import spot_async.trainer.model as trainer_model
@@ -24,12 +25,12 @@ from spot_async.types import SoftTargets, Supervision, WeightVersion
 MakeTrainer = Callable[..., StudentTrainer]
 MixedBatch = Callable[[], list[Supervision]]
 VOCAB = 50
-CPU = torch.device("cpu")
 
 
 def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
     """Of the last update; the optimiser leaves them in place."""
-    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    found = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,19 @@ def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
         ({"loss_aggregation": "token_mean", "reference_kl": 0.3, "dual_clip": 1.5}, 0.7, 1 << 20),
         ({"reference_kl": 0.1, "micro_batch_tokens": 40}, 1.0, 7 * VOCAB),
         ({"micro_batch_tokens": 1}, 1.3, VOCAB),
+        ({"recompute_layers": True, "micro_batch_tokens": 80}, 1.3, 7 * VOCAB),
+        ({"sharding": "fsdp2", "reference_kl": 0.3}, 0.7, 1 << 20),
+        ({"sharding": "fsdp2", "recompute_layers": True, "micro_batch_tokens": 80}, 1.0, 7 * VOCAB),
     ],
-    ids=["defaults", "token mean, all terms, temperature", "micro-batches of rows in blocks", "one at a time"],
+    ids=[
+        "defaults",
+        "token mean, all terms, temperature",
+        "micro-batches of rows in blocks",
+        "one at a time",
+        "recomputed layers",
+        "sharded",
+        "sharded, recomputed layers",
+    ],
 )
 def test_loss_and_gradients_equal_a_dense_float64_reference(
     student: Path,
@@ -71,6 +83,19 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name].double(), gradient, rtol=1e-4, atol=2e-6 * norm)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_recomputed_layers_run_once_more_in_the_backward_pass(
+    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, sharding: str
+) -> None:
+    trainer = make_trainer(student, tmp_path, sharding=sharding, recompute_layers=True)
+    layers = trainer.model.base_model.layers
+    runs: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
+    trainer.train(Batch(0, tuple(mixed_batch())))
+    assert runs == [0, 1, 1, 0]
 
 
 def test_no_soft_targets_and_empty_soft_targets_train_bit_for_bit_alike(
@@ -244,11 +269,16 @@ def test_published_weights_load_with_their_tokenizer_and_old_ones_go(
     assert AutoTokenizer.from_pretrained(directory)("w3 w7")["input_ids"] == [3, 7]
 
 
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_bfloat16_trains_float32_parameters_and_publishes_bfloat16(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path
+    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, sharding: str
 ) -> None:
-    trainer = make_trainer(student, tmp_path, dtype="bfloat16")
+    exact = make_trainer(student, tmp_path / "exact")
+    exact.train(Batch(0, tuple(mixed_batch())))
+    trainer = make_trainer(student, tmp_path, dtype="bfloat16", sharding=sharding)
     report = trainer.train(Batch(0, tuple(mixed_batch())))
+    expected, found = (torch.cat([g.flatten() for g in gradients(each).values()]) for each in (exact, trainer))
+    assert 0 < (found - expected).norm() < 0.05 * expected.norm()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     published = Path(report.snapshot.directory)
     assert AutoModelForCausalLM.from_pretrained(published).dtype == torch.bfloat16
@@ -284,10 +314,10 @@ def test_an_architecture_that_rescales_its_logits_is_refused(tmp_path: Path) -> 
     )
     GraniteForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="GraniteForCausalLM"):
-        load_student(str(tmp_path), CPU)
+        load_student(str(tmp_path))
 
 
 def test_an_unreadable_student_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=os.fspath(tmp_path)) as caught:
-        load_student(str(tmp_path), CPU)
+        load_student(str(tmp_path))
     assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
-from spot_async.trainer.batching import input_length, micro_batches, mini_batches, rank_share
+from spot_async.trainer.batching import input_length, mini_batches, rank_micro_batches, rank_share
 from spot_async.trainer.schedule import learning_rate
 from spot_async.types import Supervision
 
@@ -41,10 +42,12 @@ def test_every_sample_is_trained_exactly_once(
     for update in updates:
         shares = [rank_share(update, rank, ranks) for rank in range(ranks)]
         assert max(map(len, shares)) - min(map(len, shares)) <= 2
-        for share in shares:
-            for group in micro_batches(share, budget):
-                assert len(group) == 1 or len(group) * max(map(input_length, group)) <= budget
-                trained += group
+        groups = [rank_micro_batches(update, rank, ranks, budget) for rank in range(ranks)]
+        assert len(set(map(len, groups))) == 1  # ranks wait for each other in every pass
+        assert any(all(own) for own in groups)
+        for group in itertools.chain(*groups):
+            assert len(group) <= 1 or len(group) * max(map(input_length, group)) <= budget
+            trained += group
     assert sorted(map(id, trained)) == sorted(map(id, batch))
 
 

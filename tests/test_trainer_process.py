@@ -105,27 +105,41 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+import spot_async.trainer.model
 from spot_async import wire
+from spot_async.errors import TrainerError
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import Replicated, process_group
+from spot_async.trainer.parallel import process_group, strategy_of
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 
 cpu = torch.device("cpu")
-with process_group(sys.argv[1], cpu):
-    group = weakref.ref(dist.group.WORLD)
-    for run in map(Path, sys.argv[2:]):
-        trainer = StudentTrainer(TrainerSettings.load(run / "trainer.json"), Replicated(), cpu)
-        report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
-        rank = Replicated().rank
-        save_file({n: p.grad for n, p in trainer.model.named_parameters()}, run / f"gradients-{rank}")
-        (run / f"metrics-{rank}").write_text(json.dumps(report.metrics))
-if group() is not None:
-    sys.exit("the process group outlived its block")
+spot_async.trainer.model.LOGITS_PER_BLOCK = 350  # 7 rows of logits at a time, recomputed in the backward pass
+
+def train(run):
+    settings = TrainerSettings.load(run / "trainer.json")
+    trainer = StudentTrainer(settings, strategy_of(settings.training), cpu)
+    report = trainer.train(wire.decode((run / "batch").read_bytes(), Batch))
+    gradients = {n: p.grad for n, p in trainer.model.named_parameters()}
+    if settings.training.sharding == "fsdp2":
+        assert all(len(p.to_local()) < len(p) for p in trainer.model.parameters())
+        gradients = {n: g.full_tensor() for n, g in gradients.items()}
+    save_file(gradients, run / f"gradients-{dist.get_rank()}")
+    (run / f"metrics-{dist.get_rank()}").write_text(json.dumps(report.metrics))
+
+try:
+    with process_group(sys.argv[1], cpu):
+        group, rank = weakref.ref(dist.group.WORLD), dist.get_rank()
+        for run in map(Path, sys.argv[2:]):
+            train(run)
+except TrainerError as error:  # of the last one
+    (run / f"error-{rank}").write_text(str(error))
+    if group() is not None:
+        sys.exit("the process group outlived its block")
 """
 
 
-def test_two_ranks_have_the_gradients_and_metrics_of_one(
+def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_sharded(
     student: Path,
     make_trainer: Callable[..., StudentTrainer],
     trainer_settings: MakeSettings,
@@ -139,6 +153,12 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
         "recomputed": (batch, {**choices, "behavior": "recomputed", "importance_cap": 2.0}),
         "a rank without samples": (batch[3:4], {**choices, "loss_aggregation": "token_mean"}),
     }
+    sharded = {"sharding": "fsdp2", "micro_batch_tokens": 40, "recompute_layers": True}
+    cases |= {f"{name}, sharded": (samples, {**training, **sharded}) for name, (samples, training) in cases.items()}
+    poisoned = unequal_batch(0)
+    poisoned[4].behavior_logprobs[0] = -200.0  # its loss is finite, and its gradient is not
+    fails = "a gradient that is not finite, sharded"
+    cases[fails] = (tuple(poisoned), {**choices, **sharded})
     for name, (samples, training) in cases.items():
         trainer_settings(student, tmp_path / name, **training).save()
         (tmp_path / name / "batch").write_bytes(wire.encode(Batch(0, samples)))
@@ -154,8 +174,20 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
 
     for name, (samples, training) in cases.items():
-        alone = make_trainer(student, tmp_path / f"{name} alone", **training)
+        alone = make_trainer(student, tmp_path / f"{name} alone", **{**training, "sharding": "none"})
+        if name == fails:
+            with pytest.raises(TrainerError, match="gradient in sample 'problem-4'") as caught:
+                alone.train(Batch(0, samples))
+            assert {(tmp_path / name / f"error-{rank}").read_text() for rank in range(2)} == {str(caught.value)}
+            continue
         expected = alone.train(Batch(0, samples)).metrics
+        published = [tmp_path / run / "weights" / "step-000001" for run in (name, f"{name} alone")]
+        assert {p.name: p.stat().st_size for p in published[0].iterdir()} == {
+            p.name: p.stat().st_size for p in published[1].iterdir()
+        }
+        found, weights = (load_file(directory / "model.safetensors") for directory in published)
+        assert found.keys() == weights.keys()
+        assert all(torch.allclose(found[key], weights[key], rtol=0, atol=1e-6) for key in weights)
         for rank in range(2):
             metrics = json.loads((tmp_path / name / f"metrics-{rank}").read_text())
             for metric in expected.keys() - {"train_s", "publish_s", "tokens_per_s"}:
@@ -167,14 +199,15 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
 
 
 @needs_proc
-async def test_launched_ranks_train_as_one_does_and_a_resent_batch_is_not_trained_again(
+async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_not_trained_again(
     student: Path,
     make_trainer: Callable[..., StudentTrainer],
     trainer_settings: MakeSettings,
     unequal_batch: UnequalBatch,
     tmp_path: Path,
 ) -> None:
-    async with TrainerProcess(trainer_settings(student, tmp_path / "two", ranks=2, **SHORT)) as trainer:
+    settings = trainer_settings(student, tmp_path / "two", ranks=2, sharding="fsdp2", **SHORT)
+    async with TrainerProcess(settings) as trainer:
         reports = [await trainer.train(0, unequal_batch(0))]
         assert await trainer.train(0, unequal_batch(0)) == reports[0]
         reports.append(await trainer.train(1, unequal_batch(1)))

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from spot_async.concurrency import root_cause
 from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError
+from spot_async.evaluation.response_log import count_kept
+from spot_async.inspection.terminal import counted
 from spot_async.memory import tune_gc
 from spot_async.run_directory import RunDirectory
 
@@ -78,6 +80,9 @@ def exit_code(error: SpotError) -> int:
 
 def saved(directory: RunDirectory) -> str:
     """What a run that ended early leaves behind."""
+    if directory.purpose == "eval":
+        kept = counted(count_kept(directory.path / "evaluation.jsonl"), "judged response")
+        return f"saved: {kept}; to go on: the same command with --resume {directory.path}"
     student = directory.path / "student"
     if not student.is_symlink():
         return f"nothing was trained yet; logs are in {directory.path}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,16 +64,18 @@ def train(
     show_machine(screen, machine)
     training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
     outcome = run_until_stopped(training, directory)
-    if outcome.after is not None:
+    last = outcome.after or outcome.before
+    if last is not None:
         screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
-        if note := unverified_note(outcome.after):
+        if note := unverified_note(last):
             screen.print(note)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
-    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states}", highlight=False)
+    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states or 'none'}", highlight=False)
     for role, spent in outcome.spending.get("spending", {}).items():
         screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
     screen.print(Text(f"run directory: {path}"))
-    screen.print(Text(f"trained student: {path / 'student'}"))
+    if outcome.iterations:
+        screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
         screen.print(Text(f"best student: {path / 'best'}"))
     if outcome.spent is not None:
@@ -95,37 +98,59 @@ def evaluate(
     Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
     """
     from spot_async.evaluation.figures import read_figures
-    from spot_async.evaluation.measuring import is_complete
+    from spot_async.evaluation.measuring import add_pass_k, is_complete
     from spot_async.model_files import read_model
     from spot_async.preflight import plan_evaluation
     from spot_async.telemetry.figures_table import figures_table
 
-    try:
-        settings = load_config(config, overrides or ())
-        path = resume or RunDirectory.choose_path(settings, f"{config.stem}-eval")
-        student = read_model("student", settings.student.model)
-        benchmarks = plan_evaluation(settings, student)
-        if dry_run:
-            show_evaluation_plan(settings, path, benchmarks, student)
-            return
-        directory = RunDirectory.create(path, settings) if resume is None else RunDirectory.open(path)
-        complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    with ExitStack() as stack:
+        try:
+            settings = load_config(config, overrides or ())
+            path = resume or RunDirectory.choose_path(settings, f"{config.stem}-eval")
+            student = read_model("student", settings.student.model)
+            benchmarks = plan_evaluation(settings, student)
+            if dry_run:
+                show_evaluation_plan(settings, path, benchmarks, student)
+                return
+            directory = evaluation_directory(settings, path, is_new=resume is None)
+            stack.enter_context(directory.locked())
+            complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
+            if complete:
+                add_pass_k(directory, settings, benchmarks, student.directory)
+        except (ConfigError, DataError) as error:
+            fail(error, code=2)
 
-    from spot_async.student_evaluation import evaluate_student
+        from spot_async.student_evaluation import evaluate_student
 
-    if complete:
-        screen.print("this evaluation is complete")
-    else:
-        run = evaluate_student(settings, student, benchmarks, directory, screen, exit_process=hung(directory))
-        run_until_stopped(run, directory)
-    screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
-    screen.print(Text(f"run directory: {path}"))
+        for benchmark in benchmarks:
+            if len(benchmark.counts) > 2:  # more than read and problems
+                screen.print(f"{benchmark.key}: {words_of(benchmark.counts)}", highlight=False, soft_wrap=True)
+        if complete:
+            screen.print("this evaluation is complete")
+        else:
+            run = evaluate_student(settings, student, benchmarks, directory, screen, exit_process=hung(directory))
+            run_until_stopped(run, directory)
+        screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
+        screen.print(Text(f"run directory: {path}"))
+
+
+def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDirectory:
+    """Raises ConfigError where a new one cannot be made, DataError where there is none to go on in."""
+    if is_new:
+        return RunDirectory.create(path, config, "eval")
+    directory = RunDirectory.open(path)
+    if directory.purpose == "train":
+        raise DataError(
+            f"--resume {path} is the directory of a training run: give that of an evaluation, or begin one with "
+            f"student.model={path / 'student'} and without --resume"
+        )
+    return directory
 
 
 def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
     """What `eval --dry-run` prints."""
+    from spot_async.prompts import DATE_WARNING
+
     screen.print(Text(dump_yaml(config)))
     for benchmark in benchmarks:
         first = benchmark.sources[0]
@@ -136,6 +161,8 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: A
         f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
         for benchmark in benchmarks
     ]
+    if any(benchmark.reads_clock for benchmark in benchmarks):
+        screen.print(Text(f"warning: {DATE_WARNING}", style="yellow"), soft_wrap=True)
     lines = ["the student's server, and evaluate", *asked, f"into {path}"]
     screen.print(Text("\n".join(lines)))
 

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+BLOCK = 1 << 20  # counts in memory at a time
+
 
 class Interval(NamedTuple):
     """Both ends, element by element."""
@@ -26,20 +28,13 @@ class Interval(NamedTuple):
     high: Floats
 
 
-class Resampling:
-    """Draws of problems, stratified by benchmark, that all figures share."""
+def resampled_means(tables: Sequence[npt.ArrayLike], *, draws: int, seed: int) -> list[Floats]:
+    """Of each benchmark's values (problems, *rest) the means over its drawn problems, (draws, *rest).
 
-    def __init__(self, sizes: Sequence[int], *, draws: int, seed: int) -> None:
-        """`sizes` are the problems of each benchmark."""
-        random = np.random.default_rng(seed)
-        self._weights = [_weights(random, size, draws) for size in sizes]
-
-    def means(self, benchmark: int, values: npt.ArrayLike) -> Floats:
-        """The mean over the drawn problems, (draws, *rest), of `values` (problems, *rest) of one benchmark."""
-        weights = self._weights[benchmark]  # (draws, problems)
-        table = np.asarray(values, dtype=np.float64)
-        means: Floats = np.tensordot(weights, table, axes=1)
-        return means
+    All columns of a table see the same problems drawn. Equal seeds give equal draws, however many tables follow.
+    """
+    random = np.random.default_rng(seed)
+    return [_means(random, np.asarray(table, dtype=np.float64), draws) for table in tables]
 
 
 def macro(per_benchmark: Sequence[Floats]) -> Floats:
@@ -55,8 +50,12 @@ def percentile_interval(draws: Floats, confidence: float) -> Interval:
     return Interval(low, high)
 
 
-def _weights(random: np.random.Generator, size: int, draws: int) -> Floats:
-    """(draws, size) shares that sum to 1. A single problem has no spread, and stays itself."""
-    drawn = max(1, size - 1)
-    counts: npt.NDArray[np.int64] = random.multinomial(drawn, np.full(size, 1.0 / size), size=draws)
-    return counts / float(drawn)
+def _means(random: np.random.Generator, table: Floats, draws: int) -> Floats:
+    """(draws, *rest) of a table (problems, *rest). In blocks, or the draws of 12,000 problems would fill memory."""
+    block = max(1, BLOCK // len(table))
+    sizes = [min(block, draws - start) for start in range(0, draws, block)]
+    drawn = max(1, len(table) - 1)  # a single problem has no spread, and stays itself
+    chances = np.full(len(table), 1.0 / len(table))
+    counts = (random.multinomial(drawn, chances, size=size) for size in sizes)
+    # Whole numbers of draws, divided last: shares of them need not sum to 1 exactly, and means of 1 would leave [0, 1].
+    return np.concatenate([np.tensordot(each.astype(np.float64), table, axes=1) for each in counts]) / drawn

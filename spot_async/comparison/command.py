@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.comparison import tables
-from spot_async.comparison.compute import Compute, compute_rows, read_compute, training_run
+from spot_async.comparison.compute import Compute, compute_rows, read_compute
 from spot_async.comparison.plots import write_curves
 from spot_async.comparison.reading import (
-    AFTER_TRAINING,
     Evaluated,
     PairedBenchmark,
     different_settings,
@@ -108,9 +107,10 @@ def show(
             screen.print(table)
     if computed:
         headings, rows = compute_rows(computed)
-        table = _table("Compute of training", headings)
-        for cells in rows:
-            table.add_row(*map(Text, cells))
+        _, *lines = zip(headings, *rows, strict=True)  # methods side by side: there are fewer of them than figures
+        table = _table("Compute of training", ["", *(name for name, _ in computed)])
+        for line in lines:
+            table.add_row(*map(Text, line))
         screen.print(table)
     for note in notes:
         screen.print(Text(note), soft_wrap=True)
@@ -133,15 +133,9 @@ def _baseline(methods: Sequence[str], wanted: str | None) -> int:
 
 
 def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
-    """Of those whose training run is there: of figures after it, not of the student that it began with."""
-    found = []
-    for run in runs:
-        is_its_result = run.path.name == AFTER_TRAINING
-        directory = training_run(run.path.parent) if is_its_result else training_run(Path(run.figures.model))
-        compute = None if directory is None else read_compute(directory)
-        if compute is not None:
-            found.append((run.name, compute))
-    return found
+    """Of those whose training run is there."""
+    found = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
+    return [(name, compute) for name, compute in found if compute is not None]
 
 
 def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
@@ -153,8 +147,10 @@ def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: 
         "They say how another set of such problems would differ, not another training run.",
     ]
     for each in benchmarks:
-        if note := runs[0].figures.benchmarks[each.name].note:
-            notes.append(f"{each.name}: {note}.")
+        said = {run.name: run.figures.benchmarks[each.name].note for run in runs}
+        if len(set(said.values())) == 1:
+            said = {"": said[runs[0].name]}
+        notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
     if warning := different_settings(runs):
         notes.append(f"Warning: {warning}.")
     return notes

@@ -1,14 +1,16 @@
 """What training a method took, as far as its run directory recorded it.
 
-Sums over the iterations that were run; evaluation is left out. Request-seconds are the time that requests spent at
-servers, all together: a server that answers 64 at once spends 64 of them a second.
+Sums over the iterations that led to the evaluated student; evaluation is left out, of money not. Request-seconds
+are the time that requests spent at servers, all together: a server that answers 64 at once spends 64 of them a second.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spot_async.errors import DataError
 from spot_async.inspection.reading import RunFiles
@@ -16,6 +18,8 @@ from spot_async.inspection.totals import Rows, stage_names, total, training_s
 from spot_async.stages import STAGE_SERVERS
 
 METRICS_FILE = "metrics.jsonl"
+MID_OR_AFTER = re.compile(r"evaluation-(?:after|(\d+))\.json")  # of the run's own student, after all iterations or some
+PUBLISHED = re.compile(r"(?:step|best)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -33,23 +37,39 @@ class Compute:
     money: Mapping[str, float]  # by currency; empty where nothing had a price
 
 
-def training_run(model: Path) -> Path | None:
-    """The run directory that an evaluated model was trained in; None for one that no run here trained."""
-    return next((each for each in (model, *model.parents) if (each / METRICS_FILE).is_file()), None)
+def read_compute(figures: Path, model: Path) -> Compute | None:
+    """What it took to train the `model` that the file `figures` is about; None where no run here trained it.
+
+    Raises DataError for damaged files.
+    """
+    found = MID_OR_AFTER.fullmatch(figures.name)
+    place, iteration = (figures.parent, found[1]) if found else (model, None)
+    run = next((each for each in (place, *place.parents) if (each / METRICS_FILE).is_file()), None)
+    if run is None:
+        return None
+    if not found:
+        of_run = PUBLISHED.fullmatch(model.resolve().name)
+        if of_run is None:  # which of the run's students it is, nothing says
+            return None
+        iteration = of_run[1]
+    return _until(run, None if iteration is None else int(iteration))
 
 
-def read_compute(run: Path) -> Compute | None:
-    """None where the directory is no training run any more. Raises DataError for damaged files."""
+def _until(run: Path, iteration: int | None) -> Compute | None:
+    """Of the run's first `iteration`, or of all. None where the directory is no training run any more."""
     try:
         files = RunFiles(run)
     except DataError:
         return None
-    rows = files.metrics()
-    return compute_of(rows, files.summary() or {}) if rows else None
+    every = files.metrics()
+    rows = [row for row in every if iteration is None or row["iteration"] <= iteration]
+    if not rows:
+        return None
+    return compute_of(rows, _money(files.spending(), None if len(rows) == len(every) else iteration))
 
 
-def compute_of(rows: Rows, summary: Mapping[str, Mapping[str, Mapping[str, float | str]]]) -> Compute:
-    """From the lines of metrics.jsonl and summary.json."""
+def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
+    """From lines of metrics.jsonl, and what was paid by then."""
     request_s: dict[str, float] = {}
     for stage in stage_names(rows):
         role = STAGE_SERVERS.get(stage)
@@ -65,7 +85,7 @@ def compute_of(rows: Rows, summary: Mapping[str, Mapping[str, Mapping[str, float
         hours=sum(map(training_s, rows)) / 3600,
         trainer_s=total(rows, "time/train_s"),
         request_s=request_s,
-        money=_money(summary.get("spending", {})),
+        money=money,
     )
 
 
@@ -73,11 +93,16 @@ def _response_tokens(row: Mapping[str, float]) -> float:
     return row.get("rollout/tokens", row.get("teacher/tokens", 0.0))
 
 
-def _money(spending: Mapping[str, Mapping[str, float | str]]) -> dict[str, float]:
+def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict[str, float]:
+    """By currency, of lines of spending.jsonl, whose figures are running totals of an endpoint."""
+    last = {
+        (row["role"], row["server"]): row
+        for row in spending
+        if iteration is None or (row["iteration"] is not None and row["iteration"] <= iteration)
+    }
     found: dict[str, float] = {}
-    for spent in spending.values():
-        currency = str(spent.get("currency", ""))
-        found[currency] = found.get(currency, 0.0) + float(spent.get("money", 0.0))
+    for row in last.values():
+        found[row["currency"]] = found.get(row["currency"], 0.0) + row["money"]
     return found
 
 
@@ -85,7 +110,7 @@ def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], li
     """Headings, and a row of words for each method."""
     currencies = list(dict.fromkeys(currency for _, each in computed for currency in each.money))
     roles = list(dict.fromkeys(role for _, each in computed for role in each.request_s))
-    headings = ["method", "iterations", "generated", "by probes", "scored", "trained", "hours", "trainer s"]
+    headings = ["method", "iterations", "tokens generated", "by probes", "scored", "trained", "hours", "trainer s"]
     headings += [f"{role} request-s" for role in roles] + currencies
     rows = [
         [
@@ -95,11 +120,16 @@ def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], li
                 f"{tokens:,.0f}"
                 for tokens in (each.generated_tokens, each.probe_tokens, each.scored_tokens, each.trained_tokens)
             ),
-            f"{each.hours:,.2f}",
-            f"{each.trainer_s:,.0f}",
-            *(f"{each.request_s.get(role, 0.0):,.0f}" for role in roles),
+            _rounded(each.hours),
+            _rounded(each.trainer_s),
+            *(_rounded(each.request_s.get(role, 0.0)) for role in roles),
             *(f"{each.money.get(currency, 0.0):,.4g}" for currency in currencies),
         ]
         for name, each in computed
     ]
     return headings, rows
+
+
+def _rounded(amount: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spot_async.comparison.statistics import PassCurves
+from spot_async.config_evaluation import MACRO, MEAN_COLUMN
 from spot_async.inspection import svg
 
 MISSING = "no PNG curves: they need matplotlib (pip install 'spot-async[plots]'); the SVG ones are complete"
@@ -20,7 +21,7 @@ def write_curves(directory: Path, methods: Sequence[str], curves: Sequence[PassC
     """`pass-at-k-<benchmark>` in both formats. Returns what people should be told."""
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     for each in curves:
-        path = directory / f"pass-at-k-{'macro' if each.benchmark == 'Avg.' else each.benchmark}.svg"
+        path = directory / f"pass-at-k-{MACRO if each.benchmark == MEAN_COLUMN else each.benchmark}.svg"
         path.write_text(curve_svg(methods, each), encoding="utf-8")
         if has_matplotlib:
             write_png(path.with_suffix(".png"), methods, each)

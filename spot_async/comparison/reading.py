@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.config_evaluation import RESERVED_NAMES
 from spot_async.errors import DataError
 from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, read_figures
 
@@ -51,7 +52,27 @@ def read_evaluated(argument: str) -> Evaluated:
         file = found[0]
     else:
         file = path
-    return Evaluated(name if separator else str(path), file, read_figures(file))
+    figures = read_figures(file)
+    for benchmark, each in figures.benchmarks.items():
+        if problem := impossible(benchmark, each):
+            raise DataError(f"{file}: {benchmark}: {problem}: the file is damaged or was edited; evaluate again")
+    return Evaluated(name if separator else str(path), file, figures)
+
+
+def impossible(name: str, figures: BenchmarkFigures) -> str | None:
+    """What no evaluation writes, so that a table of it would mislead."""
+    if name in RESERVED_NAMES:
+        return "is what results call their own rows"
+    if figures.samples < 1:
+        return f"{figures.samples} responses a problem"
+    if figures.correct and len(figures.correct) != figures.problems:
+        return f"{figures.problems} problems, but counts of {len(figures.correct)}"
+    for problem, count in figures.correct.items():
+        if not 0 <= count <= figures.samples:
+            return f"{count} of {figures.samples} responses to problem {problem!r} are correct"
+    if figures.verdicts and sum(figures.verdicts.values()) != figures.problems * figures.samples:
+        return f"{sum(figures.verdicts.values())} verdicts of {figures.problems} x {figures.samples} responses"
+    return None
 
 
 def paired(runs: Sequence[Evaluated], names: Sequence[str] = ()) -> list[PairedBenchmark]:
@@ -75,7 +96,7 @@ def paired(runs: Sequence[Evaluated], names: Sequence[str] = ()) -> list[PairedB
 
 
 def macro_names(run: Evaluated) -> list[str]:
-    if run.figures.macro is None:
+    if run.figures.macro is None or not run.figures.macro.benchmarks:
         raise DataError(f"{run.name}: nothing in {run.path} was judged, so there is nothing to compare")
     return run.figures.macro.benchmarks
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spot_async.comparison.bootstrap import Floats, Interval, Resampling, macro, percentile_interval
+from spot_async.comparison.bootstrap import Floats, Interval, macro, percentile_interval, resampled_means
 from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark
+from spot_async.config_evaluation import MEAN_COLUMN
 from spot_async.errors import DataError
-
-MACRO = "Avg."
 
 
 class Column(NamedTuple):
@@ -67,17 +66,16 @@ def compare(
     k = samples if k is None else k
     if not 1 <= k <= samples:
         raise DataError(f"--pass-k {k}: there are {samples} responses a problem, so k is from 1 to {samples}")
-    resampling = Resampling([len(each.correct) for each in benchmarks], draws=draws, seed=seed)
-    values, drawn = [], []
-    for number, each in enumerate(benchmarks):
-        per_problem = np.stack([pass_at_k_values(each.correct, samples, j) for j in (1, k)], axis=1)
-        values.append(per_problem.mean(axis=0))  # (2 metrics, methods)
-        drawn.append(resampling.means(number, per_problem))  # (draws, 2, methods)
+    tables = [  # (problems, 2 metrics, methods)
+        np.stack([pass_at_k_values(each.correct, samples, j) for j in (1, k)], axis=1) for each in benchmarks
+    ]
+    values = [table.mean(axis=0) for table in tables]
+    drawn = resampled_means(tables, draws=draws, seed=seed)
     names = [each.name for each in benchmarks]
     if len(benchmarks) > 1:
         values.append(macro(values))
         drawn.append(macro(drawn))
-        names.append(MACRO)
+        names.append(MEAN_COLUMN)
     figures, draws_of = np.stack(values, axis=1), np.stack(drawn, axis=2)  # (2, columns, methods), (draws, 2, ...)
     change, change_of = figures - figures[..., [baseline]], draws_of - draws_of[..., [baseline]]
 
@@ -125,4 +123,4 @@ def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
         for each in benchmarks
     ]
     named = [PassCurves(each.name, samples, curve) for each, curve in zip(benchmarks, curves, strict=True)]
-    return [*named, PassCurves(MACRO, samples, macro(curves))] if len(benchmarks) > 1 else named
+    return [*named, PassCurves(MEAN_COLUMN, samples, macro(curves))] if len(benchmarks) > 1 else named

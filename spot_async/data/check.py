@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 from spot_async.protocols import Verifier
 from spot_async.types import Problem, Verdict
@@ -78,15 +79,20 @@ class GoldCheck:
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
     r"""Verify every answer against itself: as it stands, and behind a `\displaystyle` that changes the spelling only.
 
-    Problems with choices or without an answer are left out. `verifier` has been entered.
+    Where there are choices the answer must be the letter of one. Problems without an answer are left out. `verifier`
+    has been entered.
     """
-    tried = [problem for problem in problems if problem.answer and not problem.choices]
+    tried = [problem for problem in problems if problem.answer]
     unverifiable: list[tuple[Problem, Verdict]] = []
     spelling_only: list[Problem] = []
     waiting = iter(tried)
 
     async def work() -> None:
         for problem in waiting:
+            if problem.choices:
+                if problem.answer not in list(ascii_uppercase[: len(problem.choices)]):
+                    unverifiable.append((problem, Verdict.WRONG))
+                continue
             verdict = await verifier.verify(problem, rf"\boxed{{{problem.answer}}}", deadline=float("inf"))
             if verdict is not Verdict.CORRECT:
                 unverifiable.append((problem, verdict))

@@ -20,6 +20,7 @@ from spot_async.data.check import GoldCheck, Spread, answer_type, check_golds, c
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
 from spot_async.data.problem_set import ProblemSet, load_problem_set
 from spot_async.errors import ConfigError
+from spot_async.inspection.view import visible
 from spot_async.prompts import PromptRenderer
 from spot_async.protocols import Verifier
 from spot_async.types import Problem
@@ -95,7 +96,10 @@ def read_verifier(text: str) -> PluginSettings:
     tree = {"kind": tree} if isinstance(tree, str) else tree
     if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
         raise ConfigError(f"--verifier {text}: give one of {', '.join(registry.names('verifiers'))}")
-    schema: type[PluginSettings] = registry.load("verifiers", tree["kind"]).Settings
+    try:
+        schema: type[PluginSettings] = registry.load("verifiers", tree["kind"]).Settings
+    except ValueError as error:
+        raise ConfigError(f"--verifier {text}: {error}") from None
     return validate_as(schema, tree)
 
 
@@ -109,6 +113,7 @@ def run(screen: Console, check: Check) -> bool:
     renderer = PromptRenderer(Vocabulary.load(Path(check.model)), check.prompt) if check.model else None
     tokens = [len(renderer.token_ids(problem)) for problem in found.problems] if renderer else None
     golds = asyncio.run(_check_golds(found.problems, check.verifier))
+    screen.print(shown(f"layout: {', '.join(dict.fromkeys(found.layouts))}"))
     screen.print(_rows_table(found, tokens, check.max_prompt_tokens))
     screen.print(_problems_table(found.problems, tokens))
     _show_samples(screen, found.problems, renderer)
@@ -125,9 +130,9 @@ async def _check_golds(problems: Sequence[Problem], settings: PluginSettings) ->
 
 
 def _rows_table(found: ProblemSet, tokens: Sequence[int] | None, max_prompt_tokens: int | None) -> Table:
-    table = _table(f"rows (layout {', '.join(dict.fromkeys(found.layouts))})", "", "rows")
+    table = _table("rows", "", "rows")
     for name, rows in found.counts.items():
-        table.add_row(Text(name), str(rows))
+        table.add_row(shown(name), str(rows))
     if tokens is not None and max_prompt_tokens is not None:
         long = sum(length > max_prompt_tokens for length in tokens)
         table.add_row(f"prompts longer than {max_prompt_tokens} tokens, filtered by a run", str(long))
@@ -148,7 +153,7 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
         ("categories", count_by([problem.category for problem in problems])),
     ):
         if counts:
-            table.add_row(name, Text(", ".join(f"{value} {count}" for value, count in counts.items())))
+            table.add_row(name, shown(", ".join(f"{value} {count}" for value, count in counts.items())))
     table.add_row(
         "repeated but for white space",
         f"{repeated.groups} texts, {repeated.rows} further rows, {repeated.conflicting} of them with another answer",
@@ -158,24 +163,24 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
 
 def _show_samples(screen: Console, problems: Sequence[Problem], renderer: PromptRenderer | None) -> None:
     for problem in problems[:: max(1, len(problems) // SAMPLES)][:SAMPLES]:
-        screen.rule(Text(f"problem {problem.id}"), align="left")
-        screen.print(Text(_cut(problem.text)))
+        screen.rule(shown(f"problem {problem.id}"), align="left")
+        screen.print(shown(_cut(problem.text)))
         for letter, choice in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", problem.choices, strict=False):
-            screen.print(Text(f"({letter}) {_cut(choice)}"))
-        screen.print(Text(f"answer: {problem.answer or '(none)'}"))
+            screen.print(shown(f"({letter}) {_cut(choice)}"))
+        screen.print(shown(f"answer: {problem.answer or '(none)'}"))
     if renderer is not None:
         screen.rule("first prompt", align="left")
-        screen.print(Text(renderer.text(problems[0])))
+        screen.print(shown(renderer.text(problems[0])))
 
 
 def _show_golds(screen: Console, golds: GoldCheck, kind: str) -> None:
     screen.rule(f"answers against themselves, by {kind}", align="left")
     screen.print(f"{golds.tried} tried, {len(golds.unverifiable)} unverifiable", highlight=False)
     for problem, verdict in golds.unverifiable[:SHOWN_IDS]:
-        screen.print(Text(f"  {problem.id}: {_cut(problem.answer)!r} is {verdict}"))
+        screen.print(shown(f"  {problem.id}: {_cut(problem.answer)!r} is {verdict}"))
     if golds.spelling_only:
         ids = _ids([problem.id for problem in golds.spelling_only])
-        screen.print(Text(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
+        screen.print(shown(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
     if golds.oversized:
         screen.print(f"{golds.oversized} longer than any answer that is read", highlight=False)
 
@@ -184,12 +189,17 @@ def _show_overlaps(screen: Console, found: Sequence[tuple[str, ProblemSet, Seque
     table = _table("overlap by 13 words", "evaluation set", "problems", "contained", "with equal answers", "too short")
     for name, other, overlaps in found:
         equal = sum(overlap.has_equal_answer for overlap in overlaps)
-        table.add_row(Text(name), *map(str, (len(other.problems), len(overlaps), equal, too_short(other.problems))))
+        table.add_row(shown(name), *map(str, (len(other.problems), len(overlaps), equal, too_short(other.problems))))
     screen.print(table)
     for name, _, overlaps in found:
         if overlaps:
             pairs = _ids([f"{each.evaluation.id} in {each.training.id}" for each in overlaps])
-            screen.print(Text(f"{name}: {pairs}"), soft_wrap=True)
+            screen.print(shown(f"{name}: {pairs}"), soft_wrap=True)
+
+
+def shown(text: str) -> Text:
+    """What files hold goes to the terminal without the power to command it."""
+    return Text(visible(text))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from string import ascii_uppercase
 from typing import NamedTuple
 
 from spot_async.config import Duplicates
-from spot_async.data.parts import Draft, Part
+from spot_async.data.parts import EXACT_FLOATS, Draft, Part
 from spot_async.data.rows import Columns
 from spot_async.verification.extraction import extract_boxed, strip_answer
+from spot_async.verification.multiple_choice import chosen_option
 
 Mend = Callable[[Draft], str | None]  # changes the draft; says what it did, if anything
 Refusal = Callable[[Draft], str | None]  # why the row is dropped, if it is
@@ -25,7 +27,7 @@ class Layout(NamedTuple):
     columns_of: Mapping[Part, tuple[str, ...]]
     mends: tuple[Mend, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    needs_answer: bool = True  # a row without one is an error, not a row to drop
+    needs: tuple[Part, ...] = ("problem", "answer")  # a row without them is an error, not a row to drop
     duplicates: Duplicates = "conflicting"  # unless the settings say otherwise; figures of benchmarks are over all rows
     prepare: Callable[[Columns], Columns] = lambda columns: columns
 
@@ -36,20 +38,26 @@ _FLOAT_OF_INTEGER = re.compile(r"(-?[0-9]+)\.0+")
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
 _INSTRUCTION = r"""
     (?<![a-z])
-    (?: (?: (?:please\ reason|let's\ think|let\ us\ think|think|reason)\ step\ by\ step,?\ (?:and\ )? | please\ )?
-        (?:put|output|present|write|give)\ (?:your|the)\ (?:final\ )?answer\ (?:with)?in\ \$?\\{1,2}boxed\s*\{\s*\}\$?
+    (?: (?: (?: (?:please,?|let's|let\ us|carefully)\s+ )*
+            (?:think|reason|solve|answer)\s+ (?:(?:this|the)\s+(?:following\s+)?(?:math\s+)?(?:problem|question)\s+)?
+            step[ -]by[ -]step [.,:;]?\s+ (?:and\s+)? )?
+        (?:please,?\s+)?
+        (?:put|output|present|write|give|provide|place|enclose)\s+(?:your|the)\s+(?:final\s+)?answer
+        \s+(?:within|inside|in)\s+\$?\\{1,2}boxed\s*\{\s*\}\$? (?:,?\s+please(?![a-z]))?
       | solve\ the\ following\ math\ problem\ step\ by\ step\.\s+
         the\ last\ line\ of\ your\ response\ should\ be\ of\ the\ form\ answer:\ [\\$]*answer\ \(without\ quotes\)
         \ where\ [\\$]*answer\ is\ the\ answer\ to\ the\ problem
       | remember\ to\ put\ your\ answer\ on\ its\ own\ line\ after\ "answer:"
     )\.?
 """
-# One separator and no more: in DAPO, texts that differ by a further blank are different rows.
-_INSTRUCTION_BEFORE = re.compile(rf"\s*{_INSTRUCTION}(?:\n\n|\s)?", re.VERBOSE | re.IGNORECASE)
+# One separator and no more: in DAPO, texts that differ by a further blank are different rows. What follows in the same
+# sentence would lose its meaning.
+_INSTRUCTION_BEFORE = re.compile(rf"\s*{_INSTRUCTION}(?:(?<=\.)(?:\n\n|\s)?|\n\n?)", re.VERBOSE | re.IGNORECASE)
 _INSTRUCTION_BEHIND = re.compile(rf"(?:\n\n|\s)?{_INSTRUCTION}\s*\Z", re.VERBOSE | re.IGNORECASE)
 
 
 GPQA_CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+GATHERED = "Correct Answer with Incorrect Answer 1 to 3"  # a column of ours, for messages too
 
 
 def remove_instruction(draft: Draft) -> str | None:
@@ -66,16 +74,19 @@ def remove_instruction(draft: Draft) -> str | None:
 def narrow_digits(draft: Draft) -> str | None:
     """Full-width digits and signs, which no verifier reads."""
     narrow = draft.gold.translate(_FULL_WIDTH)
-    changed, draft.answer = narrow != draft.gold, narrow
-    return "full-width characters in the answer" if changed else None
+    if narrow == draft.gold:
+        return None
+    draft.answer = narrow
+    return "full-width characters in the answer"
 
 
 def whole_number(draft: Draft) -> str | None:
     """27.0 where the competition asks for integers."""
-    if found := _FLOAT_OF_INTEGER.fullmatch(draft.gold):
-        draft.answer = found[1]
-        return "answer was a float"
-    return None
+    found = _FLOAT_OF_INTEGER.fullmatch(str(draft.answer).strip())
+    if found is None:
+        return None
+    draft.answer = found[1]
+    return "answer was a float"
 
 
 def without_leading_zeros(draft: Draft) -> str | None:
@@ -88,8 +99,10 @@ def tidy_answer(draft: Draft) -> str | None:
     """`{17}.`, which is left of a box that was opened as `\\boxed {17}.`"""
     bare = strip_answer(draft.gold)
     bare = found[1] if (found := _IN_BRACES.fullmatch(bare)) else bare
-    changed, draft.answer = bare != draft.gold, bare
-    return "braces or full stop around the answer removed" if changed else None
+    if bare == draft.gold:
+        return None
+    draft.answer = bare
+    return "braces or full stop around the answer removed"
 
 
 def unboxed(draft: Draft) -> str | None:
@@ -120,7 +133,7 @@ def empty_box_is_zero(draft: Draft) -> str | None:
 
 def name_level(draft: Draft) -> str | None:
     """Levels 1 to 5, as a number or as `Level 3`; `Level ?` is none."""
-    level = str(draft.tier or "").removeprefix("Level").strip()
+    level = (draft.tier or "").removeprefix("Level").strip()
     draft.tier = f"level {level}" if level.isdecimal() else None
     return "level unknown" if level and draft.tier is None else None
 
@@ -128,7 +141,9 @@ def name_level(draft: Draft) -> str | None:
 def suspect_float(draft: Draft) -> str | None:
     """Integers that passed through a float with 53 bits cannot be mended, only counted."""
     digits = draft.gold.lstrip("-")
-    return "answer of more than 15 digits, perhaps a damaged float" if digits.isdecimal() and len(digits) > 15 else None
+    is_float = isinstance(draft.answer, float) and abs(draft.answer) >= EXACT_FLOATS
+    is_long = is_float or (digits.isdecimal() and len(digits) > 15)
+    return "answer of more than 15 digits, perhaps a damaged float" if is_long else None
 
 
 def forget_solution(draft: Draft) -> str | None:
@@ -136,11 +151,25 @@ def forget_solution(draft: Draft) -> str | None:
     return None
 
 
-def letter_of_choice(draft: Draft) -> str | None:
-    """`C`, `(C)` or the number of the right one; fillers at the end are no choices."""
+def drop_fillers(draft: Draft) -> str | None:
+    """MMLU-Pro once had ten options everywhere: those at the end that are no choices."""
     while draft.choices and draft.choices[-1].strip() == "N/A":
         draft.choices = draft.choices[:-1]
-    draft.answer = draft.gold.strip("() .").upper()
+    return None
+
+
+def letter_of_choice(draft: Draft) -> str | None:
+    """`C` for `(C)`, `C) 4 cm`, the text of that choice, or its place: a number counts from 0, as `answer_index` does.
+
+    A number that is text may be either, so that one which is also another choice's text is left as it is.
+    """
+    if not 0 < len(draft.choices) <= len(ascii_uppercase):
+        return None
+    named = chosen_option(draft.gold, draft.choices) if isinstance(draft.answer, str) else None
+    place = int(draft.gold) if re.fullmatch("[0-9]{1,2}", draft.gold) else None
+    meant = [each for each in (named, place) if each is not None and each < len(draft.choices)]
+    if len(set(meant)) == 1:
+        draft.answer = ascii_uppercase[meant[0]]
     return None
 
 
@@ -153,13 +182,14 @@ def has_no_answer(draft: Draft) -> str | None:
 
 
 def is_no_choice(draft: Draft) -> str | None:
-    letters = {chr(ord("A") + i) for i in range(len(draft.choices))}
-    return None if draft.gold in letters else "answer is none of the choices"
+    return None if draft.gold in list(ascii_uppercase[: len(draft.choices)]) else "answer is none of the choices"
 
 
 def gather_choices(columns: Columns) -> Columns:
     """GPQA's four columns as one list, the right choice first: whoever asks must shuffle them."""
-    return {**columns, "choices": [str(columns.get(name, "")).strip() for name in GPQA_CHOICES], "answer": "A"}
+    if any(columns.get(name) is None for name in GPQA_CHOICES):
+        return columns
+    return {**columns, GATHERED: [str(columns[name]).strip() for name in GPQA_CHOICES], "answer": "A"}
 
 
 _GOLD = ("reward_model.ground_truth.target", "reward_model.ground_truth")
@@ -176,50 +206,52 @@ _TEXT = (remove_instruction, narrow_digits, unboxed, tidy_answer)
 
 LAYOUTS: dict[str, Layout] = {
     "plain": Layout({part: (part,) for part in ("problem", "answer", "id", "tier", "category")}),
-    "columns": Layout(_COLUMNS, _TEXT),
+    "columns": Layout(_COLUMNS, (*_TEXT, letter_of_choice)),
     "math": Layout(
         _WITH_SOLUTION,
         (*_TEXT, answer_in_solution, empty_box_is_zero, name_level, forget_solution),
         (has_no_answer,),
-        needs_answer=False,
+        needs=("problem",),
     ),
     "math500": Layout(_COLUMNS, (*_TEXT, name_level)),
-    "dapo": Layout(_COLUMNS, (*_TEXT, whole_number, suspect_float), (is_chinese, has_no_answer), duplicates="exact"),
+    "dapo": Layout(_COLUMNS, (*_TEXT, whole_number, suspect_float), (is_chinese, has_no_answer), ("problem",), "exact"),
     "amc23": Layout(_COLUMNS, (*_TEXT, whole_number)),
     "aime": Layout(_COLUMNS, (*_TEXT, whole_number, without_leading_zeros)),
     "hmmt": Layout(_COLUMNS, _TEXT),
     "minerva": Layout(
-        _WITH_SOLUTION, (*_TEXT, answer_in_solution, forget_solution), (has_no_answer,), needs_answer=False
+        _WITH_SOLUTION, (*_TEXT, answer_in_solution, forget_solution), (has_no_answer,), needs=("problem",)
     ),
     "gpqa_diamond": Layout(
         {
             "problem": ("Question",),
+            "choices": (GATHERED,),
             "answer": ("answer",),
-            "choices": ("choices",),
             "id": ("Record ID",),
             "category": ("High-level domain",),
             "tier": ("High-level domain",),
         },
+        needs=("problem", "answer", "choices"),
         duplicates="keep",
         prepare=gather_choices,
     ),
     "mmlu_pro": Layout(
         {
             "problem": ("question",),
-            "answer": ("answer",),
+            "answer": ("answer", "answer_index"),
             "choices": ("options",),
             "id": ("question_id",),
             "category": ("category",),
             "tier": ("category",),
             "solution": ("cot_content",),
         },
-        (letter_of_choice,),
+        (drop_fillers, unboxed, letter_of_choice),
         (is_no_choice,),
+        needs=("problem", "answer", "choices"),
         duplicates="keep",
     ),
     "alpaca_eval": Layout(
         {"problem": ("instruction",), "category": ("dataset",), "tier": ("dataset",)},
-        needs_answer=False,
+        needs=("problem",),
         duplicates="keep",
     ),
 }
@@ -231,7 +263,7 @@ def recognise(columns: Columns) -> str:
     source = str(columns.get("data_source", "")).lower()
     if names >= set(GPQA_CHOICES):
         return "gpqa_diamond"
-    if {"question", "options", "answer"} <= names:
+    if {"question", "options"} <= names and names & {"answer", "answer_index"}:
         return "mmlu_pro"
     if "instruction" in names and not names & {"answer", "problem"}:
         return "alpaca_eval"

@@ -5,7 +5,8 @@ Whether a part is right is the layouts' business (`layouts.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -13,19 +14,30 @@ import msgspec
 from spot_async.data.rows import Columns, Row
 from spot_async.errors import DataError
 from spot_async.types import Problem
-from spot_async.vocabulary import first_line
 
 Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution"]
+EXACT_FLOATS = 1e15  # whole floats below it are the integers they were
+SHOWN_CHARS = 80
 _ABSENT = object()
+_LABEL = (str | int | float | list[str], "text, a number or a list of texts")
+_ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
+    "problem": (str, "text, or chat messages with one of a user"),
+    "answer": (str | int | float, "text or a number"),
+    "id": (str | int | float, "text or a number"),
+    "tier": _LABEL,
+    "category": _LABEL,
+    "choices": (list[str | int | float], "a list of texts or numbers"),
+    "solution": (str, "text"),
+}
 
 
 class Draft(msgspec.Struct, kw_only=True):
     """What a row says of a problem, before anything is mended."""
 
     problem: str
-    answer: str | int = ""
-    id: str | int | None = None
-    tier: str | int | None = None
+    answer: str | int | float = ""
+    id: str | None = None
+    tier: str | None = None
     category: str | None = None
     choices: tuple[str, ...] = ()
     solution: str | None = None
@@ -33,55 +45,93 @@ class Draft(msgspec.Struct, kw_only=True):
     @property
     def gold(self) -> str:
         """The answer as text."""
-        return str(self.answer).strip()
+        return as_text(self.answer).strip()
 
     def finish(self, prefix: str, line: int) -> Problem:
         """The problem. Without an id it is called after its line."""
         return Problem(
-            id=prefix + (f"line-{line}" if self.id is None else str(self.id)),
+            id=prefix + (f"line-{line}" if self.id is None else self.id),
             text=self.problem,
             answer=self.gold,
-            tier=None if self.tier is None else str(self.tier),
+            tier=self.tier,
             category=self.category,
             choices=self.choices,
             solution=self.solution,
         )
 
 
+def as_text(value: str | int | float) -> str:
+    """3 for 3.0: programs that know no integer with gaps make floats of a whole column."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOATS:
+        return str(int(value))
+    return str(value)
+
+
 def read_draft(
-    row: Row, columns_of: Mapping[Part, tuple[str, ...]], chosen: Mapping[Part, str], key: str, *, needs_answer: bool
+    row: Row, columns_of: Mapping[Part, tuple[str, ...]], chosen: Mapping[Part, str], key: str, needs: Collection[Part]
 ) -> Draft:
-    """The parts of `row`, each from the first of its columns that is there; `chosen` ones must be there.
+    """The parts of `row`, each from the first of its columns that holds something; `chosen` columns must be there.
 
     Raises DataError naming the row and the part that is missing or of a wrong type.
     """
     parts: dict[str, Any] = {}
-    for part in columns_of.keys() | chosen.keys():
+    for part in dict.fromkeys([*columns_of, *chosen]):
         names = (chosen[part],) if part in chosen else columns_of[part]
-        value = next((found for name in names if (found := _look_up(row.columns, name)) is not _ABSENT), _ABSENT)
-        if value is _ABSENT:
-            if part in chosen:
-                raise DataError(
-                    f"{row.where}: no column {chosen[part]!r}, which {key}.fields.{part} names; {_has(row)}"
-                )
-            if part == "problem" or (part == "answer" and needs_answer):
-                raise DataError(f"{row.where}: no `{part}`; name its column in {key}.fields.{part}; {_has(row)}")
-            continue
-        parts[part] = _message(value) if part == "problem" else str(value) if isinstance(value, float) else value
+        found = {name: value for name in names if (value := _look_up(row.columns, name)) is not _ABSENT}
+        if not found and part in chosen:
+            raise DataError(f"{row.where}: no column {chosen[part]!r}, which {key}.fields.{part} names; {_has(row)}")
+        name = next((name for name, value in found.items() if not _is_empty(value)), None)
+        if name is not None:
+            parts[part] = _typed(part, found[name], name, row, key)
+        elif part in needs and found:
+            raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
+        elif part in needs:
+            raise DataError(
+                f"{row.where}: no `{part}`, for which this layout takes {' or '.join(map(repr, names))}; {_has(row)}: "
+                f"name its column in {key}.fields.{part}, or another {key}.layout"
+            )
+    return Draft(**parts)
+
+
+def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int | float | tuple[str, ...]:
+    """`value` of the column `name` as a draft holds `part`."""
+    types, words = _ACCEPTED[part]
     try:
-        return msgspec.convert(parts, Draft)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{row.where}: {first_line(error)}") from None
+        found = msgspec.convert(_message(value) if part == "problem" else value, types)
+    except msgspec.ValidationError:
+        raise DataError(
+            f"{row.where}: column {name!r} is {_shortened(repr(value))}, but `{part}` is {words}; name another in "
+            f"{key}.fields.{part}, or correct the file"
+        ) from None
+    if part == "answer":
+        return found  # type: ignore[no-any-return]  # a number may be the place of a choice
+    if not isinstance(found, list):
+        return as_text(found)
+    texts = tuple(map(as_text, found))
+    return texts if part == "choices" else ", ".join(texts)  # a problem of two kinds is a kind of its own
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
+
+
+def _is_empty(value: Any) -> bool:
+    """Null, and what programs write for it: an empty cell or list, and NaN, which is the answer to no problem."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return value is None or value == [] or (isinstance(value, str) and value.strip().lower() in ("", "nan"))
 
 
 def _look_up(columns: Columns, name: str) -> Any:
-    """The value of a column, or of `b` inside `a` for `a.b`. One that is null is as good as not there."""
+    """The value of a column, or of `b` inside `a` for `a.b`."""
     value: Any = columns.get(name, _ABSENT)
     if value is _ABSENT and "." in name:
         head, _, rest = name.partition(".")
         inside = columns.get(head)
-        value = _look_up(inside, rest) if isinstance(inside, dict) else _ABSENT
-    return _ABSENT if value is None else value
+        if isinstance(inside, dict):
+            return _look_up(inside, rest)
+        return None if head in columns and inside is None else _ABSENT
+    return value
 
 
 def _message(value: Any) -> Any:
@@ -93,4 +143,5 @@ def _message(value: Any) -> Any:
 
 
 def _has(row: Row) -> str:
-    return f"the row has {', '.join(row.columns) or 'no columns'}"
+    names = (name if name.isprintable() else repr(name) for name in row.columns)
+    return f"the row has {', '.join(names) or 'no columns'}"

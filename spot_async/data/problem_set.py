@@ -14,6 +14,8 @@ from spot_async.errors import DataError
 from spot_async.types import Problem
 from spot_async.verification.normalization import normalize_answer
 
+OWN_COLUMNS = {"problem", "answer", "choices", "solution"}  # whoever names one of these has no well-known file
+
 
 @dataclass
 class ProblemSet:
@@ -60,10 +62,15 @@ def load_problem_set(settings: ProblemSetConfig, key: str) -> ProblemSet:
         if group.is_contradicted:
             continue
         if (other := where_of_id.setdefault(problem.id, where)) != where:
-            raise DataError(f"{where}: id {problem.id!r} was used in {other} already")
+            raise DataError(
+                f"{key}: {where}: id {problem.id!r} was used in {other} already; correct it, or name another column in "
+                f"{key}.fields.id"
+            )
         found.problems.append(problem)
     if not found.problems:
-        raise DataError(f"{', '.join(settings.paths)}: no problems in it")
+        reasons = ", ".join(f"{why} {rows}" for why, rows in found.dropped.items())
+        dropped = f", layout {', '.join(dict.fromkeys(found.layouts))}: {reasons}" if reasons else ""
+        raise DataError(f"{key}: {', '.join(settings.paths)}: no problems in {found.read} rows{dropped}")
     return found
 
 
@@ -103,18 +110,21 @@ def _read(settings: ProblemSetConfig, key: str, found: ProblemSet) -> Iterator[t
 def _layout_of(settings: ProblemSetConfig, row: Row) -> str:
     if settings.layout != "auto":
         return settings.layout
-    return "columns" if settings.fields else recognise(row.columns)
+    return "columns" if settings.fields.keys() & OWN_COLUMNS else recognise(row.columns)
 
 
 def _problem(
     row: Row, layout: Layout, prefix: str, settings: ProblemSetConfig, key: str, found: ProblemSet
 ) -> Problem | None:
     row = row._replace(columns=layout.prepare(row.columns))
-    draft = read_draft(row, layout.columns_of, settings.fields, key, needs_answer=layout.needs_answer)
+    draft = read_draft(row, layout.columns_of, settings.fields, key, layout.needs)
     found.mended.update(done for mend in layout.mends if (done := mend(draft)))
     if reason := next((reason for refuses in layout.refusals if (reason := refuses(draft))), None):
         found.dropped[reason] += 1
         return None
-    if not draft.problem.strip() or (layout.needs_answer and not draft.gold):
-        raise DataError(f"{row.where}: `{'answer' if draft.problem.strip() else 'problem'}` is empty")
+    if not draft.problem.strip() or ("answer" in layout.needs and not draft.gold):
+        raise DataError(
+            f"{row.where}: `{'answer' if draft.problem.strip() else 'problem'}` is empty once what surrounds it is "
+            "removed; correct or remove the row"
+        )
     return draft.finish(prefix, row.number)

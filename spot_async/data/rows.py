@@ -5,9 +5,11 @@ A row comes with the place it was read from, so that whatever is wrong with it l
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from spot_async.config import ProblemSetConfig
+from spot_async.data.hub import read_hub
 from spot_async.errors import DataError
 from spot_async.vocabulary import first_line
 
@@ -35,22 +38,31 @@ def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
     Raises DataError for what cannot be read, naming the place.
     """
     file = Path(path)
-    suffix = Path(path.removesuffix(".gz")).suffix.lower()
+    suffix = Path(path.lower().removesuffix(".gz")).suffix
     read = _READERS.get(suffix)
     if read is None:
         if file.exists() or path.count("/") != 1 or suffix:
             known = ", ".join(_READERS)
             raise DataError(f"{key}: {path}: neither a file that ends in {known} (or .gz) nor `owner/name` on the hub")
-        yield from _read_hub(path, settings, key)
+        for number, columns in enumerate(read_hub(path, settings, key), start=1):
+            yield Row(f"{path}: row {number}", number, columns)
         return
     if stray := [name for name in ("subset", "split", "revision") if getattr(settings, name) is not None]:
         raise DataError(f"{key}.{stray[0]}: {path} is a file; only data sets on the hub have one")
     try:
         content = file.read_bytes()
-        content = gzip.decompress(content) if file.suffix == ".gz" else content
-    except (OSError, EOFError) as error:
-        raise DataError(f"{key}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    yield from read(path, content)
+    except OSError as error:
+        raise DataError(f"{key}: cannot read {path}: {error.strerror}") from None
+    if file.suffix.lower() == ".gz":
+        content = _decompress(content, path, key)
+    yield from read(path, content.removeprefix(codecs.BOM_UTF8))
+
+
+def _decompress(content: bytes, path: str, key: str) -> bytes:
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{key}: {path} is damaged or cut short: {first_line(error)}; get it again") from None
 
 
 def _read_jsonl(path: str, content: bytes) -> Iterator[Row]:
@@ -78,7 +90,7 @@ def _read_json(path: str, content: bytes) -> Iterator[Row]:
 def _read_csv(path: str, content: bytes) -> Iterator[Row]:
     csv.field_size_limit(1 << 24)  # the default of 128 KiB is less than some solutions
     try:
-        rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+        rows = csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True)
         for number, columns in enumerate(rows, start=1):
             where = f"{path}:{rows.line_num}"
             if None in columns or None in columns.values():
@@ -99,25 +111,8 @@ def _read_parquet(path: str, content: bytes) -> Iterator[Row]:
             for columns in batch.to_pylist():
                 number += 1
                 yield Row(f"{path}: row {number}", number, columns)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # OSError: what it says of damaged pages
         raise DataError(f"{path}: not valid Parquet: {first_line(error)}") from None
-
-
-def _read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
-    import datasets  # slow to import
-
-    try:
-        found = datasets.load_dataset(
-            name, name=settings.subset, split=settings.split, revision=settings.revision, trust_remote_code=False
-        )
-    except Exception as error:  # noqa: BLE001 - whatever the hub, the network and a data set's files may raise
-        raise DataError(f"{key}: cannot load {name}, no file here, from the hub: {first_line(error)}") from None
-    if isinstance(found, dict):
-        if len(found) > 1:
-            raise DataError(f"{key}.split: required for {name}, one of: {', '.join(map(str, found))}")
-        (found,) = found.values()
-    for number, columns in enumerate(found, start=1):
-        yield Row(f"{name}: row {number}", number, dict(columns))
 
 
 def _decode(content: bytes, where: str, kind: Any) -> Any:

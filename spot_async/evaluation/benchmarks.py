@@ -5,18 +5,21 @@ Everything here is read from files before anything starts. Evaluation always use
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings
+from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
+from spot_async.config_evaluation import ALL_TIERS
 from spot_async.data import load_problem_set
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, order_choices, with_options
 from spot_async.model_files import ModelFiles
 from spot_async.prompts import PromptRenderer, PromptSource
 from spot_async.types import Problem
 
 ONLY = "problems"  # what the set of `evaluation.problems` is called
+EXAMPLES = BenchmarkConfig.model_fields["example_count"].default  # the paper's
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Benchmark:
     verifier: PluginSettings | None  # None where nothing is judged
     writes_outputs: bool = False  # a file for AlpacaEval's own tool
     in_macro: bool = True
-    note: str | None = None  # how it is judged, where that is special
+    note: str | None = None  # what is special about it
     counts: Mapping[str, int] = field(default_factory=dict)  # of its rows: read, dropped by reason
+    reads_clock: bool = False  # whether the prompts have today's date in them
 
     @property
     def key(self) -> str:
@@ -50,13 +54,19 @@ def _plan(
 ) -> Benchmark:
     key = evaluation.key_of(name)
     found = load_problem_set(settings, key)
+    if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
+        raise DataError(
+            f"{key}: problem {named_all.id!r} has the tier {ALL_TIERS!r}, as results call all problems: rename it, or "
+            f"choose another column with {key}.fields.tier"
+        )
     is_judged = settings.format != "alpaca_eval"
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
     native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
     prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems, settings, evaluation.seed, key)
-    sources = _rendered(problems, PromptRenderer(student.vocabulary, prompt), student, max_tokens, key)
+    renderer = PromptRenderer(student.vocabulary, prompt)
+    sources = _rendered(problems, renderer, student, max_tokens, key)
     return Benchmark(
         name=name,
         sources=sources,
@@ -65,8 +75,9 @@ def _plan(
         verifier=settings.verifier_of(evaluation) if is_judged else None,
         writes_outputs=not is_judged,
         in_macro=settings.in_macro,
-        note=_note(settings, evaluation),
+        note=_note(settings, evaluation, config.prompt),
         counts=found.counts,
+        reads_clock=renderer.reads_clock(problems[0]),
     )
 
 
@@ -99,17 +110,49 @@ def _rendered(
     return sources
 
 
-def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig) -> str | None:
-    """What people who compare figures must know."""
+def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: PromptConfig) -> str | None:
+    """What people who compare figures must know: what its format brings, and what it sets otherwise than the others."""
+    facts, changes = _facts(settings, evaluation), _changes(settings, evaluation, prompt)
+    if changes and evaluation.preset is not None:
+        changes[0] = f"not as preset {evaluation.preset}: {changes[0]}"
+    return "; ".join([*facts, *changes]) or None
+
+
+def _facts(settings: BenchmarkConfig, evaluation: EvaluationConfig) -> list[str]:
     if settings.format == "alpaca_eval":
-        return "not judged here: outputs for its own tool"
-    verifier = settings.verifier_of(evaluation)
-    usual = evaluation.verifier.model_dump(mode="json")
-    special = {name: value for name, value in verifier.model_dump(mode="json").items() if usual.get(name) != value}
-    if not special:
-        return None
-    kind = special.pop("kind", verifier.kind)
-    defaults = type(verifier)(kind=verifier.kind).model_dump(mode="json")
-    return ", ".join(
-        [f"judged by {kind}", *(f"{name} {value}" for name, value in special.items() if value != defaults.get(name))]
-    )
+        return ["not judged here: outputs for its own tool"]
+    if settings.format == "boxed":
+        return []
+    judged = settings.verifier_of(evaluation)
+    return [
+        *([_judged_by(judged)] if settings.verifier is None and judged.kind != evaluation.verifier.kind else []),
+        *([] if settings.examples is None else [f"worked examples ({settings.example_count})"]),
+        *([] if settings.order_choices else ["options in the file's order"]),
+    ]
+
+
+def _changes(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: PromptConfig) -> list[str]:
+    is_judged = settings.format != "alpaca_eval"
+    changes = []
+    if is_judged and settings.instruction not in (None, prompt.instruction):
+        changes.append(f"instruction {json.dumps(settings.instruction, ensure_ascii=False)}")
+    changes += [
+        f"{name} {own} instead of {usual}"
+        for name, own, usual in (
+            ("samples", settings.samples if is_judged else None, evaluation.samples),
+            ("max_response_tokens", settings.max_response_tokens, evaluation.max_response_tokens),
+            ("example_count", settings.example_count if settings.examples else None, EXAMPLES),
+        )
+        if own is not None and own != usual
+    ]
+    if settings.verifier is not None:
+        usual_verifier = settings.model_copy(update={"verifier": None}).verifier_of(evaluation)
+        if settings.verifier.that_decide() != usual_verifier.that_decide():
+            changes.append(_judged_by(settings.verifier))
+    return changes
+
+
+def _judged_by(verifier: PluginSettings) -> str:
+    """With the settings that may change verdicts, where they are not that verifier's defaults."""
+    special = verifier.model_dump(mode="json", exclude_defaults=True, exclude={"kind", *verifier.WITHOUT_EFFECT})
+    return ", ".join([f"judged by {verifier.kind}", *(f"{name} {value}" for name, value in special.items())])

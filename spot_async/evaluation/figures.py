@@ -52,7 +52,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 class BenchmarkFigures(Figures, frozen=True, kw_only=True):
     """Of one benchmark."""
 
-    note: str | None = None  # how it was judged, where that is special; belongs beside the figures
+    note: str | None = None  # what is special about it; belongs beside the figures
     tiers: dict[str, Figures] = {}  # of the parts that its problems name
     correct: dict[str, int] = {}  # correct responses of each problem (of `samples`), by its id
 
@@ -93,7 +93,7 @@ def read_figures(path: Path) -> EvaluationFigures:
         return msgspec.json.decode(data, type=EvaluationFigures)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no evaluation.json: {first_line(error)}") from None
 
 

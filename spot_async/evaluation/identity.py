@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spot_async.config import Config, PluginSettings
+from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import Identity
 
 BLOCK_BYTES = 1 << 16
 BLOCKS = 64  # of one file that are looked at: training changes all of a model's weights
-_WITHOUT_EFFECT = {"workers", "cache_entries"}  # of a verifier's settings, on its verdicts
 
 
 def identity_of(config: Config, benchmarks: Sequence[Benchmark], model: Path) -> Identity:
@@ -42,7 +41,7 @@ def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, An
         settings |= {
             f"{each.key}.samples": each.samples,
             f"{each.key}.max_response_tokens": each.max_response_tokens,
-            f"{each.key}.verifier": None if each.verifier is None else _plain(each.verifier),
+            f"{each.key}.verifier": None if each.verifier is None else each.verifier.that_decide(),
             f"{each.key}.prompts": prompts_fingerprint(each),
         }
     return settings
@@ -77,8 +76,3 @@ def model_fingerprint(directory: Path) -> str:
     except OSError as error:
         raise DataError(f"{directory}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()[:16]
-
-
-def _plain(settings: PluginSettings) -> dict[str, Any]:
-    values: dict[str, Any] = settings.model_dump(mode="json")
-    return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}

@@ -11,13 +11,14 @@ import structlog
 
 from spot_async import registry
 from spot_async.config import Config
+from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import read_figures
 from spot_async.evaluation.formats import outputs_of
 from spot_async.evaluation.identity import identity_of, settings_fingerprint
 from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, write_whole
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.evaluation.runner import evaluate
+from spot_async.evaluation.runner import collected, evaluate
 from spot_async.monitoring import Phases
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool
@@ -98,8 +99,14 @@ def write_files(
             outputs = outputs_of(problems, texts, generator=weights.name, dataset=benchmark.name)
             name = f"{file_stem(when)}-outputs-{benchmark.name}.json"
             write_whole(directory, name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n")
+    write_figures(directory, when, weights, result, identity)
+
+
+def write_figures(
+    directory: RunDirectory, when: str, weights: Path, result: EvaluationResult, identity: Identity
+) -> None:
     figures = result.evaluation_figures(
-        model=str(weights),
+        model=str(weights.resolve()),  # `RUN/student` will be another one tomorrow
         model_fingerprint=identity.model,
         settings=identity.settings,
         settings_fingerprint=settings_fingerprint(identity.settings),
@@ -109,15 +116,31 @@ def write_files(
     )
 
 
+def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:
+    """Of an evaluation that is complete: figures for the k that are asked for now, from its responses.
+
+    Raises DataError where those are damaged.
+    """
+    assert config.evaluation is not None
+    log = ResponseLog(directory, f"{file_stem('')}.jsonl", identity_of(config, benchmarks, weights))
+    judged = log.read_complete()
+    if len(judged) != (wanted := sum(len(each.sources) * each.samples for each in benchmarks)):
+        raise DataError(f"{directory.path / file_stem('')}.jsonl holds {len(judged)} responses, not {wanted}")
+    result = collected(benchmarks, judged, config.evaluation.pass_k)
+    write_figures(directory, "", weights, result, log.identity)
+
+
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:
     """Whether the directory holds the whole evaluation already.
 
-    Raises DataError where it holds that of another model or of other settings.
+    Raises DataError where it holds one, or a part of one, of another model or of other settings.
     """
+    wanted = identity_of(config, benchmarks, weights)
     path = directory.path / f"{file_stem('')}.json"
     if not path.exists():
+        ResponseLog(directory, f"{file_stem('')}.jsonl", wanted).check()
         return False
-    found, wanted = read_figures(path), identity_of(config, benchmarks, weights)
+    found = read_figures(path)
     identity = Identity(model=found.model_fingerprint, backend=wanted.backend, settings=found.settings)
     check_same(identity, wanted, str(path))
     return True

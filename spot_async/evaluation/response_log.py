@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -113,7 +114,7 @@ class ResponseLog:
         """`name` is that of the complete file."""
         self._directory = directory
         self._name, self._partial = name, f"{name}.partial"
-        self._identity = identity
+        self.identity = identity
         self._unsynced = 0
 
     def open(self) -> dict[ResponseKey, JudgedResponse]:
@@ -125,12 +126,21 @@ class ResponseLog:
         data = path.read_bytes() if path.exists() else b""
         found = read_partial(data, str(path))
         if found.identity is not None:
-            check_same(found.identity, self._identity, str(path))
+            check_same(found.identity, self.identity, str(path))
         if found.whole_bytes < len(data):
             os.truncate(path, found.whole_bytes)
         if found.identity is None:
-            self._directory.append(self._partial, [self._identity])
+            self._directory.append(self._partial, [self.identity])
         return {response.key: response for response in reversed(found.responses)}  # of equal ones the first
+
+    def check(self) -> None:
+        """Raises DataError where what is there belongs to another model or other settings, by its first line."""
+        path = self._directory.path / self._partial
+        if path.exists():
+            with path.open("rb") as file:
+                found = read_partial(file.readline(), str(path)).identity
+            if found is not None:
+                check_same(found, self.identity, str(path))
 
     async def append(self, response: JudgedResponse) -> None:
         """One more; it outlives this process at once, and the machine with the next SYNC_EVERY of them."""
@@ -144,6 +154,16 @@ class ResponseLog:
         """Write the complete file, in the order given."""
         write_whole(self._directory, self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in responses))
 
+    def read_complete(self) -> dict[ResponseKey, JudgedResponse]:
+        """The complete file. Raises DataError where it is gone, or with the line that is damaged."""
+        path = self._directory.path / self._name
+        try:
+            lines = enumerate(path.read_bytes().splitlines(), start=1)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        responses = [_decode(line, JudgedResponse, f"{path}:{number}") for number, line in lines]
+        return {response.key: response for response in responses}
+
     def discard_partial(self) -> None:
         """Once all that is made of the responses is written."""
         (self._directory.path / self._partial).unlink(missing_ok=True)
@@ -155,6 +175,12 @@ class ResponseLog:
                 os.fsync(file.fileno())
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def count_kept(path: Path) -> int:
+    """Responses in the file that the complete file `path` has before it is complete."""
+    partial = path.with_name(f"{path.name}.partial")
+    return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 
 
 def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.config_evaluation import ALL_TIERS, MACRO
 from spot_async.evaluation.figures import (
     BenchmarkFigures,
     Estimate,
@@ -25,9 +26,6 @@ from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_pr
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.types import BoolArray, Verdict
 
-ALL_TIERS = "all"
-MACRO = "macro"
-
 
 @dataclass(frozen=True)
 class BenchmarkResult:
@@ -39,7 +37,7 @@ class BenchmarkResult:
     pass_k: tuple[int, ...] = ()  # that its figures have besides the number of samples
     is_judged: bool = True
     in_macro: bool = True
-    note: str | None = None  # how it was judged, where that is special
+    note: str | None = None  # what is special about it
 
     @property
     def correct(self) -> BoolArray:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from spot_async.actor import Stage
 from spot_async.config import EvaluationConfig
+from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
@@ -48,6 +49,8 @@ async def evaluate(
 
     Of `known` responses none is asked for again; each new one is given to `keep`. `on_progress(finished, total)` is
     called after each response, `on_stages` once before.
+
+    Raises what a request failed with, in a group; `BudgetSpentError` only once all that is paid for is kept.
     """
 
     def stage(name: str, service: S | ServicePool[S]) -> Stage[S]:
@@ -73,9 +76,15 @@ async def evaluate(
     ]
     jobs = iter([job for job in every if _key(benchmarks, job) not in judged])
 
+    spent: list[BudgetSpentError] = []
+
     async def work(jobs: Iterator[Job]) -> None:
         for job in jobs:
-            response = await judge(job)
+            try:
+                response = await judge(job)
+            except BudgetSpentError as error:
+                spent.append(error)
+                return
             await keep(response)
             judged[response.key] = response
             on_progress(len(judged), len(every))
@@ -115,6 +124,8 @@ async def evaluate(
     async with asyncio.TaskGroup() as group:
         for _ in range(min(config.concurrency, len(every))):
             group.create_task(work(jobs))
+    if spent:
+        raise spent[0]
     return collected(benchmarks, judged, config.pass_k)
 
 

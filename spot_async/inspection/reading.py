@@ -129,6 +129,10 @@ class RunFiles:
         except msgspec.MsgspecError as error:
             raise DataError(f"{path}: {error}") from None
 
+    def spending(self) -> list[dict[str, Any]]:
+        """What endpoints with prices were paid so far, as it was written: `spending/records.py` says what rows hold."""
+        return list(_lines(self.path / "spending.jsonl", dict[str, Any]))
+
     def dead_letters(self) -> list[DeadLetter]:
         """Prompts given up, in the order in which they were."""
         return list(_lines(self.path / FILE_NAME, DeadLetter))

@@ -21,10 +21,10 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.mailbox import Mailbox
-from spot_async.protocols import RateLimit
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
+from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import WeightVersion
 
 HTTP_ERROR = 400
@@ -33,7 +33,7 @@ HTTP_ERROR = 400
 class Dispatcher(Generic[B]):
     """Of one role. `version` is what requests are for; replicas that hold another get none."""
 
-    def __init__(self, replicas: list[Replica[B]], rate_limit: RateLimit | None) -> None:
+    def __init__(self, replicas: list[Replica[B]], rate_limit: RateLimiter | None) -> None:
         self.version: WeightVersion | None = None
         self._replicas = replicas
         self._rate_limit = rate_limit
@@ -53,8 +53,7 @@ class Dispatcher(Generic[B]):
         if lease is None:
             lease = await self._wait(errand)
             if errand.is_convicted:  # by what became of its last server meanwhile
-                lease.give_back()
-                self.admit()
+                self._give_back(lease)
                 errand.check()
         return lease
 
@@ -88,8 +87,7 @@ class Dispatcher(Generic[B]):
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it was granted as we were cancelled: pass it on
-                turn.result().give_back()
-                self.admit()
+                self._give_back(turn.result())
             raise
         finally:
             self._mailbox.discard(ticket)
@@ -113,8 +111,19 @@ class Dispatcher(Generic[B]):
             if delay_s > 0:
                 self._admit_in(delay_s)
                 return None
-            self._rate_limit.take(now_s, errand.tokens)
-        return HeldLease(replica, errand, now_s, self._released)
+        grant = None if self._rate_limit is None else self._rate_limit.grant(errand.tokens)
+        return HeldLease(replica, errand, now_s, self._released, grant=grant)
+
+    def _give_back(self, lease: HeldLease[B]) -> None:
+        """Of a lease that nobody came for."""
+        lease.give_back()
+        self._forgo(lease)
+        self.admit()
+
+    def _forgo(self, lease: HeldLease[B]) -> None:
+        """The room under the rate limit that nothing was sent in."""
+        if self._rate_limit is not None and lease.grant is not None:
+            self._rate_limit.give_back(lease.grant)
 
     def _admit_in(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -140,6 +149,7 @@ class Dispatcher(Generic[B]):
             lease.errand.failed_on.add(lease.replica)
         if not lease.was_revoked:
             self._learn(lease, error)
+        self._forgo(lease)
         self.admit()
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:

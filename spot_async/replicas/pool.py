@@ -13,7 +13,7 @@ from typing import Generic, Self
 from spot_async.concurrency import gather
 from spot_async.config import ServingConfig
 from spot_async.errors import RequestError, SpotError
-from spot_async.protocols import RateLimit, Sleeper
+from spot_async.protocols import Sleeper
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.replicas.dispatcher import Dispatcher
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
@@ -21,6 +21,7 @@ from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_
 from spot_async.replicas.service_pool import Errand, Lease
 from spot_async.replicas.supervisor import CAPABILITIES_TIMEOUT_S, Supervisor
 from spot_async.replicas.weights import Weights
+from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
 
 LAST_SLEEP_TIMEOUT_S = 30.0  # of a server in trouble
@@ -39,7 +40,7 @@ class ReplicaPool(Generic[B]):
         serving: ServingConfig | None = None,
         *,
         are_ours: bool = True,
-        rate_limit: RateLimit | None = None,
+        rate_limit: RateLimiter | None = None,
     ) -> None:
         """`factories`, by the replica's name, make a backend that is not entered yet; entering a new one starts its
         server again, or attaches to it. `are_ours`: they start servers, and each start counts as a restart."""

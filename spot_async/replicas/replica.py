@@ -19,6 +19,7 @@ from spot_async.protocols import Backend, TrafficSource
 from spot_async.replicas.concurrency_limit import ConcurrencyLimit
 from spot_async.replicas.life_cycle import IN_ROTATION, LifeCycle, State
 from spot_async.replicas.service_pool import Errand
+from spot_async.spending.rate_limit import LEASED, Grant
 from spot_async.types import Capabilities, Traffic, WeightVersion
 
 B = TypeVar("B", bound=Backend)
@@ -245,7 +246,9 @@ class HeldLease(Generic[B]):
         "_released",
         "_replica",
         "_timeout",
+        "_was_leased",
         "errand",
+        "grant",
         "granted_s",
         "is_request",
         "service",
@@ -260,13 +263,15 @@ class HeldLease(Generic[B]):
         released: Callable[[HeldLease[B], BaseException | None], None] = lambda lease, error: None,
         *,
         is_request: bool = True,
+        grant: Grant | None = None,
     ) -> None:
         """`released` is told what the request ended with; None: it was answered. Work of the pool's own, such as a
-        weight update, is no request, and is not limited."""
+        weight update, is no request, and is not limited. `grant` is the room that a rate limit keeps for it."""
         self.service = replica.backend
         self.errand = errand
         self.granted_s = now_s
         self.is_request = is_request
+        self.grant = grant
         self.work = errand.tokens
         self._replica = replica
         self._released = released
@@ -303,6 +308,7 @@ class HeldLease(Generic[B]):
             raise error
         await self._timeout.__aenter__()
         self._is_entered = True
+        self._was_leased = LEASED.set(self.grant)
         return self.service
 
     async def __aexit__(
@@ -315,6 +321,7 @@ class HeldLease(Generic[B]):
             raise error from None
         finally:
             self._is_entered = False
+            LEASED.reset(self._was_leased)
             self._end(error)
 
     def _given_up(self) -> TransientError:

@@ -16,7 +16,7 @@ import msgspec
 
 from spot_async.errors import BudgetSpentError, DeadlineExceededError, PermanentError, ThrottledError
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
-from spot_async.spending.rate_limit import RateLimiter
+from spot_async.spending.rate_limit import LEASED, Grant, RateLimiter
 
 FREE = Prices()
 
@@ -102,15 +102,16 @@ class Account:
         `DeadlineExceededError` else.
         """
         async with _leaves_by(deadline, self._no_turn()):
-            taken = await self._turn(server, rate_limit, size.counted.tokens, deadline)
+            grant = await self._turn(server, rate_limit, size.counted.tokens, deadline)
         at_most = size.at_most
         money = (self.prices or FREE).highest_cost(at_most)
         try:
             async with _leaves_by(deadline, self._no_room()):
                 await self._reserve(money, at_most.tokens)
         except BaseException:
-            rate_limit.settle(asyncio.get_running_loop().time(), taken=taken, used=0)
+            rate_limit.give_back(grant)
             raise
+        rate_limit.send(asyncio.get_running_loop().time(), grant)
         charge = Charge(size)
         ledger = self.ledgers.setdefault(server, Ledger())
         try:
@@ -121,7 +122,7 @@ class Account:
             raise
         else:
             used = self._book(ledger, charge)
-            rate_limit.settle(asyncio.get_running_loop().time(), taken=taken, used=used.tokens)
+            rate_limit.settle(asyncio.get_running_loop().time(), taken=grant.tokens, used=used.tokens)
         finally:
             ledger.requests += 1
             ledger.sent_bytes += charge.sent_bytes
@@ -129,25 +130,22 @@ class Account:
             self._reserved_tokens -= at_most.tokens
             self._settled.set()
 
-    async def _turn(self, server: str, rate_limit: RateLimiter, tokens: int, deadline: float | None) -> int:
-        """Wait for it, unless it was granted already; returns the tokens that were taken for it."""
-        taken = rate_limit.claim()
-        if taken is not None:
-            return taken
+    async def _turn(self, server: str, rate_limit: RateLimiter, tokens: int, deadline: float | None) -> Grant:
+        """The lease's, for the first request that is sent under it; others wait for one of their own."""
+        leased = rate_limit.claim(LEASED.get())
+        if leased is not None:
+            return leased
         loop = asyncio.get_running_loop()
         while True:
             delay_s = rate_limit.delay_s(loop.time(), tokens)
             if delay_s <= 0:
-                break
+                return rate_limit.grant(tokens)
             held_s = rate_limit.held_s(loop.time())
             if deadline is not None and held_s > 0 and loop.time() + held_s >= deadline:
                 told = ThrottledError(f"{server}: asked to be left alone for another {held_s:,.0f} s", held_s)
                 told.was_sent = False
                 raise told
             await asyncio.sleep(delay_s)
-        rate_limit.take(loop.time(), tokens)
-        rate_limit.claim()
-        return tokens
 
     async def _reserve(self, money: float, tokens: int) -> None:
         """Waits while only what is in flight, which may turn out cheaper, stands in the way."""

@@ -1,6 +1,6 @@
 """What a run keeps on each GPU while it samples and while it trains. Estimates from sizes; nothing is measured here.
 
-The trainer (ranks on devices 0, 1, ...) holds the whole student on every rank: it replicates, it does not shard.
+The trainer's ranks are on devices 0, 1, ...; each holds the whole student, or its part where the student is sharded.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from spot_async.spending.model_size import ModelSize
 
 GIB = float(1 << 30)
 DEVICE_GIB = 80.0  # of the GPUs that the recipes are for
-USABLE = 0.95  # of it: the allocator's gaps, the driver and what is not counted here have the rest
+USABLE_GIB = 0.95 * DEVICE_GIB  # the allocator's gaps, the driver and what is not counted here have the rest
 CONTEXT_GIB = 0.8  # of a process on a device: CUDA, libraries, NCCL
 WORKSPACE_GIB = 2.0  # of a server beside weights and cache: activations, graphs
 LOGITS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
 STATE_BYTES = {"weights": 4, "gradients": 4, "optimiser": 8}  # a parameter, in float32: AdamW has two moments
-CAST_BYTES = 2  # a parameter, in bfloat16, while a forward and backward pass lasts
+GATHERED_LAYERS = 2  # while a sharded trainer computes: this layer and the next one, which comes in meanwhile
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TrainerMemory:
     weights: float
     gradients: float
     optimiser: float
-    cast: float
+    copies: float  # to compute with: all in bfloat16; or those gathered from other ranks, and gradients to sum
     activations: float  # of one forward pass
 
     @property
@@ -36,18 +36,33 @@ class TrainerMemory:
 
     @property
     def training(self) -> float:
-        return self.resting + self.cast + self.activations + LOGITS_GIB
+        return self.resting + self.copies + self.activations + LOGITS_GIB
 
 
-def trainer_memory(student: ModelSize, *, micro_batch_tokens: int, longest_tokens: int, is_cast: bool) -> TrainerMemory:
-    """`longest_tokens`: a sequence longer than a micro-batch is one by itself."""
+def trainer_memory(
+    student: ModelSize,
+    *,
+    micro_batch_tokens: int,
+    longest_tokens: int,
+    is_bfloat16: bool,
+    shards: int | None = None,
+    is_recomputed: bool = False,
+) -> TrainerMemory:
+    """`longest_tokens`: a sequence longer than a micro-batch is one by itself.
+
+    `shards`: ranks that hold a part each; None where each holds the whole student.
+    """
     tokens = max(micro_batch_tokens, longest_tokens)
-    state = {name: size * student.parameters / GIB for name, size in STATE_BYTES.items()}
-    return TrainerMemory(
-        **state,
-        cast=CAST_BYTES * student.parameters / GIB if is_cast else 0.0,
-        activations=tokens * student.activation_bytes_per_token / GIB,
-    )
+    state = {name: size * student.parameters / (shards or 1) / GIB for name, size in STATE_BYTES.items()}
+    width = 2 if is_bfloat16 else 4
+    if shards is not None:
+        # Whole gradients, of the outer parameters and of a layer, and the float32 copies that are summed over ranks.
+        gathered = student.outer_parameters + GATHERED_LAYERS * student.layer_parameters
+        copies = width * gathered + (width + 4) * (student.outer_parameters + student.layer_parameters)
+    else:
+        copies = width * student.parameters if is_bfloat16 else 0
+    per_token = student.activation_bytes_per_token(is_autocast=shards is None, is_recomputed=is_recomputed)
+    return TrainerMemory(**state, copies=copies / GIB, activations=tokens * per_token / GIB)
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ class DeviceMemory:
 
     @property
     def fits(self) -> bool:
-        return max(self.sampling, self.training) <= USABLE * DEVICE_GIB
+        return max(self.sampling, self.training) <= USABLE_GIB
 
 
 def per_device(servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int) -> list[DeviceMemory]:

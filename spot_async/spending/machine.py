@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config, ModelConfig, TrainingConfig
 from spot_async.inspection.reading import RunFiles
 from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.spending.device_memory import (
     DEVICE_GIB,
-    USABLE,
+    USABLE_GIB,
     DeviceMemory,
     ServerOnDevice,
     TrainerMemory,
@@ -77,6 +77,7 @@ class MachineEstimate:
     at_most: Load
     student_parameters: int
     assumption: str
+    training: TrainingConfig
 
 
 def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = None) -> MachineEstimate | None:
@@ -94,7 +95,9 @@ def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = Non
         student,
         micro_batch_tokens=training.micro_batch_tokens,
         longest_tokens=config.sampling.max_prompt_tokens + longest,
-        is_cast=training.dtype == "bfloat16",
+        is_bfloat16=training.dtype == "bfloat16",
+        shards=training.ranks if training.sharding == "fsdp2" else None,
+        is_recomputed=training.recompute_layers,
     )
     rows = () if earlier is None else RunFiles(earlier).metrics()
     measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)
@@ -109,6 +112,7 @@ def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = Non
         student_parameters=student.parameters,
         assumption=f"responses of {expected:.0f} tokens, "
         + ("as in the run given" if measured is not None else f"half of sampling.max_response_tokens={longest}"),
+        training=training,
     )
 
 
@@ -191,7 +195,8 @@ class _Loads:
                 work.trained,
                 self._sizes["student"],
                 ranks=config.training.ranks,
-                is_recomputed=config.training.behavior == "recomputed",
+                recomputes_behavior=config.training.behavior == "recomputed",
+                recomputes_layers=config.training.recompute_layers,
             )
             / 3600,
             evaluation_h=0.0
@@ -233,12 +238,22 @@ def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
 def misfits(estimate: MachineEstimate) -> list[str]:
     """A line for each device that is too small."""
     return [
-        f"device {each.device} would need {max(each.sampling, each.training):.0f} GiB, and "
-        f"{USABLE * DEVICE_GIB:.0f} are safe: lower training.micro_batch_tokens or a memory_fraction. The trainer "
-        f"keeps the whole student on each rank ({estimate.trainer.resting:.0f} GiB at rest): sharding is not built yet"
+        f"device {each.device} would need {max(each.sampling, each.training):.0f} GiB, and {USABLE_GIB:.0f} are safe: "
+        + ", or ".join(_remedies(each, estimate.training))
         for each in estimate.devices
         if not each.fits
     ]
+
+
+def _remedies(device: DeviceMemory, training: TrainingConfig) -> Iterator[str]:
+    if device.device < training.ranks:  # it has one
+        if training.sharding == "none" and training.ranks > 1:
+            yield "set training.sharding=fsdp2"
+        if device.training > USABLE_GIB and not training.recompute_layers:
+            yield "set training.recompute_layers=true"
+        if device.training > USABLE_GIB:
+            yield "lower training.micro_batch_tokens"
+    yield "lower a memory_fraction"
 
 
 def work_table(estimate: MachineEstimate) -> Table:
@@ -277,10 +292,10 @@ def assumptions(estimate: MachineEstimate) -> str:
     caches = ", ".join(f"{each.role} on {each.device} {each.cache_gib:.1f}" for each in estimate.servers)
     return (
         f"a rank: {estimate.student_parameters:,} parameters, weights {trainer.weights:.1f} GiB, gradients "
-        f"{trainer.gradients:.1f}, optimiser {trainer.optimiser:.1f}, bfloat16 copies {trainer.cast:.1f}, activations "
-        f"{trainer.activations:.1f}. Left for keys and values, GiB: {caches}. Assumes {estimate.assumption}, in "
-        f"evaluations likewise; devices of {DEVICE_GIB:.0f} GiB, {OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and "
-        f"{BYTES_PER_S / 1e12:.1f} TB/s (A800), of which training reaches {TRAINING_SHARE:.0%}, scoring "
-        f"{SCORING_SHARE:.0%} and decoding {DECODING_SHARE:.0%}; a batch's longest response at its limit; nothing "
-        "overlaps. None of it is measured"
+        f"{trainer.gradients:.1f}, optimiser {trainer.optimiser:.1f}, copies to compute with {trainer.copies:.1f}, "
+        f"activations {trainer.activations:.1f}. Left for keys and values, GiB: {caches}. Assumes "
+        f"{estimate.assumption}, in evaluations likewise; devices of {DEVICE_GIB:.0f} GiB, "
+        f"{OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and {BYTES_PER_S / 1e12:.1f} TB/s (A800), of which training reaches "
+        f"{TRAINING_SHARE:.0%}, scoring {SCORING_SHARE:.0%} and decoding {DECODING_SHARE:.0%}; a batch's longest "
+        "response at its limit; nothing overlaps. None of it is measured"
     )

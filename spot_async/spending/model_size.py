@@ -31,28 +31,37 @@ class ModelSize:
     has_query_norm: bool
 
     @property
-    def parameters(self) -> int:
+    def layer_parameters(self) -> int:
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         attention += (self.queries + 2 * self.keys) * self.has_query_bias + 2 * self.head * self.has_query_norm
-        layer = attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
+
+    @property
+    def outer_parameters(self) -> int:
+        """Of embedding, output layer and last norm."""
+        return self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.outer_parameters
 
     @property
     def cache_bytes_per_token(self) -> int:
         """Keys and values in 16 bits."""
         return self.layers * 2 * self.keys * 2
 
-    @property
-    def activation_bytes_per_token(self) -> int:
-        """What the trainer's forward pass keeps for the backward pass: float32 parameters, bfloat16 autocast, no
-        checkpoints of layers.
+    def activation_bytes_per_token(self, *, is_autocast: bool, is_recomputed: bool) -> int:
+        """What the trainer's forward pass keeps for the backward pass: in bfloat16, by autocast of float32 parameters
+        or with parameters in bfloat16; of all layers or, where they are recomputed, their inputs and one layer.
 
-        Coefficients measured from the tensors that autograd saved (transformers 5, torch 2.13, 512 tokens; varied one
-        width at a time): residuals and norms 26 a hidden unit, gate and up 8 a feed-forward unit, 4 a query and key
-        unit, 6 more where these have a norm.
+        Coefficients measured from the tensors that autograd saved (transformers 5, torch 2.13, 257 tokens; varied one
+        width at a time): residuals and norms 26 a hidden unit (16 without autocast, whose residuals are float32), gate
+        and up 8 a feed-forward unit, 4 a query and key unit, 6 more where these have a norm.
         """
+        per_hidden, residual = (26, 4) if is_autocast else (16, 2)
         per_head = 10 if self.has_query_norm else 4
-        return self.layers * (26 * self.hidden + 8 * self.feed_forward + per_head * (self.queries + self.keys))
+        layer = per_hidden * self.hidden + 8 * self.feed_forward + per_head * (self.queries + self.keys)
+        return self.layers * residual * self.hidden + layer if is_recomputed else self.layers * layer
 
 
 def read_size(directory: Path) -> ModelSize | None:

@@ -2,16 +2,30 @@
 
 Token buckets that refill evenly and hold one second's worth: a minute's allowance is spread over the minute, since
 providers that state a limit per minute often enforce it over a second. Whoever grants requests their turn asks
-`delay_s`, waits, and calls `take`; when the reply says what it really took, `settle` gives the difference back.
+`delay_s`, waits, and calls `grant`, which keeps room for one request; `send` counts it as it leaves, and a grant that
+nobody sent anything for is given back, as if it had never been. When the reply says what a request really took,
+`settle` gives the difference back.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 BURST_S = 1.0  # of the rate that may leave at once
 ROUNDING = 1e-6  # of requests or tokens
-MAX_GRANTED = 1024
+
+
+@dataclass(eq=False)
+class Grant:
+    """Leave for one request, which holds room until it is sent or given back."""
+
+    tokens: int  # prompt and response together
+    is_claimed: bool = False  # somebody is about to send by it
+
+
+# Of the lease under which something is sent: whoever grants turns need not be who sends.
+LEASED: ContextVar[Grant | None] = ContextVar("LEASED", default=None)
 
 
 class TokenBucket:
@@ -23,9 +37,10 @@ class TokenBucket:
         self._level = self._capacity
         self._at_s = float("-inf")
 
-    def delay_s(self, now_s: float, amount: float) -> float:
-        """Seconds until `amount` may be taken. More than the bucket holds may be taken from a full one."""
-        missing = min(amount, self._capacity) - self._level_at(now_s)
+    def delay_s(self, now_s: float, amount: float, kept: float) -> float:
+        """Seconds until `amount` may be taken beside what is `kept` for others. More than the bucket holds may be taken
+        from a full one."""
+        missing = min(amount, self._capacity) + kept - self._level_at(now_s)
         return missing / self._per_s if missing > ROUNDING else 0.0
 
     def take(self, now_s: float, amount: float) -> None:
@@ -40,41 +55,55 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """`protocols.RateLimit` of one account or endpoint: requests, tokens, and being told to wait.
-
-    What `take` granted is claimed by the next request that leaves: whoever grants turns need not be who sends.
-    """
+    """Of one account or endpoint: requests, tokens, and being told to wait."""
 
     def __init__(self, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
         self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute)
         self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute)
         self._held_until_s = float("-inf")
-        self._granted: deque[int] = deque(maxlen=MAX_GRANTED)
+        self._grants: set[Grant] = set()  # neither sent by nor given back
+        self._granted_tokens = 0
 
     def delay_s(self, now_s: float, tokens: int) -> float:
         """Seconds until a request of `tokens` (prompt and response together) may leave; 0: now."""
         delays = [self.held_s(now_s)]
         if self._requests is not None:
-            delays.append(self._requests.delay_s(now_s, 1))
+            delays.append(self._requests.delay_s(now_s, 1, len(self._grants)))
         if self._tokens is not None:
-            delays.append(self._tokens.delay_s(now_s, tokens))
+            delays.append(self._tokens.delay_s(now_s, tokens, self._granted_tokens))
         return max(delays)
 
     def held_s(self, now_s: float) -> float:
         """Seconds for which the endpoint still wants to be left alone."""
         return max(0.0, self._held_until_s - now_s)
 
-    def take(self, now_s: float, tokens: int) -> None:
-        """Count a request of `tokens` as gone."""
+    def grant(self, tokens: int) -> Grant:
+        """Keep room for a request of `tokens`."""
+        grant = Grant(tokens)
+        self._grants.add(grant)
+        self._granted_tokens += tokens
+        return grant
+
+    def claim(self, grant: Grant | None) -> Grant | None:
+        """The grant, for the first who asks, if it is one of this limiter's that is still good."""
+        if grant is None or grant.is_claimed or grant not in self._grants:
+            return None
+        grant.is_claimed = True
+        return grant
+
+    def send(self, now_s: float, grant: Grant) -> None:
+        """Its request leaves."""
+        self.give_back(grant)
         if self._requests is not None:
             self._requests.take(now_s, 1)
         if self._tokens is not None:
-            self._tokens.take(now_s, tokens)
-        self._granted.append(tokens)
+            self._tokens.take(now_s, grant.tokens)
 
-    def claim(self) -> int | None:
-        """The tokens of the oldest grant that nobody has used yet, now used; None when there is none."""
-        return self._granted.popleft() if self._granted else None
+    def give_back(self, grant: Grant) -> None:
+        """Nothing is sent by it any more; nothing happens where it was sent by."""
+        if grant in self._grants:
+            self._grants.remove(grant)
+            self._granted_tokens -= grant.tokens
 
     def settle(self, now_s: float, *, taken: int, used: int) -> None:
         """A request for which `taken` tokens were taken needed `used`."""

@@ -1,26 +1,35 @@
 """What a run spent, in its files: per iteration, at its end, and as one line for people.
 
-`spending.jsonl` has a row for each endpoint of each account, cumulative, written after every iteration and when the run
-ends, however it does: what was spent is known after a kill, but for the iteration that was under way.
+`spending.jsonl` has a row for each endpoint of each account, cumulative, written after every iteration, after every
+RESPONSES of an evaluation by itself, and when the run ends, however it does: what was spent is known after a kill, but
+for what came since.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from spot_async.errors import RequestError
+from spot_async.errors import DataError, RequestError
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
-from spot_async.spending.account import Account
+from spot_async.spending.account import Account, Ledger
 from spot_async.types import Prompt
+from spot_async.vocabulary import first_line
 
 FILE = "spending.jsonl"
+RESPONSES = 64  # between two rows of an evaluation by itself
 # Of `Ledger`, what is written to metrics.jsonl: the rest is in `traffic/<role>/...`.
 METRICS = ("requests", "answered", "uncounted", "money", "unknown", "unknown_tokens", "unknown_money")
+
+
+class _Row(Ledger, kw_only=True):
+    role: str
+    server: str
 
 
 class SpendingLog:
@@ -35,6 +44,27 @@ class SpendingLog:
 
     def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         pass
+
+    def response_judged(self, finished: int, total: int) -> None:
+        """Of an evaluation by itself."""
+        if finished % RESPONSES == 0:
+            self.write(0)
+
+    def go_on(self) -> None:
+        """What was spent until the run was stopped counts on. Raises DataError for a damaged file."""
+        path = self._directory.path / FILE
+        data = path.read_bytes() if self._accounts and path.exists() else b""
+        whole_bytes = data.rfind(b"\n") + 1
+        if whole_bytes < len(data):  # a torn last line
+            os.truncate(path, whole_bytes)
+        for number, line in enumerate(data[:whole_bytes].splitlines(), start=1):
+            try:
+                row = msgspec.json.decode(line, type=_Row)
+            except msgspec.MsgspecError as error:
+                raise DataError(f"{path}:{number}: cannot go on with this ledger: {first_line(error)}") from None
+            if row.role in self._accounts:
+                found = {name: getattr(row, name) for name in Ledger.__struct_fields__}
+                self._accounts[row.role].ledgers[row.server] = Ledger(**found)
 
     def write(self, iteration: int | None = None) -> None:
         """`None` is the end of the run."""

@@ -72,6 +72,9 @@ def scoring_s(tokens: float, size: ModelSize, *, servers: int) -> float:
     return 2 * size.parameters * tokens / (SCORING_SHARE * OPERATIONS_PER_S * servers)
 
 
-def training_s(tokens: float, size: ModelSize, *, ranks: int, is_recomputed: bool) -> float:
-    """6 operations a parameter and token, 2 more where the behaviour policy is recomputed."""
-    return (8 if is_recomputed else 6) * size.parameters * tokens / (TRAINING_SHARE * OPERATIONS_PER_S * ranks)
+def training_s(
+    tokens: float, size: ModelSize, *, ranks: int, recomputes_behavior: bool, recomputes_layers: bool
+) -> float:
+    """6 operations a parameter and token, 2 more for the behaviour policy's forward pass, 2 more for layers' again."""
+    operations = 6 + 2 * recomputes_behavior + 2 * recomputes_layers
+    return operations * size.parameters * tokens / (TRAINING_SHARE * OPERATIONS_PER_S * ranks)

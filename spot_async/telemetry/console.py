@@ -1,6 +1,7 @@
 """What a person sees while a run goes on, and the table at its end.
 
-On a terminal a live panel; elsewhere one line per iteration, so that a log stays readable.
+On a terminal a live panel; elsewhere one line per iteration, and in evaluations now and then, so that a log
+stays readable.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spot_async.types import Prompt, Verdict
 
 REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
+PROGRESS_EVERY_S = 30.0  # away from a terminal
 
 
 class RunConsole:
@@ -43,7 +45,7 @@ class RunConsole:
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
         self._rate = TokenRate()
-        self._started_s = time.monotonic()
+        self._started_s = self._said_s = time.monotonic()
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -65,6 +67,8 @@ class RunConsole:
 
     def progress(self, finished: int, total: int) -> None:
         self._progress = (finished, total)
+        if not self.console.is_terminal and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
+            self.say(f"{self._phase}: {finished:,} of {total:,} responses")
 
     def iteration_finished(self, result: IterationResult) -> None:
         means = mean_metrics(result.samples)
@@ -91,6 +95,7 @@ class RunConsole:
 
     def say(self, line: str) -> None:
         """One line with the time since the start."""
+        self._said_s = time.monotonic()
         self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
@@ -203,7 +208,7 @@ def evaluation_table(
         title=title,
         title_justify="left",
         title_style="bold",
-        caption=None if best is None else best_words(best, before),
+        caption="\n".join(table_notes(result, best, before)) or None,
         caption_justify="left",
         caption_style="",
         box=box.SIMPLE_HEAD,
@@ -216,6 +221,7 @@ def evaluation_table(
     table.add_column(kind_of_row(result), no_wrap=True)
     for heading in ("n", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
+    noted = {result.overall if result.is_single else each.name for each in result.benchmarks if each.note is not None}
     *single, whole = result.row_names()
     for row in (*single, whole):
         figures = [each.figures(row) for _, each in columns]
@@ -224,8 +230,19 @@ def evaluation_table(
             cells += [estimate_words(f.pass_at.get(f.samples)) for f in figures]
         if before is not None and after is not None and figures[0].avg is not None:
             cells.append(with_error(*paired_change(before, after, row), signed=True))
-        table.add_row(Text(row), str(figures[0].problems), *cells, end_section=row in single[-1:])
+        table.add_row(
+            Text(row + " *" * (row in noted)), str(figures[0].problems), *cells, end_section=row in single[-1:]
+        )
     return table
+
+
+def table_notes(
+    result: EvaluationResult, best: BestCheckpoint | None, before: EvaluationResult | None
+) -> Iterator[str]:
+    """What belongs below the table."""
+    yield from (f"* {each.name}: {each.note}" for each in result.benchmarks if each.note is not None)
+    if best is not None:
+        yield best_words(best, before)
 
 
 def kind_of_row(result: EvaluationResult) -> str:

@@ -21,21 +21,22 @@ def figures_table(figures: EvaluationFigures) -> RenderableType:
 
     Of an only benchmark its tiers have rows of their own.
     """
-    return Group(accuracy_table(figures), responses_table(figures))
+    return Group(
+        _title("Percent ± standard error over the n problems of a benchmark"),
+        accuracy_table(figures),
+        *map(Text, notes(figures)),
+        _title(
+            "\nResponses: mean tokens, percent cut off at the longest length, number without an answer or a verdict"
+        ),
+        responses_table(figures),
+    )
 
 
 def accuracy_table(figures: EvaluationFigures) -> Table:
     ks = sorted({k for each in figures.benchmarks.values() for k in each.pass_at if k > 1})  # Pass@1 is Avg@n
     ns = {each.samples for each in figures.benchmarks.values() if each.avg is not None}
     average = f"Avg@{ns.pop()}" if len(ns) == 1 else "Avg"
-    table = _table(
-        "Percent ± standard error over the n problems of a benchmark",
-        "benchmark",
-        "n",
-        average,
-        *(f"Pass@{k}" for k in ks),
-    )
-    table.caption = "\n".join(notes(figures)) or None
+    table = _table("benchmark", "n", average, *(f"Pass@{k}" for k in ks))
     rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
     for number, (name, each) in enumerate(rows, start=1):
         passed = [words(each.pass_at.get(k)) for k in ks]
@@ -53,9 +54,7 @@ def responses_table(figures: EvaluationFigures) -> Table:
         "cut off",
         *(verdict.value.replace("_", " ") for verdict in COUNTED),
     )
-    table = _table(
-        "Responses: mean tokens, percent cut off at the longest length, and those without a verdict", *headings
-    )
+    table = _table(*headings)
     rows = list(_rows(figures))
     for number, (name, each) in enumerate(rows, start=1):
         responses = each.problems * each.samples
@@ -68,16 +67,13 @@ def responses_table(figures: EvaluationFigures) -> Table:
     return table
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-        caption_style="",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+def _title(words: str) -> Text:
+    """Above a table: one of its own would be as narrow as the table."""
+    return Text(words, style="bold")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "benchmark" else "right", no_wrap=True)
     return table
@@ -88,7 +84,7 @@ def _rows(figures: EvaluationFigures) -> Iterator[tuple[str, Figures]]:
     for name, each in figures.benchmarks.items():
         if only:
             yield from each.tiers.items()
-        yield ("all" if only else f"{name}{_mark(each)}"), each
+        yield f"{'all' if only else name}{_mark(each)}", each
 
 
 def _counts(responses: int, tokens: int, truncated: float, verdicts: Mapping[str, int]) -> list[str]:

@@ -61,14 +61,25 @@ def micro_batches(samples: Sequence[Supervision], token_budget: int) -> Iterator
         yield group
 
 
+def rank_micro_batches(
+    mini_batch: Sequence[Supervision], rank: int, ranks: int, token_budget: int
+) -> list[list[Supervision]]:
+    """This rank's micro-batches of a mini-batch. As many on every rank, whose passes may wait for each other:
+    where there are fewer samples, the last are empty."""
+    shares = [list(micro_batches(rank_share(mini_batch, each, ranks), token_budget)) for each in range(ranks)]
+    passes = max(map(len, shares))
+    return shares[rank] + [[]] * (passes - len(shares[rank]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """B right-padded trajectories; R decision rows of all of them in order; N soft-target positions.
 
-    L is the longest input, T the longest response. Padding is 0 throughout.
+    L is the longest input, T the longest response. Padding is 0 throughout. B may be 0: one token of
+    padding then lets the model run, nothing is decided by it, and all gradients are zeros.
     """
 
-    token_ids: Tensor  # (B, L) int64
+    token_ids: Tensor  # (max(B, 1), L) int64
     rows: Tensor  # (R,) int64: decision rows, of the (B * L, hidden) outputs
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
@@ -105,27 +116,28 @@ def advantages_of(sample: Supervision) -> np.ndarray[Any, Any] | None:
 
 
 def collate(samples: Sequence[Supervision]) -> MicroBatch:
-    """Pad and concatenate the trajectories of one micro-batch."""
+    """Pad and concatenate the trajectories of one micro-batch, which may be none."""
     inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples]
-    longest = max(map(len, inputs))
+    longest = max(map(len, inputs), default=1)
     known = [_policy_mask(s) for s in samples]
     advantages = [_where(mask, advantages_of(s)) for s, mask in zip(samples, known, strict=True)]
     served = [_where(mask, s.behavior_logprobs) for s, mask in zip(samples, known, strict=True)]
     teacher = [_where(mask, s.teacher_logprobs) for s, mask in zip(samples, known, strict=True)]
     lengths = [len(s.response_ids) for s in samples]
+    width = max(lengths, default=0)
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
     return MicroBatch(
-        token_ids=_padded(inputs, longest, np.int64),
-        rows=torch.from_numpy(np.concatenate([r + i * longest for i, r in enumerate(rows)])),
-        sampled_ids=torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64)),
-        mask=_padded([np.ones(n) for n in lengths], max(lengths), np.bool_),
-        policy_mask=_padded(known, max(lengths), np.bool_),
-        served_logprobs=_padded(served, max(lengths), np.float32),
-        behavior_logprobs=_padded(served, max(lengths), np.float32),
-        teacher_logprobs=_padded(teacher, max(lengths), np.float32),
-        follows_teacher=torch.tensor([s.teacher_logprobs is not None for s in samples]),
-        advantages=_padded(advantages, max(lengths), np.float32),
-        reference_logprobs=_padded([s.reference_logprobs for s in samples], max(lengths), np.float32),
+        token_ids=_padded(inputs or [np.zeros(0)], longest, np.int64),
+        rows=_joined([r + i * longest for i, r in enumerate(rows)]),
+        sampled_ids=_joined([s.response_ids for s in samples]),
+        mask=_padded([np.ones(n) for n in lengths], width, np.bool_),
+        policy_mask=_padded(known, width, np.bool_),
+        served_logprobs=_padded(served, width, np.float32),
+        behavior_logprobs=_padded(served, width, np.float32),
+        teacher_logprobs=_padded(teacher, width, np.float32),
+        follows_teacher=torch.tensor([s.teacher_logprobs is not None for s in samples], dtype=torch.bool),
+        advantages=_padded(advantages, width, np.float32),
+        reference_logprobs=_padded([s.reference_logprobs for s in samples], width, np.float32),
         **_collate_soft_targets([s.soft_targets for s in samples], lengths),
     )
 
@@ -140,6 +152,10 @@ def _policy_mask(sample: Supervision) -> np.ndarray[Any, Any] | None:
 def _where(mask: np.ndarray[Any, Any] | None, values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
     """0 where there is no policy term: an advantage of 0 has no loss and no gradient, whatever the ratio."""
     return None if mask is None or values is None else np.where(mask, values, 0)
+
+
+def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64))
 
 
 def _padded(rows: Sequence[np.ndarray[Any, Any] | None], width: int, dtype: type) -> Tensor:

@@ -2,26 +2,30 @@
 
 A vocabulary of 150,000 times a few thousand tokens is gigabytes of logits. So hidden states are cut
 down to the decision rows of responses first, and the output layer then sees a bounded number of rows
-at a time, each block recomputed in the backward pass.
+at a time, each block recomputed in the backward pass. How it is spread over ranks is not decided here.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
+from spot_async.trainer.selected_logprobs import selected_logprobs
 
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
 
 
-def load_student(directory: str, device: torch.device) -> Any:
-    """The causal model of a Hugging Face directory: float32 parameters, training mode, no dropout.
+def load_student(directory: str) -> Any:
+    """The causal model of a Hugging Face directory, on the CPU: float32 parameters, training mode, no dropout.
 
     Raises `DataError` when the directory cannot be loaded or the architecture does something between
     hidden states and logits that `response_logprobs` would leave out (soft caps, scales).
@@ -37,7 +41,25 @@ def load_student(directory: str, device: torch.device) -> Any:
         if hasattr(module, "attention_dropout"):  # a float on transformers' attention layers
             module.attention_dropout = 0.0
     _check_output_layer(model, directory)
-    return model.to(device)
+    return model
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated blocks: what is sharded and recomputed one by one. Empty for models that do not mark theirs."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def recompute_layers(model: Any) -> None:
+    """From now on its layers keep only their inputs for the backward pass, and run once more in it.
+
+    They do so inside of their modules' hooks, between which sharding gathers parameters; there is no dropout to repeat.
+    Raises `DataError` where there are none.
+    """
+    layers = decoder_layers(model)
+    if not layers:
+        raise DataError(f"training.recompute_layers: {type(model).__name__} marks no layers that could be run again")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @torch.no_grad()
@@ -57,35 +79,44 @@ def _hidden_states(model: Any, token_ids: Tensor) -> Tensor:
     return output
 
 
-def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Full-vocabulary log-probabilities of sampled tokens (R,) and soft-target candidates (N, k).
+class ResponseLogprobs(nn.Module):
+    """The student with log-probabilities in place of logits: one module, so that all of a forward pass is its own.
 
-    Both are at `temperature`, that of the rollouts: the policy being trained is the one that sampled.
+    Sharding gathers parameters around a module's forward, and this one needs the output layer outside of the model's.
+    Both results are at `temperature`, that of the rollouts: the policy being trained is the one that sampled.
     """
-    hidden = _hidden_states(model, batch.token_ids).flatten(0, 1)[batch.rows]  # (R, hidden)
-    output_layer = model.get_output_embeddings()
-    rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
 
-    def block(hidden: Tensor, sampled_ids: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits = output_layer(hidden).float() / temperature  # (R', V)
-        normaliser = logits.logsumexp(dim=-1)  # (R',)
-        sampled = logits.gather(1, sampled_ids[:, None])[:, 0] - normaliser
-        return sampled, logits[rows[:, None], ids] - normaliser[rows, None]
+    def __init__(self, student: Any, temperature: float) -> None:
+        super().__init__()
+        self.student = student
+        self._temperature = temperature
 
-    if len(hidden) <= rows_per_block:
-        return block(hidden, batch.sampled_ids, batch.soft_rows, batch.soft_ids)
-    sampled, candidates = [], []
-    for start in range(0, len(hidden), rows_per_block):
-        here = slice(start, start + rows_per_block)
-        first, last = torch.searchsorted(batch.soft_rows, batch.soft_rows.new_tensor([here.start, here.stop])).tolist()
-        parts = checkpoint(
-            block,
-            hidden[here],
-            batch.sampled_ids[here],
-            batch.soft_rows[first:last] - start,
-            batch.soft_ids[first:last],
-            use_reentrant=False,
-        )
-        sampled.append(parts[0])
-        candidates.append(parts[1])
-    return torch.cat(sampled), torch.cat(candidates)
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Float32, over the full vocabulary: of sampled tokens (R,) and of soft-target candidates (N, k)."""
+        hidden = _hidden_states(self.student, batch.token_ids).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
+        output_layer = self.student.get_output_embeddings()
+
+        def block(hidden: Tensor, sampled_ids: Tensor, soft_rows: Tensor, soft_ids: Tensor) -> tuple[Tensor, Tensor]:
+            own_rows = torch.arange(len(hidden), device=hidden.device)
+            rows = torch.cat([own_rows, soft_rows.repeat_interleave(soft_ids.shape[1])])
+            token_ids = torch.cat([sampled_ids, soft_ids.flatten()])
+            logprobs = selected_logprobs(output_layer(hidden), rows, token_ids, self._temperature)
+            return logprobs[: len(hidden)], logprobs[len(hidden) :].view(soft_ids.shape)
+
+        rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
+        limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block also of no rows
+        soft_limits = torch.searchsorted(batch.soft_rows, batch.soft_rows.new_tensor(limits)).tolist()  # waits once
+        # Nothing is random, and to read a GPU's random state would wait for it. One block is kept as it is.
+        again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+        of_block = again if len(limits) > 2 else block
+        sampled, candidates = [], []
+        for (start, end), (first, last) in zip(pairwise(limits), pairwise(soft_limits), strict=True):
+            parts = of_block(
+                hidden[start:end],
+                batch.sampled_ids[start:end],
+                batch.soft_rows[first:last] - start,
+                batch.soft_ids[first:last],
+            )
+            sampled.append(parts[0])
+            candidates.append(parts[1])
+        return torch.cat(sampled), torch.cat(candidates)

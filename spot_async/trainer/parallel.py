@@ -1,17 +1,21 @@
-"""How the student is spread over ranks. Plain replication for now.
+"""The ranks' process group, and how the student is spread over it: `Replicated` or `Sharded`.
 
-`Replicated` is the whole interface that training uses, so that sharding (FSDP2) can take its place:
-`prepare` would shard the modules, `reduce_gradients` would be done by the backward pass,
-`full_state_dict` would gather, and every rank would need the same number of micro-batches.
-Gradients are summed, never averaged: the loss already carries the mini-batch's denominators.
+A `Strategy` is all that training asks of either. All ranks call it alike, and make as many forward and
+backward passes, for sharded ones wait for each other in each layer. Gradients are summed, never
+averaged: the loss already carries the mini-batch's denominators.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -21,8 +25,17 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not in its __all__
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
+from spot_async.trainer.batching import MicroBatch
+
+Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+Precision = Literal["float32", "bfloat16"]
 
 # The orchestrator owns the deadlines: ranks wait for the next batch for as long as rollouts take.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
@@ -62,6 +75,9 @@ def process_group(channel_directory: str, device: torch.device) -> Iterator[None
         yield
     finally:
         dist.destroy_process_group()
+        if (error := sys.exception()) is not None:
+            traceback.clear_frames(error.__traceback__)  # of a trainer that failed, which holds the group
+        gc.collect()  # sharded modules hold it too, and are in cycles
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
@@ -78,34 +94,39 @@ def broadcast_bytes(data: bytes | None) -> bytes:
     return buffer.numpy().tobytes()
 
 
-class Replicated:
-    """Every rank holds the whole student and its optimiser state, and steps it alike."""
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Strategy(ABC):
+    """How the student is spread over the ranks."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """The module to train. All ranks have read the same file, so nothing is left to do."""
-        return model
+    @abstractmethod
+    def prepare(
+        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
+    ) -> Forward:
+        """Put `module`, float32 and on the CPU, onto the ranks' devices; returns its forward pass, in `dtype`.
 
-    def reduce_gradients(self, model: nn.Module) -> None:
-        """Sum gradients over ranks; a rank without a sample contributes zeros."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        works = [dist.all_reduce(p.grad, async_op=True) for p in parameters] if self.ranks > 1 else []
-        for work in works:
-            work.wait()
+        `layers` are the parts of it that need not all be there at a time. All ranks have read the same file.
+        """
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
-        """Scale gradients to `max_norm` at most; returns their norm before that."""
-        return float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    @abstractmethod
+    def reduce_gradients(self, module: nn.Module) -> None:
+        """Sum gradients over ranks, unless the backward pass has done it."""
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """All parameters and buffers by name. Collective; used on rank 0."""
-        return model.state_dict()
+    def clip_grad_norm(self, module: nn.Module, max_norm: float) -> float:
+        """Scale gradients to `max_norm` at most; returns their norm before that, of all ranks' parts together."""
+        norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    @abstractmethod
+    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """All parameters and buffers by name. Collective; used on rank 0, elsewhere it may be empty."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over ranks, in place."""
@@ -116,3 +137,73 @@ class Replicated:
         """Element-wise maximum over ranks, in place."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
+
+
+class Replicated(Strategy):
+    """Every rank holds the whole student and its optimiser state, and steps it alike. bfloat16 is autocast."""
+
+    def prepare(
+        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
+    ) -> Forward:
+        module.to(device)
+
+        def forward(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                logprobs: tuple[Tensor, Tensor] = module(batch)
+                return logprobs
+
+        return forward
+
+    def reduce_gradients(self, module: nn.Module) -> None:
+        """A parameter without a gradient on this rank contributes zeros."""
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        works = [dist.all_reduce(p.grad, async_op=True) for p in parameters] if self.ranks > 1 else []
+        for work in works:
+            work.wait()
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        return module.state_dict()
+
+
+class Sharded(Strategy):
+    """FSDP2: every rank holds its part of parameters, gradients and optimiser state, all in float32.
+
+    A layer's parameters are gathered (in bfloat16 where that is the dtype) while it computes; embedding and output
+    layer belong to the whole and stay from the forward pass to the end of the backward pass, which also sums gradients.
+    """
+
+    def prepare(
+        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
+    ) -> Forward:
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise ConfigError(f"training.sharding=fsdp2 needs torch 2.8 or newer, this is {torch.__version__}")
+        mesh = init_device_mesh(device.type, (self.ranks,))
+        # DTensor's caches keep the mesh for good; this, which compiled code alone reads, would keep the group.
+        getattr(mesh, "_pg_registry", {}).clear()
+        policy = MixedPrecisionPolicy()
+        if dtype == "bfloat16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for unit in (*layers, module):  # each is whole on the device only until its parts are dealt out
+            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo and NCCL alike
+        return module
+
+    def reduce_gradients(self, module: nn.Module) -> None:
+        """Done by the backward pass."""
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """On the CPU of rank 0; empty elsewhere. Tied parameters are gathered one by one, and one tensor again here."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = cast(dict[str, Tensor], get_model_state_dict(module, options=options))
+        whole: dict[int, Tensor] = {}
+        parts = module.state_dict(keep_vars=True)
+        return {name: whole.setdefault(id(part), state[name]) for name, part in parts.items() if name in state}
+
+
+def strategy_of(training: TrainingConfig) -> Strategy:
+    """The one that `training.sharding` names."""
+    return Sharded() if training.sharding == "fsdp2" else Replicated()

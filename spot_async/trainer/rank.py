@@ -24,10 +24,9 @@ from spot_async.trainer.batching import (
     MicroBatch,
     check_sample,
     collate,
-    micro_batches,
     mini_batches,
     name_of,
-    rank_share,
+    rank_micro_batches,
 )
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.loss import (
@@ -44,8 +43,8 @@ from spot_async.trainer.loss import (
 )
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import Tally
-from spot_async.trainer.model import load_student, response_logprobs
-from spot_async.trainer.parallel import Replicated, process_group, rank_device
+from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute_layers
+from spot_async.trainer.parallel import Strategy, local, process_group, rank_device, strategy_of
 from spot_async.trainer.publishing import WeightPublisher
 from spot_async.trainer.schedule import learning_rate
 from spot_async.trainer.settings import TrainerSettings
@@ -61,27 +60,36 @@ def run(settings: TrainerSettings, channel_directory: str) -> None:
     disable_progress_bar()  # the log is for what a person should read
     device = rank_device()
     with process_group(channel_directory, device):
-        feed = BatchFeed(channel_directory, dist.get_rank())
-        trainer = StudentTrainer(settings, Replicated(), device)
-        dist.barrier()
-        feed.ready()
-        try:
-            while True:
-                batch = feed.next()
-                feed.trained(batch.iteration, trainer.train(batch))
-        except TrainerError as error:
-            feed.refuse(error)
+        _serve(settings, channel_directory, device)
+
+
+def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:
+    """By itself, so that no trainer is left that holds the group when that is left."""
+    feed = BatchFeed(channel_directory, dist.get_rank())
+    trainer = StudentTrainer(settings, strategy_of(settings.training), device)
+    dist.barrier()
+    feed.ready()
+    try:
+        while True:
+            batch = feed.next()
+            feed.trained(batch.iteration, trainer.train(batch))
+    except TrainerError as error:
+        feed.refuse(error)
 
 
 class StudentTrainer:
     """The student, its optimiser, and one iteration of training. All ranks call it alike."""
 
-    def __init__(self, settings: TrainerSettings, strategy: Replicated, device: torch.device) -> None:
+    def __init__(self, settings: TrainerSettings, strategy: Strategy, device: torch.device) -> None:
         self._settings = settings
         self._training = settings.training
         self._strategy = strategy
         self._device = device
-        self.model: Any = strategy.prepare(load_student(settings.model_directory, device))
+        self.model: Any = load_student(settings.model_directory)
+        if self._training.recompute_layers:
+            recompute_layers(self.model)
+        student = ResponseLogprobs(self.model, settings.temperature)
+        self._response_logprobs = strategy.prepare(student, decoder_layers(self.model), device, self._training.dtype)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=self._training.learning_rate,
@@ -137,9 +145,11 @@ class StudentTrainer:
             )
 
     def _share(self, mini_batch: Sequence[Supervision]) -> list[MicroBatch]:
-        """This rank's micro-batches of a mini-batch."""
-        share = rank_share(mini_batch, self._strategy.rank, self._strategy.ranks)
-        return [self._micro_batch(samples) for samples in micro_batches(share, self._training.micro_batch_tokens)]
+        """This rank's micro-batches of a mini-batch; as many on every rank."""
+        share = rank_micro_batches(
+            mini_batch, self._strategy.rank, self._strategy.ranks, self._training.micro_batch_tokens
+        )
+        return [self._micro_batch(samples) for samples in share]
 
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
         """Collated, with pi_old as `training.behavior` wants it: recomputed ones are of the present weights."""
@@ -152,8 +162,7 @@ class StudentTrainer:
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The student's log-probabilities of sampled tokens (B, T), 0 on padding, and of candidates (N, k)."""
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._training.dtype == "bfloat16"):
-            sampled, candidates = response_logprobs(self.model, batch, self._settings.temperature)
+        sampled, candidates = self._response_logprobs(batch)
         return sampled.new_zeros(batch.mask.shape).masked_scatter(batch.mask, sampled), candidates
 
     def _update(
@@ -260,15 +269,20 @@ class StudentTrainer:
     def _culprits(self, mini_batch: Sequence[Supervision]) -> str:
         """Which samples give a loss or gradient that is not finite, found one by one.
 
-        Every rank looks at all of them: no rank waits for another, and all say the same.
+        Every rank looks at all of them at the same time; what one finds, in its shard of a gradient, all say.
         """
         found = []
         for sample in mini_batch:
             self._optimizer.zero_grad()
             batch = self._micro_batch([sample])
             parts = self._accumulate(batch, mini_batch, Tally(self._device), has_moved=True)
-            bad = [f"{name} loss" for name in ("policy", "branch", "reference") if not _finite(getattr(parts, name))]
-            if not bad and not all(_finite(p.grad) for p in self.model.parameters() if p.grad is not None):
+            gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+            are_bad = [not _finite(loss) for loss in (parts.policy, parts.branch, parts.reference)]
+            are_bad.append(not all(map(_finite, gradients)))
+            marks = self._strategy.max(torch.tensor(are_bad, dtype=torch.float32, device=self._device))
+            *losses, gradient = marks.tolist()
+            bad = [f"{name} loss" for name, mark in zip(("policy", "branch", "reference"), losses, strict=True) if mark]
+            if not bad and gradient:
                 bad = ["gradient"]
             if bad:
                 found.append(f"non-finite {' and '.join(bad)} in sample {name_of(sample)}")

@@ -37,6 +37,8 @@ class MathVerify:
     """Math-Verify behind processes that can be killed. Outcomes are remembered, missing evidence is not."""
 
     class Settings(PluginSettings):
+        WITHOUT_EFFECT = frozenset({"workers", "cache_entries"})
+
         kind: str = "math_verify"
         workers: PositiveInt = Field(2, description="worker processes, started as they are needed")
         timeout_s: PositiveFloat = Field(5.0, description="longest time one comparison may take before it is killed")

@@ -1,0 +1,192 @@
+"""Memory and speed of the trainer on one GPU, at Qwen3's sizes and vocabulary, beside what the estimate says.
+
+    python benchmarks/gpu_training.py 0.6b 1.7b 4b/recompute_layers=true
+
+Each argument is a size, then `key=value` of `training` behind slashes; each runs in a process of its own, so that peaks
+do not mix. A run is two updates of 32 trajectories of 1,024 to 4,096 response tokens, pi_old recomputed, bfloat16, and
+the publishing of weights after each; the second is timed. Weights are random: only sizes count. The bound is the
+arithmetic of its matrix products at the rate that a large product reaches on this GPU in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from qwen3_models import VOCABULARY, save_qwen3
+from report import show
+from transformers.utils.logging import disable_progress_bar
+
+TRAJECTORIES = 32
+PROMPT_TOKENS = 200
+RESPONSE_TOKENS = (1024, 4096)
+MICRO_BATCH_TOKENS = {"0.6b": 16384, "1.7b": 8192, "4b": 5120}  # as in configs/paper
+BRANCH_POSITIONS, CANDIDATES = 2, 4
+GIB = float(1 << 30)
+
+
+def trajectories(seed: int) -> tuple[Any, ...]:
+    from spot_async.types import SoftTargets, Supervision, WeightVersion
+
+    rng = np.random.default_rng(seed)
+    samples = []
+    for ordinal in range(TRAJECTORIES):
+        tokens = int(rng.integers(RESPONSE_TOKENS[0], RESPONSE_TOKENS[1], endpoint=True))
+        behavior = -rng.exponential(1.0, tokens).astype(np.float32)
+        samples.append(
+            Supervision(
+                prompt_ordinal=ordinal,
+                problem_id=str(ordinal),
+                prompt_ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32),
+                response_ids=rng.integers(0, VOCABULARY, tokens).astype(np.int32),
+                behavior_logprobs=behavior,
+                teacher_logprobs=behavior + rng.normal(0, 0.3, tokens).astype(np.float32),
+                version=WeightVersion(0, 0),
+                soft_targets=SoftTargets(
+                    positions=np.sort(rng.choice(tokens, BRANCH_POSITIONS, replace=False)).astype(np.int32),
+                    token_ids=rng.integers(0, VOCABULARY, (BRANCH_POSITIONS, CANDIDATES)).astype(np.int32),
+                    probabilities=np.full((BRANCH_POSITIONS, CANDIDATES), 1 / CANDIDATES, np.float32),
+                    weights=np.full(BRANCH_POSITIONS, 0.05, np.float32),
+                ),
+            )
+        )
+    return tuple(samples)
+
+
+def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, float]:
+    """Two updates in this process; what the second took, and memory."""
+    import torch.distributed as dist
+
+    from spot_async.spending.device_memory import trainer_memory
+    from spot_async.spending.model_size import read_size
+    from spot_async.trainer.messages import Batch
+    from spot_async.trainer.parallel import process_group, rank_device, strategy_of
+    from spot_async.trainer.rank import StudentTrainer
+    from spot_async.trainer.settings import TrainerSettings
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    disable_progress_bar()
+    model = save_qwen3(size, directory / size, "cuda")
+    torch.cuda.empty_cache()
+    training = {
+        "iterations": 2,
+        "batch_size": TRAJECTORIES,
+        "mini_batch_size": TRAJECTORIES,
+        "micro_batch_tokens": MICRO_BATCH_TOKENS[size],
+        "behavior": "recomputed",
+        "dtype": "bfloat16",
+        **keys,
+    }
+    settings = TrainerSettings.model_validate(
+        {
+            "training": training,
+            "model_directory": str(model),
+            "run_directory": str(directory / "run"),
+            "temperature": 1.0,
+            "seed": 0,
+            "iterations": 2,
+        }
+    )
+    device = rank_device()
+    with tempfile.TemporaryDirectory() as channel, process_group(channel, device):
+        rate = matrix_rate(device)
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        trainer = StudentTrainer(settings, strategy_of(settings.training), device)
+        loaded_s = time.perf_counter() - started
+        metrics: dict[str, float] = {}
+        for iteration in range(2):
+            metrics = trainer.train(Batch(iteration, trajectories(iteration))).metrics
+            assert dist.get_world_size() == 1
+    samples = trajectories(1)
+    inputs = sum(len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples)
+    found = read_size(model)
+    assert found is not None
+    estimate = trainer_memory(found, **estimate_arguments(settings.training))
+    passes = 2 + 6 + 2 * bool(keys.get("recompute_layers"))  # of pi_old; forward and backward; forward once more
+    return {
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "estimate_gib": estimate.training,
+        "update_s": metrics["train_s"],
+        "publish_s": metrics["publish_s"],
+        "loaded_s": loaded_s,
+        "tokens": inputs,
+        "bound_s": passes * found.parameters * inputs / rate,
+        "rate": rate,
+        "loss": metrics["loss"],
+        "grad_norm": metrics["grad_norm"],
+    }
+
+
+def estimate_arguments(training: Any) -> dict[str, Any]:
+    return {
+        "micro_batch_tokens": training.micro_batch_tokens,
+        "longest_tokens": PROMPT_TOKENS + RESPONSE_TOKENS[1],
+        "is_cast": training.dtype == "bfloat16",
+    }
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Operations a second of a large bfloat16 product."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(10):
+        a @ b
+    torch.cuda.synchronize()
+    return 10 * 2 * 8192**3 / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory and speed of the trainer on one GPU.")
+    parser.add_argument("runs", nargs="+", help="size[/key=value...], sizes: " + ", ".join(MICRO_BATCH_TOKENS))
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "spot-gpu")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        size, *pairs = arguments.runs[0].split("/")
+        keys = {key: yaml.safe_load(value) for key, value in (pair.split("=") for pair in pairs)}
+        sys.stdout.write(json.dumps(train_once(size, keys, arguments.directory)) + "\n")
+        return
+    rows = []
+    for run in arguments.runs:
+        worker = [sys.executable, __file__, run, "--worker", "--directory", str(arguments.directory)]
+        finished = subprocess.run(worker, stdout=subprocess.PIPE, text=True, check=False)
+        if finished.returncode:
+            rows.append([run, f"failed ({finished.returncode})", *[""] * 7])
+            continue
+        found = json.loads(finished.stdout.splitlines()[-1])
+        rows.append(
+            [
+                run,
+                f"{found['peak_gib']:.1f}",
+                f"{found['estimate_gib']:.1f}",
+                f"{found['update_s']:.2f}",
+                f"{found['update_s'] / found['bound_s']:.2f}",
+                f"{found['tokens'] / found['update_s']:,.0f}",
+                f"{found['loaded_s']:.0f} / {found['publish_s']:.1f}",
+                f"{found['loss']:.5f}",
+                f"{found['grad_norm']:.3f}",
+            ]
+        )
+    columns = ["run", "peak GiB", "estimate", "update s", "x bound", "tokens/s", "load / publish s", "loss", "norm"]
+    device = torch.cuda.get_device_properties(0)
+    notes = [f"{device.name}, {device.total_memory / GIB:.0f} GiB, torch {torch.__version__}"]
+    show(f"{TRAJECTORIES} trajectories an update, vocabulary {VOCABULARY:,}", columns, rows, notes)
+
+
+if __name__ == "__main__":
+    main()

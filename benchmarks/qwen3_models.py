@@ -1,0 +1,49 @@
+"""Random models with the shapes of the Qwen3 family, for benchmarks where only sizes count.
+
+The shapes are those of the published config.json files; weights are drawn, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+VOCABULARY = 151_936
+
+# hidden, feed-forward, layers, query heads, key-value heads, tied output layer
+SHAPES = {
+    "0.6b": (1024, 3072, 28, 16, 8, True),
+    "1.7b": (2048, 6144, 28, 16, 8, True),
+    "4b": (2560, 9728, 36, 32, 8, True),
+    "8b": (4096, 12288, 36, 32, 8, False),
+}
+
+
+def qwen3_config(size: str, **changed: object) -> Qwen3Config:
+    hidden, feed_forward, layers, heads, kv_heads, tied = SHAPES[size]
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "use_cache": True,
+    }
+    return Qwen3Config(**{**shape, **changed})
+
+
+def save_qwen3(size: str, directory: Path, device: str) -> Path:
+    """Write a model directory (config and bfloat16 weights) unless it is there; returns it."""
+    if not (directory / "config.json").exists():
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(qwen3_config(size), dtype=torch.bfloat16)
+        model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,70 @@
+"""Reads data sets of the Hugging Face hub, by the `datasets` library. Nothing of a data set is executed.
+
+The library tries again and again before it gives up a hub that it cannot reach. So the hub is asked once before that,
+briefly: whether it answers at all, not what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spot_async.config import ProblemSetConfig
+from spot_async.errors import DataError
+from spot_async.vocabulary import first_line
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[str, Any]]:
+    """The rows of the data set `name`. Raises DataError where there is none, or no way to it."""
+    import datasets  # slow to import
+
+    _require_answer(name, key)
+    try:
+        found = datasets.load_dataset(
+            name, name=settings.subset, split=settings.split, revision=settings.revision, trust_remote_code=False
+        )
+    except Exception as error:  # noqa: BLE001 - whatever the hub, the network and a data set's files may raise
+        raise DataError(f"{key}: cannot load {name}, no file here, from the hub: {first_line(error)}") from None
+    if isinstance(found, dict):
+        if len(found) > 1:
+            raise DataError(f"{key}.split: required for {name}, one of: {', '.join(map(str, found))}")
+        (found,) = found.values()
+    if datasets.config.HF_HUB_OFFLINE and settings.revision is not None:
+        _require_revision(found.cache_files, settings.revision, name, key)
+    for columns in found:
+        yield dict(columns)
+
+
+def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: str, key: str) -> None:
+    """Without the hub the library takes the newest copy in its cache, whatever it was asked for."""
+    cached = {Path(file["filename"]).parent.name for file in cache_files}  # named after their commits
+    if cached != {revision}:
+        raise DataError(
+            f"{key}.revision: {revision} of {name} is not the newest copy in the cache, which is of "
+            f"{', '.join(sorted(cached)) or 'no commit'}; name that commit, or unset HF_HUB_OFFLINE"
+        )
+
+
+def _require_answer(name: str, key: str) -> None:
+    """Any answer but of a broken hub will do: why a data set is refused, `load_dataset` says itself.
+
+    Nothing is asked in offline mode.
+    """
+    import datasets
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if datasets.config.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi(endpoint=datasets.config.HF_ENDPOINT).dataset_info(name, timeout=CONNECT_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - which library connects, and so what it raises, the hub's client decides
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            return
+        raise DataError(
+            f"{key}: {name} is no file here, and cannot be had from the hub: {first_line(error)}; check path "
+            "and network, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
+        ) from None

@@ -1,0 +1,29 @@
+"""Problem files as tests write them, and the real ones where they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spot_async.config import ProblemSetConfig
+from spot_async.data import ProblemSet, load_problem_set
+
+CANONICAL = Path(__file__).parents[3] / "shared" / "data" / "canonical"
+needs_data = pytest.mark.skipif(not CANONICAL.is_dir(), reason="real problem files are not here")
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def write(tmp_path, rows, name="problems.jsonl") -> str:
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path, **more) -> ProblemSet:
+    return load_problem_set(ProblemSetConfig(path=str(path), **more), "data.train")
+
+
+def load(tmp_path, rows, **more) -> ProblemSet:
+    return read(write(tmp_path, rows), **more)

@@ -1,0 +1,126 @@
+"""`spot-async data check`: overlaps, golds that cannot be right, repeated rows, and the command that shows them."""
+
+from __future__ import annotations
+
+import pytest
+from problem_files import CANONICAL, INSTRUCTION, needs_data, read, write
+from typer.testing import CliRunner
+
+from spot_async.cli import app
+from spot_async.data.check import answer_type, check_golds, find_repeated
+from spot_async.data.overlap import find_overlaps
+from spot_async.types import Problem, Verdict
+from spot_async.verification import BoxedMatch
+
+
+def numbered(words, answer="1", name="e"):
+    return Problem(id=name, text=" ".join(words), answer=answer)
+
+
+def test_half_of_an_evaluation_problem_inside_one_training_problem_is_an_overlap():
+    words = [f"w{i}" for i in range(32)]  # 20 runs of 13
+    evaluation = [numbered(words)]
+    first_half, second_half = words[:22], words[10:]  # 10 runs each
+    assert not find_overlaps([numbered(words[:21])], evaluation)  # 9 of 20
+    (overlap,) = find_overlaps([numbered(first_half, "1.0", "t")], evaluation)
+    assert (overlap.share, overlap.training.id, overlap.has_equal_answer) == (0.5, "t", True)
+    (overlap,) = find_overlaps([numbered(["X,", *words[1:], "y"], "7")], evaluation)
+    assert (overlap.share, overlap.has_equal_answer) == (0.95, False)
+    # two problems with 9 runs each do not make one that holds 18
+    assert not find_overlaps([numbered(first_half[:21]), numbered(second_half[1:])], evaluation)
+    assert find_overlaps([numbered(["W0!", *(w.upper() + "," for w in words[1:])])], evaluation)  # words, not spelling
+    assert not find_overlaps([numbered(words[:12])], [numbered(words[:12])])  # too short to tell
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ("-1,234", "integer"),
+        ("27.0", "integer"),
+        ("4.5e-3", "decimal"),
+        (r"\frac{3}{4}", "fraction"),
+        ("3/4", "fraction"),
+        (r"\text{Sunday}", "text"),
+        ("(1, 2)", "list or interval"),
+        (r"2\sqrt{3}", "expression"),
+        ("", "none"),
+    ],
+)
+def test_answers_are_told_apart_by_their_form(answer, kind):
+    assert answer_type(Problem(id="p", text="", answer=answer)) == kind
+
+
+async def test_golds_that_cannot_be_right_are_found():
+    golds = {"fine": "1", "empty after tidying": r"\,", "long": "9" * 600, "no answer": ""}
+    problems = [Problem(id=name, text="", answer=answer) for name, answer in golds.items()]
+    problems.append(Problem(id="choice", text="", answer="A", choices=("x", "y")))
+    problems.append(Problem(id="no letter", text="", answer="AB", choices=("x", "y")))
+    async with BoxedMatch(BoxedMatch.Settings()) as verifier:
+        found = await check_golds(problems, verifier)
+    assert found.tried == 5
+    assert [(p.id, v) for p, v in found.unverifiable] == [
+        ("empty after tidying", Verdict.NO_ANSWER),
+        ("long", Verdict.WRONG),
+        ("no letter", Verdict.WRONG),
+    ]
+
+
+def test_rows_repeated_but_for_white_space_are_counted():
+    texts = {"a": ("x y", "1"), "b": ("x  y", "1.0"), "c": ("z", "1"), "d": ("z ", "2"), "e": ("w", "1")}
+    problems = [Problem(id=name, text=text, answer=answer) for name, (text, answer) in texts.items()]
+    repeated = find_repeated(problems)
+    assert (repeated.groups, repeated.rows, repeated.conflicting) == (2, 2, 1)
+
+
+def check(*arguments):
+    result = CliRunner().invoke(app, ["data", "check", *arguments], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_found(tmp_path):
+    long = "How many ways are there to put seven red balls into four blue boxes in a row?"
+    train = write(
+        tmp_path, [{"problem": f"{long}\n{INSTRUCTION}", "answer": "120"}, {"problem": "1+1\x1b[2J [/b]", "answer": 2}]
+    )
+    held = write(tmp_path, [{"problem": long, "answer": "120", "id": "held-1"}], "held.jsonl")
+    code, output = check(train, "--against", held)
+    assert code == 0, output
+    for expected in (
+        "instruction in the problem removed",
+        "answer: 120",
+        "2 tried, 0 unverifiable",
+        "held-1 in line-1",
+        "1+1␛[2J [/b]",  # which a terminal would obey, and rich read as its own
+    ):
+        assert expected in output
+    bad = write(tmp_path, [{"problem": "p", "answer": r"\,"}], "bad.jsonl")
+    code, output = check(bad)
+    assert (code, "line-1: '\\\\,' is no_answer" in output) == (1, True), output
+    code, output = check(train, "--layout", "maths")
+    assert (code, output.startswith("error: layout")) == (2, True), output
+    assert check(str(tmp_path / "none.jsonl"))[0] == 2
+    code, output = check(train, "--verifier", "boxd_match")
+    assert (code, "--verifier boxd_match: no verifier called 'boxd_match'; did you mean" in output) == (2, True), output
+
+
+def test_the_check_command_reads_a_runs_configuration(tmp_path):
+    few = write(tmp_path, [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}])
+    code, output = check("configs/quickstart.yaml", f"data.train={few}", f"evaluation.problems={few}")
+    assert code == 0, output
+    assert "filtered by a run" in output
+    assert "<|user|>" in output
+    assert "evaluation.problems" in output
+
+
+def canonical(name, layout="auto"):
+    return read(CANONICAL / f"{name}.jsonl.gz", layout=layout).problems
+
+
+@needs_data
+def test_real_overlaps_are_those_that_are_known():
+    dapo = canonical("dapo_en", "dapo")
+    in_amc = find_overlaps(dapo, canonical("amc23"))
+    known = [3, 4, 5, 7, 8, 10, 11, 13, 14, 15, 16, 19, 22, 25, 26, 28, 30, 32, 44, 46, 47, 48]
+    assert [each.evaluation.id for each in in_amc] == [f"amc23/{number}" for number in known]
+    in_math = find_overlaps(dapo, canonical("math500"))
+    assert (len(in_math), sum(each.has_equal_answer for each in in_math)) == (18, 10)

@@ -1,0 +1,259 @@
+"""Every layout mends what its files get wrong, drops what contradicts itself, and counts all of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problem_files import CANONICAL, INSTRUCTION, load, needs_data, read
+
+from spot_async.data.layouts import remove_instruction
+from spot_async.data.parts import Draft
+from spot_async.types import Problem
+
+
+def chat(text, **more):
+    """A row as reinforcement-learning trainers store it."""
+    return {"prompt": [{"role": "user", "content": text}], "extra_info": {"index": 7, "split": "train"}, **more}
+
+
+def test_math_takes_the_last_box_of_the_solution(tmp_path):
+    shape = {"type": "Algebra", "problem": "p"}
+    rows = [
+        {
+            **shape,
+            "problem": "p1",
+            "level": "Level 3",
+            "solution": r"First \boxed{1}. Then $\boxed{-80\le g(x)\le 82}$.",
+        },
+        {**shape, "problem": "p2", "level": "Level ?", "solution": r"So $\boxed {17}.$"},
+        {**shape, "problem": "p3", "level": "Level 5", "solution": r"There are $\boxed{}$ primes."},
+        {**shape, "problem": "p4", "level": "Level 1", "solution": r"$\boxed 2$"},
+    ]
+    found = load(tmp_path, rows)
+    assert found.layouts == ["math"]  # by its columns
+    assert [p.answer for p in found.problems] == [r"-80\le g(x)\le 82", "17", "0", "2"]
+    assert [p.tier for p in found.problems] == ["level 3", None, "level 5", "level 1"]
+    assert {p.category for p in found.problems} == {"Algebra"}
+    assert found.mended == {"level unknown": 1, "answer 0 put into an empty box": 1}
+
+
+@pytest.mark.parametrize("solution", ["It is 12.", r"It is $\boxed{12"])
+def test_a_solution_of_math_without_a_box_has_no_answer_made_up_for_it(tmp_path, solution):
+    rows = [{"type": "Algebra", "problem": "p", "level": "Level 3", "solution": solution}]
+    rows.append({"type": "Algebra", "problem": "q", "level": "Level 3", "solution": r"It is $\boxed{7}$."})
+    found = load(tmp_path, rows)
+    assert [problem.answer for problem in found.problems] == ["7"]
+    assert sum(found.dropped.values()) == 1
+
+
+def test_one_stem_with_other_choices_is_another_problem(tmp_path):
+    rows = [
+        {"problem": "Which is true?", "answer": "A", "choices": ["one", "two"]},
+        {"problem": "Which is true?", "answer": "B", "choices": ["three", "four"]},
+    ]
+    found = load(tmp_path, rows, fields={"choices": "choices"})
+    assert len(found.problems) == 2
+
+
+def test_math_trusts_no_answer_that_differs_from_its_solution(tmp_path):
+    gold = {"target": r"-80\leqg(x)\leq82", "solution": r"so $\boxed{-80\leq g(x)\leq 82}$", "question": "p"}
+    rows = [chat("p", reward_model={"ground_truth": gold}, level="Level 2", data_source="somebody/MATH")]
+    rows += [chat("q", reward_model={"ground_truth": "{17}."}, level="Level 2", data_source="x/MATH-lighteval")]
+    rows[1]["extra_info"]["index"] = 8
+    found = load(tmp_path, rows)
+    assert [p.answer for p in found.problems] == [r"-80\leq g(x)\leq 82", "17"]
+    assert found.mended["answer column differs from the solution's box"] == 1
+    assert found.mended["braces or full stop around the answer removed"] == 1
+
+
+def test_dapo_drops_chinese_and_repeated_prompts_and_counts_them(tmp_path):
+    dapo = (
+        "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+        "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    )
+    texts = ["one，two", "one，two", "求两数之和", "three", "three", " three"]  # a full-width comma is not Chinese
+    answers = ["１２", "12", "3", "4", "5", "22099999999999998951424"]
+    rows = [
+        chat(dapo.format(text), reward_model={"ground_truth": answer}, data_source="math_dapo")
+        for text, answer in zip(texts, answers, strict=True)
+    ]
+    for number, row in enumerate(rows):
+        row["extra_info"]["index"] = number
+    found = load(tmp_path, rows)
+    assert found.layouts == ["dapo"]
+    assert [(p.text, p.answer) for p in found.problems] == [("one，two", "12"), (" three", "22099999999999998951424")]
+    assert found.dropped == {"Chinese": 1, "duplicate": 1, "conflicting answers": 2}
+    assert found.mended["instruction in the problem removed"] == 6
+    assert found.mended["full-width characters in the answer"] == 1
+    assert found.mended["answer of more than 15 digits, perhaps a damaged float"] == 1
+    assert found.counts["read"] == 6
+
+
+def test_rows_that_repeat_others_stay_unless_asked_and_those_that_contradict_go(tmp_path):
+    rows = [{"problem": "a", "answer": r"\frac12"}, {"problem": "b", "answer": 1}, {"problem": "a", "answer": "1/2"}]
+    assert [p.id for p in load(tmp_path, rows).problems] == ["line-1", "line-2", "line-3"]
+    assert load(tmp_path, rows, duplicates="exact").counts == {"read": 3, "problems": 2, "dropped: duplicate": 1}
+    rows.append({"problem": "a", "answer": 2})
+    for duplicates in (None, "conflicting", "exact"):
+        assert load(tmp_path, rows, duplicates=duplicates).dropped == {"conflicting answers": 3}
+    assert len(load(tmp_path, rows, duplicates="keep").problems) == 4
+
+
+def test_duplicates_may_be_meant_up_to_white_space(tmp_path):
+    rows = [{"problem": "a b", "answer": 1}, {"problem": "a  b ", "answer": 1}, {"problem": "c", "answer": 1}]
+    assert load(tmp_path, rows, duplicates="exact").dropped == {}
+    assert load(tmp_path, rows, duplicates="spacing").dropped == {"duplicate": 1}
+    rows[1]["answer"] = 2
+    assert load(tmp_path, rows, duplicates="spacing").dropped == {"conflicting answers": 2}
+
+
+def test_competitions_have_whole_numbers(tmp_path):
+    amc = [{"id": 3, "problem": "p", "question": "p", "answer": 27.0, "url": "u"}]
+    assert load(tmp_path, amc, layout="amc23").problems == [Problem(id="3", text="p", answer="27")]
+    aime = [{"id": i, "problem": f"p{i}", "answer": answer} for i, answer in enumerate(["025", "204", "000", 73])]
+    found = load(tmp_path, aime, layout="aime")
+    assert [p.answer for p in found.problems] == ["25", "204", "0", "73"]
+    assert found.mended == {"leading zeros removed from the answer": 2}
+    dapo = load(tmp_path, [{"problem": "p", "answer": 12.0}, {"problem": "q", "answer": 2e22}], layout="dapo")
+    assert dapo.mended == {"answer was a float": 1, "answer of more than 15 digits, perhaps a damaged float": 1}
+
+
+def test_minerva_finds_its_answers_in_the_solutions(tmp_path):
+    rows = [{"idx": 0, "problem": "p", "type": "Ecology", "solution": "so \\boxed{I(0) e^{-\\frac{t}{R C}}\n} J"}]
+    (problem,) = load(tmp_path, rows).problems
+    assert (problem.id, problem.answer, problem.category) == ("0", r"I(0) e^{-\frac{t}{R C}}", "Ecology")
+    (problem,) = load(tmp_path, [{"problem": "p", "answer": "4.5e33\n"}], layout="minerva").problems
+    assert problem.answer == "4.5e33"
+
+
+def test_math500_names_levels_and_keeps_its_ids(tmp_path):
+    row = {
+        "problem": "p",
+        "answer": "1",
+        "solution": "s",
+        "subject": "Algebra",
+        "level": 2,
+        "unique_id": "test/a/1.json",
+    }
+    (problem,) = load(tmp_path, [row]).problems
+    assert problem == Problem(id="test/a/1.json", text="p", answer="1", tier="level 2", category="Algebra")
+
+
+def test_gpqa_has_choices_the_right_one_first(tmp_path):
+    row = {"Question": "Which?", "Correct Answer": " red\n", "High-level domain": "Physics", "Record ID": "rec1"}
+    row |= {f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)}
+    (problem,) = load(tmp_path, [row]).problems
+    assert (problem.answer, problem.choices) == ("A", ("red", "wrong 1", "wrong 2", "wrong 3"))
+    assert (problem.id, problem.category) == ("rec1", "Physics")
+
+
+def test_mmlu_pro_keeps_letters_and_worked_solutions_and_drops_fillers(tmp_path):
+    row = {"question_id": 70, "question": "Which?", "answer_index": 1, "cot_content": "A: because", "category": "law"}
+    rows = [
+        {**row, "options": ["x", "y", "z", "N/A", "N/A"], "answer": "B"},
+        {**row, "options": ["x", "y", "w"], "answer": "C", "question_id": 71},  # the same question is no duplicate
+        {**row, "options": ["x", "y"], "answer": "I", "question_id": 72},
+    ]
+    found = load(tmp_path, rows)
+    assert found.layouts == ["mmlu_pro"]
+    assert [(p.answer, p.choices) for p in found.problems] == [("B", ("x", "y", "z")), ("C", ("x", "y", "w"))]
+    assert found.problems[0].solution == "A: because"
+    assert found.problems[0].category == "law"
+    assert found.dropped == {"answer is none of the choices": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        (1, "B"),  # from 0 on, as `answer_index`
+        (0, "A"),
+        (2.0, "C"),  # of a column of floats
+        ("1", "B"),
+        ("b", "B"),
+        ("(B)", "B"),
+        ("B) 5 cm", "B"),
+        (r"\boxed{B}", "B"),
+        ("5 cm", "B"),
+        ("0", None),  # the first one, or the text of the last
+        (4, None),
+        (-1, None),
+        ("AB", None),
+        ("x", None),
+    ],
+)
+def test_a_letter_is_found_for_however_the_right_choice_is_named(tmp_path, answer, letter):
+    rows = [{"question": "How long?", "options": ["4 cm", "5 cm", "6 cm", "0"], "answer": answer}]
+    rows.append({"question": "Where?", "options": ["a", "b"], "answer_index": 1})
+    found = load(tmp_path, rows, layout="mmlu_pro")
+    assert [p.answer for p in found.problems] == [*([letter] if letter else []), "B"]
+    assert found.dropped == ({} if letter else {"answer is none of the choices": 1})
+    if letter:
+        fields = {"problem": "question", "choices": "options"}
+        assert load(tmp_path, rows[:1], fields=fields).problems[0].answer == letter
+
+
+def test_naming_the_column_of_a_tier_leaves_the_layout_recognised(tmp_path):
+    rows = [{"problem": "p", "type": "Algebra", "level": "Level 3", "solution": r"$\boxed{1}$", "source": "x"}]
+    found = load(tmp_path, rows, fields={"category": "source"})
+    assert (found.layouts, found.problems[0].category) == (["math"], "x")
+
+
+def test_alpaca_eval_needs_no_answers_and_keeps_every_row(tmp_path):
+    rows = [{"instruction": "Hi", "output": "x", "generator": "g", "dataset": "koala"}] * 2
+    found = load(tmp_path, rows)
+    assert [(p.id, p.answer, p.category) for p in found.problems] == [("line-1", "", "koala"), ("line-2", "", "koala")]
+
+
+def test_plain_rows_are_taken_as_they_stand(tmp_path):
+    (problem,) = load(tmp_path, [{"problem": f"p\n{INSTRUCTION}", "answer": "{007}."}], layout="plain").problems
+    assert (problem.text, problem.answer) == (f"p\n{INSTRUCTION}", "{007}.")
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        INSTRUCTION,
+        "Please reason step by step and output the final answer within \\boxed{}.",
+        "Let's think step by step and output the final answer within \\boxed{}.",
+        "Please put your final answer within $\\boxed{}$",
+        "Please think step by step and put your final answer within \\boxed{}.",
+        "Please, reason step-by-step. Please enclose the final answer in \\boxed{}.",
+        "Please solve the following problem step by step,\nand put your final answer within \\boxed{}, please.",
+    ],
+)
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(text=st.text(min_size=1).filter(str.strip))
+def test_an_instruction_is_removed_and_nothing_else(instruction, text):
+    for row in (f"{instruction}\n\n{text}", f"{text}\n{instruction}", f"{text} {instruction}\n"):
+        draft = Draft(problem=row)
+        assert remove_instruction(draft) == "instruction in the problem removed"
+        assert draft.problem == text
+    draft = Draft(problem=text)
+    assert remove_instruction(draft) is None
+
+
+def test_a_sentence_that_goes_on_behind_an_instruction_stays_whole():
+    draft = Draft(problem="Put your final answer in \\boxed{} and find 1+1.")
+    assert remove_instruction(draft) is None
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("layout", "name", "count"),
+    [
+        ("math", "math_train", 7500),
+        ("dapo", "dapo_en", 14116),
+        ("math500", "math500", 500),
+        ("amc23", "amc23", 40),
+        ("minerva", "minerva_math", 272),
+        ("hmmt", "hmmt25", 60),
+        ("aime", "aime24", 30),
+        ("aime", "aime25", 30),
+    ],
+)
+def test_real_sets_have_the_counts_of_the_paper(layout, name, count):
+    found = read(CANONICAL / f"{name}.jsonl.gz", layout=layout)
+    assert len(found.problems) == found.read == count
+    assert all(problem.answer for problem in found.problems)
