@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from spot_async.spending.model_size import size_of
 from spot_async.spending.work import decoding_s, run_work, scoring_s, training_s
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+ROOT = Path(__file__).parents[1]
 LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
 
 
@@ -154,6 +157,35 @@ def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
     outer, layer = 155_583_488, 15_730_944
     assert rank.copies == pytest.approx((8 * outer + 10 * layer) / 2**30)
     assert rank.activations == pytest.approx(1_000 * (28 * 2 * 1_024 + 71_680) / 2**30)
+
+
+def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settings(tmp_path, monkeypatch):
+    """A GPU is rarely at hand: its worker, with a tiny shape on the CPU."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark, models = (importlib.import_module(name) for name in ("gpu_training", "qwen3_models"))
+    monkeypatch.setattr(models, "SHAPES", {"0.6b": (32, 48, 2, 4, 2, True)})
+    for module in (benchmark, models):
+        monkeypatch.setattr(module, "VOCABULARY", 101)
+    save = models.save_qwen3
+    monkeypatch.setattr(benchmark, "save_qwen3", lambda size, directory, device: save(size, directory, "cpu"))
+    monkeypatch.setattr(benchmark, "matrix_rate", lambda device: 1e12)
+    small = {"TRAJECTORIES": 4, "PROMPT_TOKENS": 5, "RESPONSE_TOKENS": (8, 20), "MICRO_BATCH_TOKENS": {"0.6b": 60}}
+    for name, value in small.items():
+        monkeypatch.setattr(benchmark, name, value)
+    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # which the worker sets
+    choices = {"sharding": "fsdp2", "recompute_layers": True}
+    found = benchmark.train_once("0.6b", choices, tmp_path)
+    size = size_of(json.loads((tmp_path / "0.6b" / "config.json").read_bytes()))
+    expected = trainer_memory(
+        size, micro_batch_tokens=60, longest_tokens=25, is_bfloat16=True, shards=1, is_recomputed=True
+    )
+    assert found["estimate_gib"] == expected.training
+    assert found["loss"] != 0
 
 
 def test_tokens_of_a_run_are_counted_by_what_each_method_does():
