@@ -60,9 +60,9 @@ def rank_device() -> torch.device:
 def process_group(channel_directory: str, device: torch.device) -> Iterator[None]:
     """The ranks' group, met through a file; CPU tensors by gloo, GPU tensors by NCCL.
 
-    On leaving, other than by an error on a GPU, the last reference to the group must go: that joins gloo's threads. Such
-    a thread may still hold a tensor of the last collective; releasing one takes the interpreter's
-    lock, and a thread that asks for it while the interpreter ends aborts the process.
+    On leaving, but for an error on a GPU, the last reference to the group must go, for that is what joins
+    gloo's threads. Such a thread may still hold a tensor of the last collective; releasing one takes the
+    interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process.
     """
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
