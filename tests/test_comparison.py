@@ -307,5 +307,9 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     assert found_for(training / "evaluation-000001.json", Path("moved/since")) == half
     assert found_for(training / "evaluation-after.json", Path("moved/since")) == whole
     assert found_for(elsewhere, training / "weights" / "copied") is None
+    written(training, {"AMC23": [1, 2]}).joinpath("evaluation.json").rename(training / "evaluation-after.json")
     assert found_for(training / "evaluation-before.json", Path("elsewhere/initial")) is None
-    assert re.search(r"Compute of training.*\brow +1 +400 ", shown(f"row={elsewhere}"), re.DOTALL)
+    both = shown(f"half={elsewhere}", f"whole={training / 'evaluation-after.json'}")
+    assert re.search(
+        r"Compute of training\s+half +whole *\n.*\n iterations +1 +2 *\n tokens generated +400 +800 *\n", both
+    )

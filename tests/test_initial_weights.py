@@ -5,6 +5,7 @@ The server bills too: what is evaluated until its budget is spent is kept, and g
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+from spot_async import runtime
 from spot_async.config_loading import load_config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.response_log import count_kept
@@ -135,3 +137,28 @@ async def test_it_is_given_the_student_before_anything_is_measured_and_what_was_
     *spent, written = summary("trained")
     assert (spent, written["iterations"], written["after"]) == ([38, True], 1, None)
     assert "all" in written["before"]["tiers"]
+
+
+class NoTrainer:
+    """In place of one that would not be asked."""
+
+    def __init__(self, settings):
+        self.watch = asyncio.Event().wait
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc_info):
+        pass
+
+
+async def test_a_budget_that_the_start_spends_leaves_a_summary_too(tmp_path, attached, few, monkeypatch):
+    monkeypatch.setattr(runtime, "TrainerProcess", NoTrainer)
+    given = [*SHORT, f"evaluation.problems={few}", f"student.backend={{kind: {attached}, budget: 1}}"]
+    config = load_config(Path("configs/quickstart.yaml"), given)
+    directory = RunDirectory.create(tmp_path / "run", config)
+    outcome = await train(config, plan_training(config), directory, QUIET)
+    assert (outcome.iterations, outcome.before, outcome.after, outcome.prompts) == (0, None, None, {})
+    written = json.loads((directory.path / "summary.json").read_text())
+    assert (written["iterations"], written["ended_early"]) == (0, str(outcome.spent))
+    assert "student.backend.budget=1 USD is spent" in str(outcome.spent)

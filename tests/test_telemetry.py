@@ -79,6 +79,21 @@ def test_a_line_of_progress_says_whose_responses_are_correct(metrics, words):
     assert words in text.getvalue()
 
 
+def test_a_log_is_told_now_and_then_how_far_an_evaluation_is(monkeypatch):
+    text, now_s = io.StringIO(), [0.0]
+    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    screen = RunConsole(Console(file=text, width=200), iterations=9)
+    screen.phase("evaluating before")
+    for finished in range(1, 71):
+        now_s[0] += 1.0
+        screen.progress(finished, 4000)
+    assert text.getvalue().splitlines() == [
+        "[00:00] evaluating before",
+        "[00:30] evaluating before: 30 of 4,000 responses",
+        "[01:00] evaluating before: 60 of 4,000 responses",
+    ]
+
+
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
     port = free_port()
     stage = SimpleNamespace(name="probe", waiting=3, in_flight=7)

@@ -107,9 +107,10 @@ def show(
             screen.print(table)
     if computed:
         headings, rows = compute_rows(computed)
-        table = _table("Compute of training", headings)
-        for cells in rows:
-            table.add_row(*map(Text, cells))
+        _, *lines = zip(headings, *rows, strict=True)  # methods side by side: there are fewer of them than figures
+        table = _table("Compute of training", ["", *(name for name, _ in computed)])
+        for line in lines:
+            table.add_row(*map(Text, line))
         screen.print(table)
     for note in notes:
         screen.print(Text(note), soft_wrap=True)

@@ -110,7 +110,7 @@ def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], li
     """Headings, and a row of words for each method."""
     currencies = list(dict.fromkeys(currency for _, each in computed for currency in each.money))
     roles = list(dict.fromkeys(role for _, each in computed for role in each.request_s))
-    headings = ["method", "iterations", "generated", "by probes", "scored", "trained", "hours", "trainer s"]
+    headings = ["method", "iterations", "tokens generated", "by probes", "scored", "trained", "hours", "trainer s"]
     headings += [f"{role} request-s" for role in roles] + currencies
     rows = [
         [
@@ -120,11 +120,16 @@ def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], li
                 f"{tokens:,.0f}"
                 for tokens in (each.generated_tokens, each.probe_tokens, each.scored_tokens, each.trained_tokens)
             ),
-            f"{each.hours:,.2f}",
-            f"{each.trainer_s:,.0f}",
-            *(f"{each.request_s.get(role, 0.0):,.0f}" for role in roles),
+            _rounded(each.hours),
+            _rounded(each.trainer_s),
+            *(_rounded(each.request_s.get(role, 0.0)) for role in roles),
             *(f"{each.money.get(currency, 0.0):,.4g}" for currency in currencies),
         ]
         for name, each in computed
     ]
     return headings, rows
+
+
+def _rounded(amount: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

@@ -1,6 +1,7 @@
 """What a person sees while a run goes on, and the table at its end.
 
-On a terminal a live panel; elsewhere one line per iteration, so that a log stays readable.
+On a terminal a live panel; elsewhere one line per iteration, and in evaluations now and then, so that a log
+stays readable.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spot_async.types import Prompt, Verdict
 
 REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
+PROGRESS_EVERY_S = 30.0  # away from a terminal
 
 
 class RunConsole:
@@ -43,7 +45,7 @@ class RunConsole:
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
         self._rate = TokenRate()
-        self._started_s = time.monotonic()
+        self._started_s = self._said_s = time.monotonic()
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -65,6 +67,8 @@ class RunConsole:
 
     def progress(self, finished: int, total: int) -> None:
         self._progress = (finished, total)
+        if not self.console.is_terminal and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
+            self.say(f"{self._phase}: {finished:,} of {total:,} responses")
 
     def iteration_finished(self, result: IterationResult) -> None:
         means = mean_metrics(result.samples)
@@ -91,6 +95,7 @@ class RunConsole:
 
     def say(self, line: str) -> None:
         """One line with the time since the start."""
+        self._said_s = time.monotonic()
         self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
