@@ -114,7 +114,7 @@ def by_generate(size: str, directory: Path, prompts: list[np.ndarray], bound_s: 
     generate()
     torch.cuda.reset_peak_memory_stats()
     _, seconds = timed(generate)
-    return _row(f"{size}, bfloat16, model.generate", SLOTS * RESPONSE_TOKENS, seconds, bound_s, "")
+    return _row(f"{size}, bfloat16, model.generate", SLOTS * RESPONSE_TOKENS, seconds, bound_s, peak_gib(), "")
 
 
 def measure(size: str, directory: Path, bandwidth: float, operations: float) -> list[list[str]]:
@@ -133,12 +133,13 @@ def measure(size: str, directory: Path, bandwidth: float, operations: float) -> 
         engine = Engine(fast, settings)
         generations(engine, prompts, 1, 32)
         replies, seconds = timed(lambda engine=engine: generations(engine, prompts, 2, RESPONSE_TOKENS))
+        peak = peak_gib()  # before the comparison, which loads the model once more
         tokens = sum(len(reply.token_ids) for reply in replies)
         mean, largest = mismatch(model_directory, replies, prompts)
         path = "fast path" if fast is not loaded else "general path"
         bound_s = decode_bound_s(found, 2 if dtype == "bfloat16" else 4, bandwidth)
         note = f"{mean:.1e}, at most {largest:.1e}"
-        rows.append(_row(f"{size}, {dtype}, engine, {path}", tokens, seconds, bound_s, note))
+        rows.append(_row(f"{size}, {dtype}, engine, {path}", tokens, seconds, bound_s, peak, note))
         torch.cuda.reset_peak_memory_stats()
         requests = [
             ScoreRequest(
@@ -154,13 +155,16 @@ def measure(size: str, directory: Path, bandwidth: float, operations: float) -> 
         _, seconds = timed(lambda engine=engine, requests=requests: answers(engine, requests))
         tokens = SCORED_SEQUENCES * (PROMPT_TOKENS + SCORED_TOKENS)
         bound_s = 2 * found.parameters * tokens / operations
-        rows.append(_row(f"{size}, {dtype}, engine, scoring", tokens, seconds, bound_s, ""))
+        rows.append(_row(f"{size}, {dtype}, engine, scoring", tokens, seconds, bound_s, peak_gib(), ""))
         del engine, loaded, fast
     return rows
 
 
-def _row(name: str, tokens: int, seconds: float, bound_s: float, note: str) -> list[str]:
-    peak = torch.cuda.max_memory_allocated() / GIB
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / GIB
+
+
+def _row(name: str, tokens: int, seconds: float, bound_s: float, peak: float, note: str) -> list[str]:
     return [name, f"{tokens / seconds:,.0f}", f"{seconds:.2f}", f"{seconds / bound_s:.1f}", f"{peak:.1f}", note]
 
 

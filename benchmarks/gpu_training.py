@@ -67,7 +67,7 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
     """Two updates in this process; what the second took, and memory."""
     import torch.distributed as dist
 
-    from spot_async.spending.device_memory import trainer_memory
+    from spot_async.spending.machine import rank_memory
     from spot_async.spending.model_size import read_size
     from spot_async.trainer.messages import Batch
     from spot_async.trainer.parallel import process_group, rank_device, strategy_of
@@ -112,7 +112,7 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
     inputs = sum(len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples)
     found = read_size(model)
     assert found is not None
-    estimate = trainer_memory(found, **estimate_arguments(settings.training))
+    estimate = rank_memory(found, settings.training, longest_tokens=PROMPT_TOKENS + RESPONSE_TOKENS[1])
     passes = 2 + 6 + 2 * bool(keys.get("recompute_layers"))  # of pi_old; forward and backward; forward once more
     return {
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
@@ -126,14 +126,6 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
         "rate": rate,
         "loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
-    }
-
-
-def estimate_arguments(training: Any) -> dict[str, Any]:
-    return {
-        "micro_batch_tokens": training.micro_batch_tokens,
-        "longest_tokens": PROMPT_TOKENS + RESPONSE_TOKENS[1],
-        "is_cast": training.dtype == "bfloat16",
     }
 
 

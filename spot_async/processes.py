@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 import structlog
@@ -184,6 +185,13 @@ def tree_cpu_s(root: int) -> float:
         return math.nan
     ticks = sum(sum(map(int, fields[11:15])) for fields in tree.values())  # user, system, and of reaped children
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook` for a process whose interpreter might not come to its end: print the trace and be gone."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def exit_with_parent() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from spot_async.spending.model_size import size_of
 from spot_async.spending.work import decoding_s, run_work, scoring_s, training_s
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+ROOT = Path(__file__).parents[1]
 LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
 
 
@@ -66,15 +69,15 @@ def test_what_is_not_known_is_not_sized(random_architecture):
 
 def test_cache_and_activations_of_a_token():
     assert QWEN3_06B.cache_bytes_per_token == 28 * 2 * 1024 * 2 == 114_688
-    autocast = QWEN3_06B.activation_bytes_per_token(is_autocast=True, is_recomputed=False)
+    autocast = QWEN3_06B.activation_bytes_per_token("autocast", is_recomputed=False)
     assert autocast == 28 * (26 * 1024 + 8 * 3072 + 10 * 3072) == 2_293_760
     layer = 16 * 1024 + 8 * 3072 + 10 * 3072
-    assert QWEN3_06B.activation_bytes_per_token(is_autocast=False, is_recomputed=False) == 28 * layer
-    assert QWEN3_06B.activation_bytes_per_token(is_autocast=False, is_recomputed=True) == 28 * 2 * 1024 + layer
+    assert QWEN3_06B.activation_bytes_per_token("bfloat16", is_recomputed=False) == 28 * layer
+    assert QWEN3_06B.activation_bytes_per_token("bfloat16", is_recomputed=True) == 28 * 2 * 1024 + layer
 
 
-@pytest.mark.parametrize("is_autocast", [True, False])
-def test_activations_are_what_autograd_keeps(is_autocast):
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+def test_activations_are_what_autograd_keeps(precision):
     """Between two depths of a small model, so that what is not in layers falls out."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -85,7 +88,7 @@ def test_activations_are_what_autograd_keeps(is_autocast):
 
     def kept(layers: int) -> int:
         model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **sizes)).train()
-        if not is_autocast:
+        if precision == "bfloat16":
             for parameter in model.parameters():  # and not the tables of positions
                 parameter.data = parameter.data.bfloat16()
         found = {}
@@ -96,13 +99,13 @@ def test_activations_are_what_autograd_keeps(is_autocast):
                 found[storage.data_ptr()] = (storage.nbytes(), tensor)
             return tensor
 
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast:
             model.base_model(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
         return sum(size for size, _ in found.values())
 
     small = shape(QWEN3 | {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 64}, 1, 64, 192, 4, True)
-    expected = small.activation_bytes_per_token(is_autocast=is_autocast, is_recomputed=False)
+    expected = small.activation_bytes_per_token(precision, is_recomputed=False)
     assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(expected, rel=0.02)
 
 
@@ -113,7 +116,7 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
     assert memory.copies == memory.weights / 2
     assert memory.activations == pytest.approx(35.0)  # 16,384 x 2,293,760 bytes
     alone = trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=5_120, is_bfloat16=False)
-    assert alone.activations == pytest.approx(5_120 * 2_293_760 / GIB)
+    assert alone.activations == pytest.approx(5_120 * 3_440_640 / GIB)  # 28 x (24 x 1,024 + 16 x 3,072 + 16 x 3,072)
     assert alone.copies == 0
 
 
@@ -154,6 +157,35 @@ def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
     outer, layer = 155_583_488, 15_730_944
     assert rank.copies == pytest.approx((8 * outer + 10 * layer) / 2**30)
     assert rank.activations == pytest.approx(1_000 * (28 * 2 * 1_024 + 71_680) / 2**30)
+
+
+def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settings(tmp_path, monkeypatch):
+    """A GPU is rarely at hand: its worker, with a tiny shape on the CPU."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark, models = (importlib.import_module(name) for name in ("gpu_training", "qwen3_models"))
+    monkeypatch.setattr(models, "SHAPES", {"0.6b": (32, 48, 2, 4, 2, True)})
+    for module in (benchmark, models):
+        monkeypatch.setattr(module, "VOCABULARY", 101)
+    save = models.save_qwen3
+    monkeypatch.setattr(benchmark, "save_qwen3", lambda size, directory, device: save(size, directory, "cpu"))
+    monkeypatch.setattr(benchmark, "matrix_rate", lambda device: 1e12)
+    small = {"TRAJECTORIES": 4, "PROMPT_TOKENS": 5, "RESPONSE_TOKENS": (8, 20), "MICRO_BATCH_TOKENS": {"0.6b": 60}}
+    for name, value in small.items():
+        monkeypatch.setattr(benchmark, name, value)
+    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # which the worker sets
+    choices = {"sharding": "fsdp2", "recompute_layers": True}
+    found = benchmark.train_once("0.6b", choices, tmp_path)
+    size = size_of(json.loads((tmp_path / "0.6b" / "config.json").read_bytes()))
+    expected = trainer_memory(
+        size, micro_batch_tokens=60, longest_tokens=25, is_bfloat16=True, shards=1, is_recomputed=True
+    )
+    assert found["estimate_gib"] == expected.training
+    assert found["loss"] != 0
 
 
 def test_tokens_of_a_run_are_counted_by_what_each_method_does():

@@ -81,3 +81,18 @@ async def test_the_cpu_time_of_a_tree_is_counted(tmp_path):
     await printed(child)
     assert 0.4 < tree_cpu_s(child.pid) < 5
     await child.stop()
+
+
+ENDLESS = """
+import sys, threading
+from spot_async.processes import exit_at_once
+sys.excepthook = exit_at_once
+threading.Thread(target=threading.Event().wait).start()  # the end of the interpreter waits for it
+raise MemoryError("none left")
+"""
+
+
+async def test_who_exits_at_once_waits_for_no_thread_and_says_why(tmp_path):
+    async with asyncio.timeout(10):
+        with pytest.raises(ProcessDiedError, match="exited with code 1: MemoryError: none left"):
+            await (await start(tmp_path, ENDLESS)).watch()

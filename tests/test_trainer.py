@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,11 +253,19 @@ def test_a_batch_without_samples_is_an_error(student: Path, make_trainer: MakeTr
 
 
 def test_published_weights_load_with_their_tokenizer_and_old_ones_go(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path
+    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted = tmp_path / "weights" / ".step-000001"
     interrupted.mkdir(parents=True)
-    trainer = make_trainer(student, tmp_path, keep_weights=2)
+    remove = shutil.rmtree
+
+    def remove_too_late(path: Path, **choices: Any) -> None:
+        remove(path)  # another rank
+        remove(path, **choices)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_too_late)
+        trainer = make_trainer(student, tmp_path, keep_weights=2)
     reports = [trainer.train(Batch(i, tuple(mixed_batch()))) for i in range(3)]
 
     assert [report.snapshot.version for report in reports] == [WeightVersion(0, step) for step in (1, 2, 3)]

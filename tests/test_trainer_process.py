@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async.trainer.handle as handle
 from spot_async import wire
 from spot_async.errors import ProcessDiedError, TrainerError
-from spot_async.processes import ChildProcess
+from spot_async.processes import ChildProcess, exit_at_once
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
+from spot_async.trainer.parallel import process_group
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import SoftTargets, Supervision, WeightVersion
@@ -270,6 +272,19 @@ async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
     assert "\n" not in message
     assert [p.name for p in (tmp_path / "weights").iterdir()] == ["step-000001"]
     AutoModelForCausalLM.from_pretrained(report.snapshot.directory)
+
+
+def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **named: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("NCCL waits here"))
+    with pytest.raises(MemoryError), process_group(str(tmp_path), torch.device("cuda")):
+        raise MemoryError
+    assert sys.excepthook is exit_at_once
 
 
 async def test_a_student_that_cannot_be_loaded_is_named(tmp_path: Path, trainer_settings: MakeSettings) -> None:

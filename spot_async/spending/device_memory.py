@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spot_async.spending.model_size import ModelSize
+from spot_async.spending.model_size import ModelSize, Precision
 
 GIB = float(1 << 30)
 DEVICE_GIB = 80.0  # of the GPUs that the recipes are for
@@ -61,7 +61,8 @@ def trainer_memory(
         copies = width * gathered + (width + 4) * (student.outer_parameters + student.layer_parameters)
     else:
         copies = width * student.parameters if is_bfloat16 else 0
-    per_token = student.activation_bytes_per_token(is_autocast=shards is None, is_recomputed=is_recomputed)
+    precision: Precision = "float32" if not is_bfloat16 else "autocast" if shards is None else "bfloat16"
+    per_token = student.activation_bytes_per_token(precision, is_recomputed=is_recomputed)
     return TrainerMemory(**state, copies=copies / GIB, activations=tokens * per_token / GIB)
 
 

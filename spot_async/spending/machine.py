@@ -91,14 +91,7 @@ def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = Non
     if student is None or not servers:
         return None
     training, longest = config.training, config.sampling.max_response_tokens
-    trainer = trainer_memory(
-        student,
-        micro_batch_tokens=training.micro_batch_tokens,
-        longest_tokens=config.sampling.max_prompt_tokens + longest,
-        is_bfloat16=training.dtype == "bfloat16",
-        shards=training.ranks if training.sharding == "fsdp2" else None,
-        is_recomputed=training.recompute_layers,
-    )
+    trainer = rank_memory(student, training, longest_tokens=config.sampling.max_prompt_tokens + longest)
     rows = () if earlier is None else RunFiles(earlier).metrics()
     measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)
     expected = min(float(longest), measured if measured is not None else ASSUMED_SHARE * longest)
@@ -113,6 +106,18 @@ def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = Non
         assumption=f"responses of {expected:.0f} tokens, "
         + ("as in the run given" if measured is not None else f"half of sampling.max_response_tokens={longest}"),
         training=training,
+    )
+
+
+def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens: int) -> TrainerMemory:
+    """Of one rank that trains by these settings; `longest_tokens` as in `trainer_memory`."""
+    return trainer_memory(
+        student,
+        micro_batch_tokens=training.micro_batch_tokens,
+        longest_tokens=longest_tokens,
+        is_bfloat16=training.dtype == "bfloat16",
+        shards=training.ranks if training.sharding == "fsdp2" else None,
+        is_recomputed=training.recompute_layers,
     )
 
 

@@ -8,11 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 SIZED = ("qwen2", "qwen3", "llama", "mistral")
+Precision = Literal["float32", "autocast", "bfloat16"]  # autocast: parameters and residuals in float32, products not
+
+
+class KeptBytes(NamedTuple):
+    """What a layer keeps of a token for the backward pass, in bytes a unit of each width."""
+
+    hidden: int  # residuals and norms
+    feed_forward: int  # gate, up and their product
+    head: int  # of queries and keys
+    head_norm: int  # of these, more where they have a norm
+    residual: int  # of the layer's input, in `hidden` already
+
+
+KEPT_BYTES: dict[Precision, KeptBytes] = {
+    "float32": KeptBytes(hidden=24, feed_forward=16, head=8, head_norm=8, residual=4),
+    "autocast": KeptBytes(hidden=26, feed_forward=8, head=4, head_norm=6, residual=4),
+    "bfloat16": KeptBytes(hidden=16, feed_forward=8, head=4, head_norm=6, residual=2),
+}
 
 
 @dataclass(frozen=True)
@@ -50,18 +68,17 @@ class ModelSize:
         """Keys and values in 16 bits."""
         return self.layers * 2 * self.keys * 2
 
-    def activation_bytes_per_token(self, *, is_autocast: bool, is_recomputed: bool) -> int:
-        """What the trainer's forward pass keeps for the backward pass: in bfloat16, by autocast of float32 parameters
-        or with parameters in bfloat16; of all layers or, where they are recomputed, their inputs and one layer.
+    def activation_bytes_per_token(self, precision: Precision, *, is_recomputed: bool) -> int:
+        """What the trainer's forward pass keeps for the backward pass: of all layers or, where they are recomputed,
+        their inputs and one layer.
 
         Coefficients measured from the tensors that autograd saved (transformers 5, torch 2.13, 257 tokens; varied one
-        width at a time): residuals and norms 26 a hidden unit (16 without autocast, whose residuals are float32), gate
-        and up 8 a feed-forward unit, 4 a query and key unit, 6 more where these have a norm.
+        width at a time).
         """
-        per_hidden, residual = (26, 4) if is_autocast else (16, 2)
-        per_head = 10 if self.has_query_norm else 4
-        layer = per_hidden * self.hidden + 8 * self.feed_forward + per_head * (self.queries + self.keys)
-        return self.layers * residual * self.hidden + layer if is_recomputed else self.layers * layer
+        kept = KEPT_BYTES[precision]
+        heads = (kept.head + kept.head_norm * self.has_query_norm) * (self.queries + self.keys)
+        layer = kept.hidden * self.hidden + kept.feed_forward * self.feed_forward + heads
+        return self.layers * kept.residual * self.hidden + layer if is_recomputed else self.layers * layer
 
 
 def read_size(directory: Path) -> ModelSize | None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
+from spot_async.processes import exit_at_once
 from spot_async.trainer.batching import MicroBatch
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
@@ -59,9 +60,9 @@ def rank_device() -> torch.device:
 def process_group(channel_directory: str, device: torch.device) -> Iterator[None]:
     """The ranks' group, met through a file; CPU tensors by gloo, GPU tensors by NCCL.
 
-    On leaving, the last reference to the group must go, for that is what joins gloo's threads. Such
-    a thread may still hold a tensor of the last collective; releasing one takes the interpreter's
-    lock, and a thread that asks for it while the interpreter ends aborts the process.
+    On leaving, but for an error on a GPU, the last reference to the group must go, for that is what joins
+    gloo's threads. Such a thread may still hold a tensor of the last collective; releasing one takes the
+    interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process.
     """
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -74,10 +75,15 @@ def process_group(channel_directory: str, device: torch.device) -> Iterator[None
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        if (error := sys.exception()) is not None:
-            traceback.clear_frames(error.__traceback__)  # of a trainer that failed, which holds the group
-        gc.collect()  # sharded modules hold it too, and are in cycles
+        if (error := sys.exception()) is not None and device.type == "cuda":
+            # Out of memory, say. To destroy NCCL's group waits for the others, who wait for this rank in a collective,
+            # and the interpreter's end might: nobody would hear of it.
+            sys.excepthook = exit_at_once
+        else:
+            dist.destroy_process_group()
+            if error is not None:
+                traceback.clear_frames(error.__traceback__)  # of a trainer that failed, which holds the group
+            gc.collect()  # sharded modules hold it too, and are in cycles
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:

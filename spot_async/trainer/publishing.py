@@ -35,7 +35,7 @@ class WeightPublisher:
         self._keep = keep
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step-*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # every rank does
 
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"

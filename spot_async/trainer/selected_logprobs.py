@@ -37,7 +37,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         gradient = gradient / ctx.temperature
         of_row = torch.zeros_like(normaliser).index_add_(0, rows, gradient)
         # d log p(v) / d logit(w) = [v = w] - p(w)
-        of_logits = (_scaled(logits, ctx.temperature) - normaliser[:, None]).exp_().mul_(-of_row[:, None])
+        scaled = _scaled(logits, ctx.temperature)
+        shifted = torch.sub(scaled, normaliser[:, None], out=None if scaled is logits else scaled)
+        of_logits = shifted.exp_().mul_(-of_row[:, None])
         of_logits.index_put_((rows, token_ids), gradient, accumulate=True)
         return of_logits.to(logits.dtype), None, None, None
 
