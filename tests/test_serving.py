@@ -253,6 +253,32 @@ async def test_requests_of_one_session_share_one_http_request_and_nothing_else(
 
 
 @with_backend
+async def test_replies_of_one_session_that_end_together_come_together_and_wait_for_no_other(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[bytes] = []
+    stream = HttpEndpoint.stream
+
+    async def watched(self: HttpEndpoint, path: str, body: bytes, sink: Callable[[bytes], None], **more: Any) -> None:
+        def seen(part: bytes) -> None:
+            parts.append(part)
+            sink(part)
+
+        await stream(self, path, body, seen, **more)
+
+    monkeypatch.setattr(HttpEndpoint, "stream", watched)
+    endless = sampling(max_tokens=19000)
+    slow = asyncio.create_task(backend.generate(PROMPT, endless, session="s", deadline=soon(50)))
+    same = [backend.generate(PROMPT, sampling(max_tokens=20), session="s", deadline=soon()) for _ in range(12)]
+    await asyncio.gather(*same)
+    assert not slow.done()
+    assert len(parts) <= 3
+    slow.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await slow
+
+
+@with_backend
 async def test_a_session_that_hangs_up_gives_all_its_slots_back(backend: LocalBackend) -> None:
     endless = sampling(max_tokens=19000)
     asked = [backend.generate(PROMPT, endless, session="s", deadline=soon(50)) for _ in range(3)]

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import struct
 import zlib
+from typing import Annotated
 
 import msgspec
 
@@ -88,7 +89,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateManyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answered with a frame per request as each is done: its `FRAME_HEADER`, then a `GenerateReply`."""
 
-    requests: list[GenerateRequest]
+    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 
 
 class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,6 @@ a request whose client hangs up or whose time is up gives its slot back. Torch n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,11 +21,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async import wire
-from spot_async.concurrency import gather
 from spot_async.errors import DeadlineExceededError, PermanentError, ServerRestartedError, SpotError
 from spot_async.serving import api, openai_api
-from spot_async.serving.disconnect import ClientGone, while_connected
 from spot_async.serving.openai_app import unauthorized
+from spot_async.serving.replies import Replies
 from spot_async.serving.worker import EngineWorker
 from spot_async.types import Capabilities
 
@@ -59,7 +57,7 @@ def build_app(
         return endpoint
 
     async def generate_many(request: Request) -> Response:
-        return _Replies(worker, (await _decode(request, api.GenerateManyRequest)).requests)
+        return Replies(worker, (await _decode(request, api.GenerateManyRequest)).requests)
 
     async def update_weights(request: Request) -> Response:
         message = await _decode(request, api.UpdateRequest)
@@ -105,42 +103,6 @@ async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> R
     finally:
         result.cancel()
     return Response(status_code=CLIENT_GONE) if result.cancelled() else _reply(result.result())
-
-
-class _Replies(Response):
-    """Answers several requests, each as soon as it is done. Their deadlines and errors are their own."""
-
-    media_type = api.CONTENT_TYPE
-
-    def __init__(self, worker: EngineWorker, requests: list[api.GenerateRequest]) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self._worker = worker
-        self._requests = requests
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with contextlib.suppress(ClientGone):
-            answers = gather(self._answer(index, request, send) for index, request in enumerate(self._requests))
-            await while_connected(receive, answers)
-            await send({"type": "http.response.body", "body": b""})
-
-    async def _answer(self, index: int, request: api.GenerateRequest, send: Send) -> None:
-        try:
-            async with asyncio.timeout(request.timeout_s):  # cancels the future, and that aborts the request
-                generation = await asyncio.wrap_future(self._worker.submit(request))
-            reply = api.GenerateReply(index=index, generation=generation)
-        except TimeoutError:
-            late = f"{api.GENERATE_MANY}: not answered in {request.timeout_s:.3g} s"
-            reply = _failed(index, DeadlineExceededError(late))
-        except SpotError as error:
-            reply = _failed(index, error)
-        body = wire.encode(reply)
-        await send({"type": "http.response.body", "body": api.frame(body), "more_body": True})
-
-
-def _failed(index: int, error: SpotError) -> api.GenerateReply:
-    return api.GenerateReply(index=index, error=api.ErrorReply(error=type(error).__name__, message=str(error)))
 
 
 async def _cancel_when_gone(request: Request, future: Future[Any]) -> None:
