@@ -91,7 +91,7 @@ class RunDirectory:
         """A run that was made before. Raises DataError when it is none, or newer than this program."""
         try:
             found = msgspec.json.decode((path / "run.json").read_bytes(), type=_RunFile)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             raise DataError(f"{path} is no run directory: it has no readable run.json") from None
         if found.format > RUN_FORMAT:
             raise DataError(

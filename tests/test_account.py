@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.errors import BudgetSpentError, PermanentError, ThrottledError, TransientError
+from spot_async.errors import BudgetSpentError, DataError, PermanentError, ThrottledError, TransientError
+from spot_async.run_directory import RunDirectory
 from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.spending.account import Account
+from spot_async.spending.account import Account, Ledger
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
+from spot_async.spending.records import SpendingLog
 
 PRICES = Prices(prompt=2.0, cached_prompt=0.5, completion=8.0, request=0.001, currency="EUR")
 
@@ -164,3 +166,23 @@ def test_a_reply_that_states_nothing_is_counted_from_the_request_and_said_to_be(
 )  # fmt: skip
 def test_usage_is_read_from_every_dialect(said, expected):
     assert read_usage(said) == expected
+
+
+def test_a_ledger_is_gone_on_with_by_its_whole_lines_and_a_damaged_one_is_refused(tmp_path):
+    def ledger():
+        account = Account("student", prices=PRICES)
+        return account, SpendingLog(RunDirectory(tmp_path), {"student": account})
+
+    account, log = ledger()
+    account.ledgers["one"] = Ledger(answered=3, money=0.5, failed={"TransientError": 2})
+    log.write(0)
+    with (tmp_path / "spending.jsonl").open("ab") as file:
+        file.write(b'{"role":"stud')  # torn by a kill
+    again, log = ledger()
+    log.go_on()
+    assert again.ledgers == account.ledgers
+    log.write()
+    with (tmp_path / "spending.jsonl").open("ab") as file:
+        file.write(b'{"role":"\xff","server":"one"}\n')
+    with pytest.raises(DataError, match=r"spending.jsonl:3: cannot go on with this ledger"):
+        ledger()[1].go_on()

@@ -189,6 +189,7 @@ def test_a_letter_is_found_for_however_the_right_choice_is_named(tmp_path, answe
     found = load(tmp_path, rows, layout="mmlu_pro")
     assert [p.answer for p in found.problems] == [*([letter] if letter else []), "B"]
     assert found.dropped == ({} if letter else {"answer is none of the choices": 1})
+    assert found.mended["answer was the place of a choice, from 0"] == 1 + (answer in (0, 1, 2.0, "1"))
     if letter:
         fields = {"problem": "question", "choices": "options"}
         assert load(tmp_path, rows[:1], fields=fields).problems[0].answer == letter

@@ -110,7 +110,7 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
         (
             benchmark_result([[1, 1], [0, 0], [0, 0], [0, 0]], name="large", pass_k=(1,)),
             benchmark_result([[1, 0], [1, 1]], name="small", pass_k=(1,)),
-            benchmark_result([[1], [1]], name="elsewhere", in_macro=False, note="judged by x"),
+            benchmark_result([[1], [1]], name="elsewhere", in_macro=False, note="judged by x, [/as] it is"),
             benchmark_result([[0], [0]], name="outputs", is_judged=False),
         )
     )
@@ -126,13 +126,13 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
     text = printed(figures_table(figures))
     assert re.search(r"macro +50.0", text)
     assert "elsewhere *" in text
-    assert "* elsewhere: judged by x" in text
+    assert "* elsewhere: judged by x, [/as] it is" in text
     assert found.row_names() == ["large", "small", "elsewhere", "outputs", "macro"]
     assert paired_change(found, found, "macro") == (0.0, 0.0)
     text = printed(evaluation_table(found, found))
     assert "macro" in text
     assert "elsewhere *" in text
-    assert "* elsewhere: judged by x" in text
+    assert "* elsewhere: judged by x, [/as] it is" in text
 
 
 def test_the_change_is_paired_on_problems():
@@ -150,6 +150,7 @@ def test_the_table_shows_every_tier_before_and_after():
     for expected in ("easy", "hard", "all", "Avg@2", "Pass@2", "before", "after", "change", "+50.0 ±0.0"):
         assert expected in text
     assert "25.0 ±25.0" in text
+    assert printed(figures_table(evaluation_file(result([[1, 0], [0, 0]], ["easy", "[/hard]"])))).count("[/hard]") == 2
 
 
 def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():

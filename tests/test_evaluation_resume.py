@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -25,7 +26,14 @@ from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.identity import identity_of
 from spot_async.evaluation.measuring import write_files
-from spot_async.evaluation.response_log import Identity, JudgedResponse, ResponseLog, check_same, read_partial
+from spot_async.evaluation.response_log import (
+    Identity,
+    JudgedResponse,
+    ResponseLog,
+    check_same,
+    count_kept,
+    read_partial,
+)
 from spot_async.evaluation.runner import collected, evaluate
 from spot_async.model_files import read_model
 from spot_async.preflight import plan_evaluation
@@ -155,6 +163,19 @@ def test_a_complete_evaluation_shows_the_pass_at_k_that_are_asked_for_now(monkey
     assert "this evaluation is complete" in shown
     assert re.search(r"Pass@2 +Pass@4", shown)
     assert re.search(r"all +\d+ +25.0 ±0.0 +50.0 ±0.0 +100.0 ±0.0", shown)
+
+    assert count_kept(directory.path / NAME) == len(judged)  # which is what a failure after all that would name
+    (directory.path / NAME).unlink()  # large, and not needed for what the figures hold
+
+    def no_locks(*args):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    again = CliRunner().invoke(app, [*words, "evaluation.pass_k=[2]"])
+    assert (again.exit_code, "±0.0" in again.output) == (0, True)
+    assert "Function not implemented; nothing keeps other processes from evaluating into it" in again.output
+    gone = CliRunner().invoke(app, words)
+    assert (gone.exit_code, f"{NAME}: cannot be read" in gone.stderr) == (2, True)
 
 
 def benchmarks():

@@ -196,3 +196,30 @@ def test_a_lease_that_nothing_was_sent_under_gives_its_room_back():
             return unused, first, await ask(5, is_sent=True), await ask(6, is_sent=True)
 
     assert run_on_virtual_time(run()) == ([0, 0, 0], 0, pytest.approx(10), pytest.approx(20))
+
+
+@pytest.mark.parametrize("places", [2, 99])
+def test_requests_of_a_lease_wait_for_no_later_lease(places):
+    """Nor for one that waits for them: servers that are asked one by one take so many `places` at a time."""
+
+    async def run():
+        loop, account = asyncio.get_running_loop(), Account("teacher", requests_per_minute=60)
+        size = Size(prompt_tokens=1, max_completion_tokens=1)
+        replica = Replica("r", object, object(), max_in_flight=9)
+        replica.life.move(State.SERVING, 0.0)
+        pool, singles = Dispatcher([replica], account.rate_limit), asyncio.Semaphore(places)
+        started = loop.time()
+
+        async def send():
+            async with singles, account.request("there", size, account.rate_limit, started + 300) as charge:
+                charge.answered(b"{}")
+
+        async def ask(number):
+            async with await pool.lease(Errand("score", (number,), tokens=2)), asyncio.TaskGroup() as group:
+                for _ in range(4):
+                    group.create_task(send())
+            return loop.time() - started
+
+        return await asyncio.gather(*map(ask, range(5)))
+
+    assert run_on_virtual_time(run()) == pytest.approx([3, 7, 11, 15, 19])  # one a second

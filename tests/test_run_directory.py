@@ -102,8 +102,8 @@ def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one
     (run.path / "run.json").write_text(json.dumps({"format": 2, "new": "things"}))
     with pytest.raises(DataError, match=r"has format 2, newer than this spot-async can read \(1\)"):
         RunDirectory.open(run.path)
-    for text in ("[1]", "{}", "no json"):
-        (run.path / "run.json").write_text(text)
+    for text in (b"[1]", b"{}", b"no json", b'{"format":1,"command":"\xff"}'):
+        (run.path / "run.json").write_bytes(text)
         with pytest.raises(DataError, match="no run directory"):
             RunDirectory.open(run.path)
     with pytest.raises(DataError, match="no run directory"):

@@ -14,7 +14,7 @@ from spot_async.commands.arguments import ConfigPath, DryRun, Overrides
 from spot_async.commands.outcomes import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.inspection.terminal import counted
 from spot_async.run_directory import RunDirectory
 
@@ -113,12 +113,16 @@ def evaluate(
                 show_evaluation_plan(settings, path, benchmarks, student)
                 return
             directory = evaluation_directory(settings, path, is_new=resume is None)
-            stack.enter_context(directory.locked())
+            try:
+                stack.enter_context(directory.locked())
+            except StorageError as error:  # such as a cluster's file system, mounted without locks
+                warning = f"warning: {error}; nothing keeps other processes from evaluating into it"
+                screen.print(Text(warning, style="yellow"), soft_wrap=True)
             complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
             if complete:
                 add_pass_k(directory, settings, benchmarks, student.directory)
-        except (ConfigError, DataError) as error:
-            fail(error, code=2)
+        except (ConfigError, DataError, StorageError) as error:
+            fail(error, code=exit_code(error))
 
         from spot_async.student_evaluation import evaluate_student
 

@@ -168,9 +168,12 @@ def letter_of_choice(draft: Draft) -> str | None:
     named = chosen_option(draft.gold, draft.choices) if isinstance(draft.answer, str) else None
     place = int(draft.gold) if re.fullmatch("[0-9]{1,2}", draft.gold) else None
     meant = [each for each in (named, place) if each is not None and each < len(draft.choices)]
-    if len(set(meant)) == 1:
-        draft.answer = ascii_uppercase[meant[0]]
-    return None
+    if len(set(meant)) != 1:
+        return None
+    given, draft.answer = draft.gold, ascii_uppercase[meant[0]]
+    if named is None:
+        return "answer was the place of a choice, from 0"
+    return None if given == draft.gold else "answer made the letter of a choice"
 
 
 def is_chinese(draft: Draft) -> str | None:

@@ -17,8 +17,8 @@ from spot_async.evaluation.figures import read_figures
 from spot_async.evaluation.formats import outputs_of
 from spot_async.evaluation.identity import identity_of, settings_fingerprint
 from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, write_whole
-from spot_async.evaluation.results import EvaluationResult
-from spot_async.evaluation.runner import collected, evaluate
+from spot_async.evaluation.results import EvaluationResult, reported
+from spot_async.evaluation.runner import collected, evaluate, keys_of
 from spot_async.monitoring import Phases
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool
@@ -119,15 +119,19 @@ def write_figures(
 def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:
     """Of an evaluation that is complete: figures for the k that are asked for now, from its responses.
 
-    Raises DataError where those are damaged.
+    Raises DataError where those are needed, and gone or damaged.
     """
     assert config.evaluation is not None
+    pass_k = config.evaluation.pass_k
+    found = read_figures(directory.path / f"{file_stem('')}.json").benchmarks
+    there = {name: set(each.pass_at) for name, each in found.items() if each.avg is not None}
+    if there == {each.name: set(reported(pass_k, each.samples)) for each in benchmarks if each.verifier is not None}:
+        return
     log = ResponseLog(directory, f"{file_stem('')}.jsonl", identity_of(config, benchmarks, weights))
     judged = log.read_complete()
-    if len(judged) != (wanted := sum(len(each.sources) * each.samples for each in benchmarks)):
-        raise DataError(f"{directory.path / file_stem('')}.jsonl holds {len(judged)} responses, not {wanted}")
-    result = collected(benchmarks, judged, config.evaluation.pass_k)
-    write_figures(directory, "", weights, result, log.identity)
+    if missing := keys_of(benchmarks) - judged.keys():
+        raise DataError(f"{directory.path / file_stem('')}.jsonl lacks responses ({len(missing)}): evaluate again")
+    write_figures(directory, "", weights, collected(benchmarks, judged, pass_k), log.identity)
 
 
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:

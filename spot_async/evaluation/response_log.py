@@ -178,7 +178,9 @@ class ResponseLog:
 
 
 def count_kept(path: Path) -> int:
-    """Responses in the file that the complete file `path` has before it is complete."""
+    """Responses in the complete file `path`, or in the one that it has before it is complete."""
+    if path.exists():
+        return path.read_bytes().count(b"\n")
     partial = path.with_name(f"{path.name}.partial")
     return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 

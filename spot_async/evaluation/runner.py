@@ -152,6 +152,16 @@ def collected(
     )
 
 
+def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:
+    """Of all responses that a complete evaluation has."""
+    return {
+        ResponseKey(benchmark.name, source.problem.id, i)
+        for benchmark in benchmarks
+        for source in benchmark.sources
+        for i in range(benchmark.samples)
+    }
+
+
 def _key(benchmarks: Sequence[Benchmark], job: Job) -> ResponseKey:
     b, j, i = job
     return ResponseKey(benchmarks[b].name, benchmarks[b].sources[j].problem.id, i)

@@ -131,21 +131,21 @@ class Account:
             self._settled.set()
 
     async def _turn(self, server: str, rate_limit: RateLimiter, tokens: int, deadline: float | None) -> Grant:
-        """The lease's, for the first request that is sent under it; others wait for one of their own."""
-        leased = rate_limit.claim(LEASED.get())
-        if leased is not None:
-            return leased
+        """By the lease's grant for the first request that is sent under it, by one of their own for others."""
         loop = asyncio.get_running_loop()
-        while True:
-            delay_s = rate_limit.delay_s(loop.time(), tokens)
-            if delay_s <= 0:
-                return rate_limit.grant(tokens)
-            held_s = rate_limit.held_s(loop.time())
-            if deadline is not None and held_s > 0 and loop.time() + held_s >= deadline:
-                told = ThrottledError(f"{server}: asked to be left alone for another {held_s:,.0f} s", held_s)
-                told.was_sent = False
-                raise told
-            await asyncio.sleep(delay_s)
+        grant = rate_limit.claim(LEASED.get()) or rate_limit.grant(tokens)
+        try:
+            while (delay_s := rate_limit.turn_s(loop.time(), grant)) > 0:
+                held_s = rate_limit.held_s(loop.time())
+                if deadline is not None and held_s > 0 and loop.time() + held_s >= deadline:
+                    told = ThrottledError(f"{server}: asked to be left alone for another {held_s:,.0f} s", held_s)
+                    told.was_sent = False
+                    raise told
+                await asyncio.sleep(delay_s)
+        except BaseException:
+            rate_limit.give_back(grant)
+            raise
+        return grant
 
     async def _reserve(self, money: float, tokens: int) -> None:
         """Waits while only what is in flight, which may turn out cheaper, stands in the way."""

@@ -2,15 +2,16 @@
 
 Token buckets that refill evenly and hold one second's worth: a minute's allowance is spread over the minute, since
 providers that state a limit per minute often enforce it over a second. Whoever grants requests their turn asks
-`delay_s`, waits, and calls `grant`, which keeps room for one request; `send` counts it as it leaves, and a grant that
-nobody sent anything for is given back, as if it had never been. When the reply says what a request really took,
-`settle` gives the difference back.
+`delay_s`, waits, and calls `grant`, which keeps room for one request. Whoever sends one waits for `turn_s`, in order;
+`send` counts it as it leaves, and a grant that nobody sent anything for is given back, as if it had never been. When
+the reply says what a request really took, `settle` gives the difference back.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import takewhile
 
 BURST_S = 1.0  # of the rate that may leave at once
 ROUNDING = 1e-6  # of requests or tokens
@@ -21,7 +22,6 @@ class Grant:
     """Leave for one request, which holds room until it is sent or given back."""
 
     tokens: int  # prompt and response together
-    is_claimed: bool = False  # somebody is about to send by it
 
 
 # Of the lease under which something is sent: whoever grants turns need not be who sends.
@@ -63,14 +63,27 @@ class RateLimiter:
         self._held_until_s = float("-inf")
         self._grants: set[Grant] = set()  # neither sent by nor given back
         self._granted_tokens = 0
+        self._leaving: dict[Grant, None] = {}  # of them, those that somebody came to send by, in that order
 
     def delay_s(self, now_s: float, tokens: int) -> float:
-        """Seconds until a request of `tokens` (prompt and response together) may leave; 0: now."""
+        """Seconds until a request of `tokens` (prompt and response together) may be granted its turn; 0: now."""
+        return self._delay_s(now_s, tokens, len(self._grants), self._granted_tokens)
+
+    def turn_s(self, now_s: float, grant: Grant) -> float:
+        """Seconds until the request that came with `grant` may leave, behind those that came before; 0: now.
+
+        It does not wait for grants that nobody came with yet: who holds one may be waiting for this request to end.
+        """
+        self._leaving.setdefault(grant)
+        before = list(takewhile(lambda each: each is not grant, self._leaving))
+        return self._delay_s(now_s, grant.tokens, len(before), sum(each.tokens for each in before))
+
+    def _delay_s(self, now_s: float, tokens: int, kept_requests: int, kept_tokens: int) -> float:
         delays = [self.held_s(now_s)]
         if self._requests is not None:
-            delays.append(self._requests.delay_s(now_s, 1, len(self._grants)))
+            delays.append(self._requests.delay_s(now_s, 1, kept_requests))
         if self._tokens is not None:
-            delays.append(self._tokens.delay_s(now_s, tokens, self._granted_tokens))
+            delays.append(self._tokens.delay_s(now_s, tokens, kept_tokens))
         return max(delays)
 
     def held_s(self, now_s: float) -> float:
@@ -86,9 +99,9 @@ class RateLimiter:
 
     def claim(self, grant: Grant | None) -> Grant | None:
         """The grant, for the first who asks, if it is one of this limiter's that is still good."""
-        if grant is None or grant.is_claimed or grant not in self._grants:
+        if grant is None or grant in self._leaving or grant not in self._grants:
             return None
-        grant.is_claimed = True
+        self._leaving[grant] = None
         return grant
 
     def send(self, now_s: float, grant: Grant) -> None:
@@ -101,6 +114,7 @@ class RateLimiter:
 
     def give_back(self, grant: Grant) -> None:
         """Nothing is sent by it any more; nothing happens where it was sent by."""
+        self._leaving.pop(grant, None)
         if grant in self._grants:
             self._grants.remove(grant)
             self._granted_tokens -= grant.tokens

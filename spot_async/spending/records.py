@@ -60,7 +60,7 @@ class SpendingLog:
         for number, line in enumerate(data[:whole_bytes].splitlines(), start=1):
             try:
                 row = msgspec.json.decode(line, type=_Row)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}:{number}: cannot go on with this ledger: {first_line(error)}") from None
             if row.role in self._accounts:
                 found = {name: getattr(row, name) for name in Ledger.__struct_fields__}

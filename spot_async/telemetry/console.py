@@ -208,7 +208,7 @@ def evaluation_table(
         title=title,
         title_justify="left",
         title_style="bold",
-        caption="\n".join(table_notes(result, best, before)) or None,
+        caption=Text("\n".join(table_notes(result, best, before))) or None,
         caption_justify="left",
         caption_style="",
         box=box.SIMPLE_HEAD,

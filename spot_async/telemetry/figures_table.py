@@ -58,9 +58,8 @@ def responses_table(figures: EvaluationFigures) -> Table:
     rows = list(_rows(figures))
     for number, (name, each) in enumerate(rows, start=1):
         responses = each.problems * each.samples
-        table.add_row(
-            name, *_counts(responses, each.tokens, each.truncated, each.verdicts), end_section=number == len(rows)
-        )
+        counts = _counts(responses, each.tokens, each.truncated, each.verdicts)
+        table.add_row(Text(name), *counts, end_section=number == len(rows))
     if len(figures.benchmarks) > 1:
         responses = sum(each.problems * each.samples for each in figures.benchmarks.values())
         table.add_row("all", *_counts(responses, figures.tokens, figures.truncated, figures.verdicts))
