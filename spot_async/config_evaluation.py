@@ -33,7 +33,8 @@ class BenchmarkConfig(ProblemSetConfig):
         "bare instruction and writes what comes back for its own tool, one response each, nothing judged",
     )
     verifier: BenchmarkVerifier = Field(
-        None, description="default: `evaluation.verifier`, or `multiple_choice` for that format"
+        None,
+        description="default: `evaluation.verifier`, or `multiple_choice` for that format; settings need its `kind`",
     )
     instruction: str | None = Field(None, description="default: `prompt.instruction`; of `alpaca_eval` always none")
     samples: PositiveInt | None = Field(None, description="responses per problem; default: `evaluation.samples`")

@@ -105,6 +105,5 @@ BackendSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("backends"
 PolicySettings = Annotated[SerializeAsAny[PluginSettings], _resolver("policies")]
 TrainingVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "boxed_match")]
 EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math_verify")]
-BenchmarkVerifier = Annotated[
-    SerializeAsAny[PluginSettings] | None, _resolver("verifiers", "math_verify", optional=True)
-]
+# No default kind: settings of a benchmark's own verifier would silently be another's than `evaluation.verifier`.
+BenchmarkVerifier = Annotated[SerializeAsAny[PluginSettings] | None, _resolver("verifiers", optional=True)]

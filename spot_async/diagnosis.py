@@ -20,6 +20,7 @@ from spot_async.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, 
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, RequestError
+from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.model_files import ModelFiles
 from spot_async.preflight import TrainPlan, check_capabilities
 from spot_async.probes import Asked, Noise
@@ -116,16 +117,37 @@ async def capabilities(backend: Backend) -> Capabilities:
 
 def plan_warnings(plan: TrainPlan) -> list[str]:
     """What can be seen of prompts and tokenizers before anything is started."""
-    warnings = [DATE_WARNING] if plan.reads_clock else []
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
-    vocabulary = (plan.teacher or plan.student).vocabulary
+    return [
+        *([DATE_WARNING] if plan.reads_clock else []),
+        *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
+        *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
+    ]
+
+
+def evaluation_warnings(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
+    """As `plan_warnings`, of an evaluation by itself."""
+    dated = [DATE_WARNING] if any(benchmark.reads_clock for benchmark in benchmarks) else []
+    return dated + _of_benchmarks(benchmarks, vocabulary)
+
+
+def _of_benchmarks(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
+    warnings = []
+    for benchmark in benchmarks:
+        prompts = [source.token_ids for source in benchmark.sources[:PROMPTS_READ]]
+        warnings += _unknown_tokens(benchmark.key, vocabulary, prompts)
+        warnings += [benchmark.warning] if benchmark.warning is not None else []
+    return warnings
+
+
+def _unknown_tokens(key: str, vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> list[str]:
+    """A line about prompts, read from `key`, that hold text which the tokenizer has no token for."""
     share = unknown_share(vocabulary, prompts)
     if share <= UNKNOWN_SHARE:
-        return warnings
+        return []
     return [
-        *warnings,
-        f"data.train: {share:.0%} of the prompts' tokens are the tokenizer's token for what it does not know "
-        f"({vocabulary.tokenizer.unk_token}): no model can read them; the problems, or the models, are the wrong ones",
+        f"{key}: {share:.0%} of the prompts' tokens are the tokenizer's token for what it does not know "
+        f"({vocabulary.tokenizer.unk_token}): no model can read them; the problems, or the models, are the wrong ones"
     ]
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from spot_async.assembly import StudentBackend, make_pool
 from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
-from spot_async.diagnosis import capabilities
+from spot_async.diagnosis import capabilities, evaluation_warnings
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.measuring import measure
@@ -19,7 +19,6 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
 from spot_async.model_files import ModelFiles
 from spot_async.monitoring import Phases
-from spot_async.prompts import DATE_WARNING
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import evaluation_summary
@@ -58,8 +57,8 @@ async def evaluate_student(
         stack.callback(spending.write)  # whatever ends it
         stack.enter_context(screen.live())
         stack.enter_context(watchdog)
-        if any(benchmark.reads_clock for benchmark in benchmarks):
-            screen.warn(DATE_WARNING)
+        for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
+            screen.warn(warning)
         phases = Phases(screen, watchdog, spending.response_judged)
         phases.begin("starting the student")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from spot_async.config import PromptConfig
 from spot_async.config_loading import load_config
+from spot_async.diagnosis import evaluation_warnings
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, order_choices, outputs_of
 from spot_async.model_files import read_model
@@ -140,6 +141,29 @@ def test_a_benchmark_has_its_own_format_limits_and_verifier(tmp_path):
     assert choice.sources[0].problem.text == "a1b+2\nA. 3\nB. 4"
 
 
+TOLERANT = {"kind": "math_verify", "relative_tolerance": 0.01, "workers": 1}
+
+
+def test_a_verifier_that_cannot_judge_its_benchmark_is_refused_and_one_that_judges_letters_alone_warned_of(tmp_path):
+    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "a1b+2", "answer": "B", "choices": ["3", "4"]}) + "\n")
+    options = {"path": str(tmp_path / "set.jsonl"), "fields": {"choices": "choices"}, "verifier": "multiple_choice"}
+    letters = options | {"format": "multiple_choice", "verifier": "math_verify"}
+    config = evaluation(tmp_path, max_response_tokens=50, benchmarks={"options": options, "letters": letters})
+    student = read_model("student", config.student.model)
+    (warning,) = evaluation_warnings(plan_evaluation(config, student), student.vocabulary)
+    assert warning.startswith("evaluation.benchmarks.letters.verifier=math_verify: knows no options")
+    numbers = {"path": str(tmp_path / "numbers.jsonl")}
+    (tmp_path / "numbers.jsonl").write_text(json.dumps({"problem": "a1b+2", "answer": 3, "id": 5}) + "\n")
+    for owner, changed in (
+        ("evaluation.benchmarks.n", {"benchmarks": {"n": numbers | {"verifier": "multiple_choice"}}}),
+        ("evaluation", {"benchmarks": {"n": numbers}, "verifier": "multiple_choice"}),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"^{owner}\.verifier=multiple_choice: .*'5' of evaluation\.benchmarks\.n"
+        ):
+            plan_evaluation(evaluation(tmp_path, max_response_tokens=50, **changed), student)
+
+
 def test_what_a_benchmark_changes_of_the_preset_is_noted_and_what_only_sets_the_pace_is_not(tmp_path):
     (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "a1b+2", "answer": "3"}) + "\n")
     one = {"path": str(tmp_path / "set.jsonl"), "max_response_tokens": 64}  # what the example's student has room for
@@ -151,7 +175,7 @@ def test_what_a_benchmark_changes_of_the_preset_is_noted_and_what_only_sets_the_
         verifier="math_verify",
         benchmarks={
             "pace": {**one, "verifier": {"kind": "math_verify", "workers": 7, "cache_entries": 9}, "samples": 8},
-            "other": {**one, "samples": 2, "instruction": "Go", "verifier": {"relative_tolerance": 0.01, "workers": 1}},
+            "other": {**one, "samples": 2, "instruction": "Go", "verifier": TOLERANT},
         },
     )
     pace, other = plan_evaluation(config, read_model("student", config.student.model))
@@ -181,6 +205,10 @@ def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path)
             "benchmarks.a.formt: unknown key; did you mean `format`?",
         ),
         ({"benchmarks": {"a/b": "x"}}, "a/b"),
+        (
+            {"benchmarks": {"a": {"path": "x", "verifier": {"relative_tolerance": 0.1}}}},
+            "benchmarks.a.verifier: needs a `kind`, one of: boxed_match, math_verify",
+        ),
         *(
             ({"benchmarks": {"a": "x", name: "x"}}, f"benchmarks.{name}: results call their own rows so")
             for name in ("all", "macro", "Avg.")

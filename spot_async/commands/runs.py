@@ -153,7 +153,7 @@ def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDire
 
 def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
     """What `eval --dry-run` prints."""
-    from spot_async.prompts import DATE_WARNING
+    from spot_async.diagnosis import evaluation_warnings
 
     screen.print(Text(dump_yaml(config)))
     for benchmark in benchmarks:
@@ -165,8 +165,8 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: A
         f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
         for benchmark in benchmarks
     ]
-    if any(benchmark.reads_clock for benchmark in benchmarks):
-        screen.print(Text(f"warning: {DATE_WARNING}", style="yellow"), soft_wrap=True)
+    for warning in evaluation_warnings(benchmarks, student.vocabulary):
+        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     lines = ["the student's server, and evaluate", *asked, f"into {path}"]
     screen.print(Text("\n".join(lines)))
 

@@ -13,12 +13,13 @@ from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginS
 from spot_async.config_evaluation import ALL_TIERS
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
-from spot_async.evaluation.formats import WorkedExamples, order_choices, with_options
+from spot_async.evaluation.formats import WorkedExamples, gold_index, order_choices, with_options
 from spot_async.model_files import ModelFiles
 from spot_async.prompts import PromptRenderer, PromptSource
 from spot_async.types import Problem
 
 ONLY = "problems"  # what the set of `evaluation.problems` is called
+LETTERS_ALONE = ("boxed_match", "math_verify")  # verifiers that compare with the answer and know no options
 EXAMPLES = BenchmarkConfig.model_fields["example_count"].default  # the paper's
 
 
@@ -36,6 +37,7 @@ class Benchmark:
     note: str | None = None  # what is special about it
     counts: Mapping[str, int] = field(default_factory=dict)  # of its rows: read, dropped by reason
     reads_clock: bool = False  # whether the prompts have today's date in them
+    warning: str | None = None  # of settings that are allowed, and hardly meant
 
     @property
     def key(self) -> str:
@@ -65,6 +67,9 @@ def _plan(
     prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems, settings, evaluation.seed, key)
+    verifier = settings.verifier_of(evaluation) if is_judged else None
+    if verifier is not None:
+        _check_verifier(verifier, problems, settings, key)
     renderer = PromptRenderer(student.vocabulary, prompt)
     sources = _rendered(problems, renderer, student, max_tokens, key)
     return Benchmark(
@@ -72,12 +77,37 @@ def _plan(
         sources=sources,
         samples=(settings.samples or evaluation.samples) if is_judged else 1,
         max_response_tokens=max_tokens,
-        verifier=settings.verifier_of(evaluation) if is_judged else None,
+        verifier=verifier,
         writes_outputs=not is_judged,
         in_macro=settings.in_macro,
         note=_note(settings, evaluation, config.prompt),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
+        warning=_letters_alone(verifier, settings, key),
+    )
+
+
+def _check_verifier(verifier: PluginSettings, problems: Sequence[Problem], settings: BenchmarkConfig, key: str) -> None:
+    """Raises ConfigError where it judges options, and a problem has none, so that each response would be wrong."""
+    if verifier.kind != "multiple_choice" or settings.format == "multiple_choice":
+        return
+    for problem in problems:
+        try:
+            gold_index(problem, key)
+        except DataError:
+            owner = "evaluation" if settings.verifier is None else key
+            raise ConfigError(
+                f"{owner}.verifier=multiple_choice: judges the letters of options, but problem {problem.id!r} of {key} "
+                "has none: choose another verifier, or format=multiple_choice"
+            ) from None
+
+
+def _letters_alone(verifier: PluginSettings | None, settings: BenchmarkConfig, key: str) -> str | None:
+    if verifier is None or settings.format != "multiple_choice" or verifier.kind not in LETTERS_ALONE:
+        return None
+    return (
+        f"{key}.verifier={verifier.kind}: knows no options, so only the bare letter in the box is right, and an "
+        "option's text is wrong: remove it to judge by multiple_choice"
     )
 
 
