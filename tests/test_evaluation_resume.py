@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -128,16 +129,21 @@ def test_a_training_run_is_no_evaluation_to_go_on_with(resumed):
     assert "train is the directory of a training run: give that of an evaluation, or begin one with" in resumed("train")
 
 
-def test_other_settings_are_refused_before_a_server_is_started(resumed):
-    def begun(directory):
+def test_other_settings_and_damaged_lines_are_refused_before_a_server_is_started(resumed, tmp_path):
+    def begun(directory, *lines):
         config = load_config(Path("configs/quickstart.yaml"))
         student = read_model("student", config.student.model)
         identity = identity_of(config, plan_evaluation(config, student), student.directory)
         ResponseLog(directory, NAME, identity).open()
+        directory.append(f"{NAME}.partial", list(lines))
         return nullcontext()
 
     line = resumed(overrides=["evaluation.temperature=0.5"], within=begun)
     assert "cannot be continued, evaluation.temperature was 1.0 and is 0.5 now" in line
+    shutil.rmtree(tmp_path / "eval")
+    line = resumed(within=lambda directory: begun(directory, {"problem_id": "1"}))  # one line: no advice to resume
+    assert "partial:2: cannot continue this evaluation: Object missing required field" in line
+    assert line.endswith("remove the line, and that response is asked for again")
 
 
 def test_a_complete_evaluation_shows_the_pass_at_k_that_are_asked_for_now(monkeypatch, tmp_path):

@@ -78,16 +78,17 @@ def read_partial(data: bytes, name: str = "partial file") -> PartialFile:
     if not lines:
         return PartialFile(None, [], 0)
     head, *rest = lines
-    identity = _decode(head, Identity, f"{name}:1")
-    responses = [_decode(line, JudgedResponse, f"{name}:{number}") for number, line in enumerate(rest, start=2)]
+    identity = _decode(head, Identity, f"{name}:1", "evaluate into another run.directory")
+    again = "remove the line, and that response is asked for again"
+    responses = [_decode(line, JudgedResponse, f"{name}:{number}", again) for number, line in enumerate(rest, start=2)]
     return PartialFile(identity, responses, whole_bytes)
 
 
-def _decode(line: bytes, kind: type[T], where: str) -> T:
+def _decode(line: bytes, kind: type[T], where: str, remedy: str) -> T:
     try:
         return msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: cannot continue this evaluation: {first_line(error)}") from None
+        raise DataError(f"{where}: cannot continue this evaluation: {first_line(error)}: {remedy}") from None
 
 
 def check_same(found: Identity, wanted: Identity, name: str) -> None:
@@ -134,11 +135,13 @@ class ResponseLog:
         return {response.key: response for response in reversed(found.responses)}  # of equal ones the first
 
     def check(self) -> None:
-        """Raises DataError where what is there belongs to another model or other settings, by its first line."""
+        """Raises DataError where what is there is damaged, or belongs to another model or other settings.
+
+        As `open` does, which comes only once servers have started.
+        """
         path = self._directory.path / self._partial
         if path.exists():
-            with path.open("rb") as file:
-                found = read_partial(file.readline(), str(path)).identity
+            found = read_partial(path.read_bytes(), str(path)).identity
             if found is not None:
                 check_same(found, self.identity, str(path))
 
@@ -161,7 +164,7 @@ class ResponseLog:
             lines = enumerate(path.read_bytes().splitlines(), start=1)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-        responses = [_decode(line, JudgedResponse, f"{path}:{number}") for number, line in lines]
+        responses = [_decode(line, JudgedResponse, f"{path}:{number}", "evaluate again") for number, line in lines]
         return {response.key: response for response in responses}
 
     def discard_partial(self) -> None:
