@@ -64,6 +64,7 @@ async def evaluate_student(
 
         async def run() -> EvaluationResult | None:
             await send_initial_weights(config.student, student, await capabilities(student), phases.begin)
+            spending.write(0)  # what the start asked
             vocabulary, weights = student_files.vocabulary, student_files.directory
             return await measure(config, benchmarks, vocabulary, student, directory, phases, "", weights)
 

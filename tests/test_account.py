@@ -168,9 +168,9 @@ def test_usage_is_read_from_every_dialect(said, expected):
     assert read_usage(said) == expected
 
 
-def test_a_ledger_is_gone_on_with_by_its_whole_lines_and_a_damaged_one_is_refused(tmp_path):
-    def ledger():
-        account = Account("student", prices=PRICES)
+def test_a_ledger_is_gone_on_with_by_its_whole_lines_and_a_damaged_or_foreign_one_is_refused(tmp_path):
+    def ledger(prices=PRICES):
+        account = Account("student", prices=prices)
         return account, SpendingLog(RunDirectory(tmp_path), {"student": account})
 
     account, log = ledger()
@@ -181,6 +181,10 @@ def test_a_ledger_is_gone_on_with_by_its_whole_lines_and_a_damaged_one_is_refuse
     again, log = ledger()
     log.go_on()
     assert again.ledgers == account.ledgers
+    with pytest.raises(
+        DataError, match=r"spending.jsonl:1: 0.5 EUR are spent, and student.backend.prices are in CHF now"
+    ):
+        ledger(PRICES.model_copy(update={"currency": "CHF"}))[1].go_on()
     log.write()
     with (tmp_path / "spending.jsonl").open("ab") as file:
         file.write(b'{"role":"\xff","server":"one"}\n')

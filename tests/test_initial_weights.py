@@ -124,6 +124,8 @@ async def test_it_is_given_the_student_before_anything_is_measured_and_what_was_
     found = await evaluated("attached", with_budget(12))  # of which 7 are spent
     assert found.responses == expected.responses
     assert summary("attached")[:2] == (12, False)
+    written = [json.loads(line) for line in (tmp_path / "attached" / "spending.jsonl").read_text().splitlines()]
+    assert [(row["iteration"], row["answered"]) for row in written] == [(None, 7), (0, 7), (None, 12)]  # 0: the start
 
     config, directory = configure("trained", with_budget(38), "evaluation.eval_every=1")
     outcome = await train(config, plan_training(config), directory, QUIET)

@@ -1,8 +1,8 @@
 """What a run spent, in its files: per iteration, at its end, and as one line for people.
 
-`spending.jsonl` has a row for each endpoint of each account, cumulative, written after every iteration, after every
-RESPONSES of an evaluation by itself, and when the run ends, however it does: what was spent is known after a kill, but
-for what came since.
+`spending.jsonl` has a row for each endpoint of each account, cumulative, written after every iteration, after the start
+and every RESPONSES of an evaluation by itself, and when the run ends, however it does: what was spent is known after a
+kill, but for what came since.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from spot_async.errors import DataError, RequestError
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
-from spot_async.spending.account import Account, Ledger
+from spot_async.spending.account import FREE, Account, Ledger
 from spot_async.types import Prompt
 from spot_async.vocabulary import first_line
 
@@ -30,6 +30,7 @@ METRICS = ("requests", "answered", "uncounted", "money", "unknown", "unknown_tok
 class _Row(Ledger, kw_only=True):
     role: str
     server: str
+    currency: str = FREE.currency
 
 
 class SpendingLog:
@@ -61,8 +62,15 @@ class SpendingLog:
             try:
                 row = msgspec.json.decode(line, type=_Row)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}:{number}: cannot go on with this ledger: {first_line(error)}") from None
+                raise DataError(
+                    f"{path}:{number}: cannot go on with this ledger: {first_line(error)}: restore or remove it"
+                ) from None
             if row.role in self._accounts:
+                if row.money and row.currency != (now := self._accounts[row.role].currency):
+                    raise DataError(
+                        f"{path}:{number}: {row.money:g} {row.currency} are spent, and {row.role}.backend.prices are "
+                        f"in {now} now: set currency back, or begin in another run.directory"
+                    )
                 found = {name: getattr(row, name) for name in Ledger.__struct_fields__}
                 self._accounts[row.role].ledgers[row.server] = Ledger(**found)
 
