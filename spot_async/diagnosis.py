@@ -22,7 +22,7 @@ from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, RequestError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.model_files import ModelFiles
-from spot_async.preflight import TrainPlan, check_capabilities
+from spot_async.preflight import TrainPlan, check_capabilities, sums_ends
 from spot_async.probes import Asked, Noise
 from spot_async.prompts import DATE_WARNING
 from spot_async.protocols import Backend, Generator, Scorer
@@ -67,7 +67,9 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     together = {role: found.together for role, found in agreements.items()}
     refusals = [line for found in agreements.values() for line in found.refusals]
     try:
-        check_capabilities(config, plan.policy.needs, together)
+        needs = plan.policy.needs
+        summing = sums_ends(config, needs, plan.student, plan.teacher)
+        check_capabilities(config, needs, together, sums_ends=summing)
     except ConfigError as error:
         refusals += str(error).splitlines()
     examinations = [

@@ -25,6 +25,11 @@ class EndTokens:
         self._foreign = ({*student} - {*teacher} | {self._ours}) - {self._theirs}
         self._others = np.array(teacher[1:] if score == "sum" else (), np.int32)
 
+    @property
+    def may_sum(self) -> bool:
+        """Whether any response has a last token to which `summed_with_last` adds something."""
+        return bool(self._foreign) and len(self._others) > 0
+
     def as_teachers(self, response_ids: IntArray) -> IntArray:
         """What the teacher is asked to score (T,): an end token only the student has is the teacher's (`replace`)."""
         if not self._ends_foreign(response_ids):

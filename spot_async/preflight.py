@@ -16,6 +16,7 @@ import msgspec
 from spot_async import registry
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set
+from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, plan_benchmarks
 from spot_async.model_files import ModelFiles, read_model
@@ -73,6 +74,9 @@ def plan_training(config: Config) -> TrainPlan:
     _check_context(config, {"student": student, **others})
     policy = make_policy(config, teacher or student)
     _check_roles(config, policy.needs)
+    is_summing = sums_ends(config, policy.needs, student, teacher)
+    if config.teacher is not None and is_summing and not _offers(config.teacher, CandidateScorer):
+        raise ConfigError(CANNOT_SUM)
     check_places(config, policy.needs)
     _check_sleep(config)
     training_set = load_problem_set(config.data.train, "data.train")
@@ -134,8 +138,13 @@ def make_policy(config: Config, model: ModelFiles) -> Policy:
     return policy
 
 
-def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> None:
-    """Whether running backends, by role, offer what the policy needs. Raises ConfigError with the key to change."""
+def check_capabilities(
+    config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities], *, sums_ends: bool = False
+) -> None:
+    """Whether running backends, by role, offer what the policy needs. Raises ConfigError with the key to change.
+
+    `sums_ends` is what `sums_ends` says of the run.
+    """
     student, teacher = found["student"], found.get("teacher")
     for role, other in found.items():
         if student.vocab_fingerprint != other.vocab_fingerprint:
@@ -154,7 +163,7 @@ def check_capabilities(config: Config, needs: PolicyNeeds, found: Mapping[str, C
     missing += _cannot_be_asked(config, needs, found)
     if teacher is not None:
         missing += [
-            (_sums_ends(config, needs) and teacher.candidate_logprobs == "none", CANNOT_SUM),
+            (sums_ends and needs.teacher_top_k > 0 and teacher.candidate_logprobs == "none", CANNOT_SUM),
             (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
             (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         ]  # fmt: skip
@@ -249,8 +258,6 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
         ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
         ("reference", reference, Scorer, "score", needs.reference),
     ]
-    if config.teacher is not None and _sums_ends(config, needs) and not _offers(config.teacher, CandidateScorer):
-        raise ConfigError(CANNOT_SUM)
     for role, model, protocol, method, is_needed in asked:
         if is_needed and model is not None and not _offers(model, protocol):
             raise ConfigError(
@@ -264,8 +271,12 @@ def _offers(model: ModelConfig, protocol: type) -> bool:
     return issubclass(registry.load("backends", model.backend.kind), protocol)
 
 
-def _sums_ends(config: Config, needs: PolicyNeeds) -> bool:
-    return config.stages.score.end_token == "sum" and needs.teacher_top_k > 0
+def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles | None) -> bool:
+    """Whether the teacher is asked for further end tokens: not where it spells the student's in the same way."""
+    if teacher is None or needs.teacher_top_k == 0:
+        return False
+    ends = (student.vocabulary.end_token_ids, teacher.vocabulary.end_token_ids)
+    return EndTokens(*ends, config.stages.score.end_token).may_sum
 
 
 def check_places(config: Config, needs: PolicyNeeds) -> None:

@@ -69,16 +69,29 @@ def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(conf
         check_capabilities(config, NEEDS, served)
 
 
-def test_end_tokens_are_summed_only_by_a_teacher_that_scores_chosen_tokens(config, monkeypatch):
-    summing = ["stages.score.end_token=sum"]
-    config = load_config(Path("configs/quickstart.yaml"), summing)
+def test_end_tokens_are_summed_only_by_a_teacher_that_scores_chosen_tokens(config, other_ends):
     served = {"student": SERVED, "teacher": msgspec.structs.replace(SERVED, candidate_logprobs="none")}
     with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
-        check_capabilities(config, NEEDS, served)
-    check_capabilities(config, PolicyNeeds(teacher_responses=True), served)  # scores nothing
-    endpoint = 'teacher.backend={kind: openai, url: "http://127.0.0.1:1/v1"}'
+        check_capabilities(config, NEEDS, served, sums_ends=True)
+    check_capabilities(config, PolicyNeeds(teacher_responses=True), served, sums_ends=True)  # scores nothing
+    summing = ["stages.score.end_token=sum", 'teacher.backend={kind: openai, url: "http://127.0.0.1:1/v1"}']
     with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
-        plan_training(load_config(Path("configs/quickstart.yaml"), [*summing, endpoint]))
+        plan_training(load_config(Path("configs/quickstart.yaml"), [*summing, f"teacher.model={other_ends}"]))
+    plan_training(load_config(Path("configs/quickstart.yaml"), summing))  # both end alike: there is nothing to sum
+
+
+@pytest.fixture
+def other_ends(tmp_path):
+    """The teacher, which ends its responses with another token than the student, and with further ones."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(ROOT / "examples" / "running_sum" / "teacher", teacher)
+    generation = json.loads((teacher / "generation_config.json").read_text())
+    (teacher / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [7, 1]}))
+    tokenizer = (teacher / "tokenizer_config.json").read_text()
+    (teacher / "tokenizer_config.json").write_text(
+        tokenizer.replace('"eos_token": "<|end|>"', '"eos_token": "<|unk|>"')
+    )
+    return teacher
 
 
 @pytest.mark.parametrize(
@@ -211,13 +224,9 @@ def test_a_broken_model_directory_is_one_line(tmp_path, name, text, expected):
     assert "\n" not in str(raised.value)
 
 
-def test_responses_end_where_either_model_ends_them(tmp_path, config):
+def test_responses_end_where_either_model_ends_them(other_ends):
     """Also in evaluation, and in the student that is published."""
-    teacher = tmp_path / "teacher"
-    shutil.copytree(ROOT / "examples" / "running_sum" / "teacher", teacher)
-    generation = json.loads((teacher / "generation_config.json").read_text())
-    (teacher / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [7, 1]}))
-    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.model={teacher}"])
+    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.model={other_ends}"])
     plan = plan_training(config)
     own = plan.student.vocabulary.end_token_ids
     assert plan.stop_token_ids[: len(own)] == own
