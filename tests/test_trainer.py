@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, Gra
 
 import spot_async.trainer.model as trainer_model
 from spot_async.config import TrainingConfig
-from spot_async.errors import DataError, TrainerError
+from spot_async.errors import ConfigError, DataError, TrainerError
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import METRICS
 from spot_async.trainer.model import load_student
@@ -330,3 +330,12 @@ def test_an_unreadable_student_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=os.fspath(tmp_path)) as caught:
         load_student(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_student_without_marked_layers_is_not_sharded(
+    student: Path, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank would gather all of it, and take as much memory as without."""
+    monkeypatch.setattr("spot_async.trainer.rank.decoder_layers", lambda model: [])
+    with pytest.raises(ConfigError, match=r"^training\.sharding=fsdp2: .*marks no layers"):
+        make_trainer(student, tmp_path, sharding="fsdp2")

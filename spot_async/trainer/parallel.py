@@ -186,6 +186,11 @@ class Sharded(Strategy):
     ) -> Forward:
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"training.sharding=fsdp2 needs torch 2.8 or newer, this is {torch.__version__}")
+        if not layers:
+            raise ConfigError(
+                "training.sharding=fsdp2: the student's architecture marks no layers to be gathered one by one, "
+                "so each rank would hold all of it: set training.sharding=none"
+            )
         mesh = init_device_mesh(device.type, (self.ranks,))
         # DTensor's caches keep the mesh for good; this, which compiled code alone reads, would keep the group.
         getattr(mesh, "_pg_registry", {}).clear()
