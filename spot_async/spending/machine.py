@@ -6,7 +6,7 @@ from `model_size`, memory from `device_memory`, tokens and times from `work`; he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,9 @@ from spot_async.config import Config, ModelConfig, TrainingConfig
 from spot_async.inspection.reading import RunFiles
 from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.spending.device_memory import (
+    CONTEXT_GIB,
     DEVICE_GIB,
+    LOGITS_GIB,
     USABLE_GIB,
     DeviceMemory,
     ServerOnDevice,
@@ -235,18 +237,21 @@ def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
         return
     screen.print(work_table(estimate))
     screen.print(memory_table(estimate))
-    screen.print(Text(assumptions(estimate)), soft_wrap=True)
+    for line in assumptions(estimate):
+        screen.print(Text(line), soft_wrap=True)
     for line in misfits(estimate):
         screen.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
 
 
 def misfits(estimate: MachineEstimate) -> list[str]:
-    """A line for each device that is too small."""
+    """A line for the devices that are too small, one for all that are so alike."""
+    alike: dict[str, list[int]] = {}
+    for each in estimate.devices:
+        if not each.fits:
+            needed = f"{max(each.sampling, each.training):.0f} GiB, and {USABLE_GIB:.0f} are safe"
+            alike.setdefault(f"{needed}: {', or '.join(_remedies(each, estimate.training))}", []).append(each.device)
     return [
-        f"device {each.device} would need {max(each.sampling, each.training):.0f} GiB, and {USABLE_GIB:.0f} are safe: "
-        + ", or ".join(_remedies(each, estimate.training))
-        for each in estimate.devices
-        if not each.fits
+        f"{_named(devices)} would {'each ' if len(devices) > 1 else ''}need {line}" for line, devices in alike.items()
     ]
 
 
@@ -292,15 +297,30 @@ def memory_table(estimate: MachineEstimate) -> Table:
     return table
 
 
-def assumptions(estimate: MachineEstimate) -> str:
+def assumptions(estimate: MachineEstimate) -> list[str]:
+    """What the tables are made of and take for granted, a line for each subject. The parts of a device add up."""
     trainer = estimate.trainer
-    caches = ", ".join(f"{each.role} on {each.device} {each.cache_gib:.1f}" for each in estimate.servers)
-    return (
-        f"a rank: {estimate.student_parameters:,} parameters, weights {trainer.weights:.1f} GiB, gradients "
-        f"{trainer.gradients:.1f}, optimiser {trainer.optimiser:.1f}, copies to compute with {trainer.copies:.1f}, "
-        f"activations {trainer.activations:.1f}. Left for keys and values, GiB: {caches}. Assumes "
-        f"{estimate.assumption}, in evaluations likewise; devices of {DEVICE_GIB:.0f} GiB, "
-        f"{OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and {BYTES_PER_S / 1e12:.1f} TB/s (A800), of which training reaches "
-        f"{TRAINING_SHARE:.0%}, scoring {SCORING_SHARE:.0%} and decoding {DECODING_SHARE:.0%}; a batch's longest "
-        "response at its limit; nothing overlaps. None of it is measured"
-    )
+    alike: dict[tuple[str, float, float, bool], list[int]] = {}
+    for each in estimate.servers:
+        alike.setdefault((each.role, each.gib, each.cache_gib, each.sleeps), []).append(each.device)
+    return [
+        f"a rank, GiB: weights {trainer.weights:.1f}, gradients {trainer.gradients:.1f}, optimiser "
+        f"{trainer.optimiser:.1f}, CUDA context {CONTEXT_GIB:.1f} ({trainer.resting:.1f} at rest); while it trains also "
+        f"copies to compute with {trainer.copies:.1f}, activations {trainer.activations:.1f}, logits {LOGITS_GIB:.1f} "
+        f"({trainer.training:.1f}); {estimate.student_parameters:,} parameters",
+        *(
+            f"{role} on {_named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values {cache_gib:.1f}"
+            + (f"; asleep, while the trainer trains, {CONTEXT_GIB:.1f} (CUDA context)" if sleeps else "")
+            for (role, gib, cache_gib, sleeps), devices in alike.items()
+        ),
+        f"assumes {estimate.assumption}, in evaluations likewise; a batch's longest response at its limit; nothing "
+        "overlaps",
+        f"assumes devices of {DEVICE_GIB:.0f} GiB, {OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and {BYTES_PER_S / 1e12:.1f} "
+        f"TB/s (A800); training reaches {TRAINING_SHARE:.0%} of that, scoring {SCORING_SHARE:.0%}, decoding "
+        f"{DECODING_SHARE:.0%}",
+        "None of it is measured",
+    ]
+
+
+def _named(devices: Sequence[int]) -> str:
+    return f"{'devices' if len(devices) > 1 else 'device'} {', '.join(map(str, devices))}"
