@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -88,6 +89,19 @@ def test_a_dry_run_shows_it_and_what_it_assumes(monkeypatch):
     assert "EUR" in shown.output
     assert "responses of 80 tokens, half of sampling.max_response_tokens=160" in shown.output
     assert "The budget of 0.01 EUR ends the run early" in shown.output
+
+
+def test_an_evaluation_says_what_it_asks_for_at_most_and_what_that_costs(tmp_path):
+    rows = [{"id": str(number), "problem": f"a{number}b+2", "answer": number + 2} for number in range(5)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"evaluation.problems={tmp_path / 'few.jsonl'}", "evaluation.samples=3"]
+    for backend in ({"kind": "local"}, PAID):
+        words = ["eval", "configs/quickstart.yaml", *given, f"student.backend={json.dumps(backend)}", "--dry-run"]
+        shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, words).output
+        prompts = 3 * 5 * int(re.search(r"first prompt \((\d+) tokens\)", shown)[1])  # the others are as long
+        line = f"15 responses: {prompts} prompt tokens, at most {15 * 160:,} generated"
+        assert line in shown
+    assert f"{line}, at most {2e-6 * prompts + 10e-6 * 15 * 160 + 15 * 0.001:.4g} EUR" in shown
 
 
 def test_nothing_is_estimated_of_what_costs_nothing():

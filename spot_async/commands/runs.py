@@ -99,8 +99,10 @@ def evaluate(
     """
     from spot_async.evaluation.figures import read_figures
     from spot_async.evaluation.measuring import add_pass_k, is_complete
+    from spot_async.evaluation.response_log import count_kept
     from spot_async.model_files import read_model
     from spot_async.preflight import plan_evaluation
+    from spot_async.spending.estimate import evaluation_estimate
     from spot_async.telemetry.figures_table import figures_table
 
     with ExitStack() as stack:
@@ -132,6 +134,9 @@ def evaluate(
         if complete:
             screen.print("this evaluation is complete")
         else:
+            kept = count_kept(directory.path / "evaluation.jsonl")
+            of_those = f"; {kept:,} of the responses are kept from before" if kept else ""
+            screen.print(Text(f"{evaluation_estimate(settings, benchmarks)}{of_those}"), soft_wrap=True)
             run = evaluate_student(settings, student, benchmarks, directory, screen, exit_process=hung(directory))
             run_until_stopped(run, directory)
         screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
@@ -154,6 +159,7 @@ def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDire
 def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
     """What `eval --dry-run` prints."""
     from spot_async.diagnosis import evaluation_warnings
+    from spot_async.spending.estimate import evaluation_estimate
 
     screen.print(Text(dump_yaml(config)))
     for benchmark in benchmarks:
@@ -167,7 +173,7 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: A
     ]
     for warning in evaluation_warnings(benchmarks, student.vocabulary):
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    lines = ["the student's server, and evaluate", *asked, f"into {path}"]
+    lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
     screen.print(Text("\n".join(lines)))
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.config import Config
+from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.inspection.reading import RunFiles
 from spot_async.preflight import TrainPlan
 from spot_async.spending.account import Account
@@ -117,6 +118,20 @@ def _minutes(requests: float, used: Usage, account: Account) -> float | None:
         if limit is not None
     ]
     return max(given) if given else None
+
+
+def evaluation_estimate(config: Config, benchmarks: Sequence[Benchmark]) -> str:
+    """A line about an evaluation by itself: responses, tokens, and money where the student's server has prices."""
+    responses = sum(len(each.sources) * each.samples for each in benchmarks)
+    prompts = sum(each.samples * len(source.token_ids) for each in benchmarks for source in each.sources)
+    generated = sum(len(each.sources) * each.samples * each.max_response_tokens for each in benchmarks)
+    line = f"{responses:,} responses: {prompts:,} prompt tokens, at most {generated:,} generated"
+    account = config.student.backend.open_account("student")
+    if account is None or account.prices is None:
+        return line
+    used = Usage(prompt_tokens=prompts, completion_tokens=generated)
+    money = account.prices.highest_cost(used) + (responses - 1) * account.prices.request
+    return f"{line}, at most {money:,.4g} {account.currency} without retries and what the start asks"
 
 
 def show_estimates(screen: Console, estimates: Sequence[RoleEstimate]) -> None:

@@ -305,11 +305,12 @@ def assumptions(estimate: MachineEstimate) -> list[str]:
         alike.setdefault((each.role, each.gib, each.cache_gib, each.sleeps), []).append(each.device)
     return [
         f"a rank, GiB: weights {trainer.weights:.1f}, gradients {trainer.gradients:.1f}, optimiser "
-        f"{trainer.optimiser:.1f}, CUDA context {CONTEXT_GIB:.1f} ({trainer.resting:.1f} at rest); while it trains also "
-        f"copies to compute with {trainer.copies:.1f}, activations {trainer.activations:.1f}, logits {LOGITS_GIB:.1f} "
-        f"({trainer.training:.1f}); {estimate.student_parameters:,} parameters",
+        f"{trainer.optimiser:.1f}, CUDA context {CONTEXT_GIB:.1f} ({trainer.resting:.1f} at rest); while it trains "
+        f"also copies to compute with {trainer.copies:.1f}, activations {trainer.activations:.1f}, logits "
+        f"{LOGITS_GIB:.1f} ({trainer.training:.1f}); {estimate.student_parameters:,} parameters",
         *(
-            f"{role} on {_named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values {cache_gib:.1f}"
+            f"{role} on {_named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values "
+            f"{cache_gib:.1f}"
             + (f"; asleep, while the trainer trains, {CONTEXT_GIB:.1f} (CUDA context)" if sleeps else "")
             for (role, gib, cache_gib, sleeps), devices in alike.items()
         ),
