@@ -46,7 +46,8 @@ from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch
 
 ROOT = Path(__file__).parents[1]
-IDENTITY = Identity(model="f00d", backend="local", settings={"evaluation.temperature": 1.0, "evaluation.seed": 42})
+SETTINGS = {"evaluation.temperature": 1.0, "evaluation.seed": 42, "evaluation.prompts": "a"}
+IDENTITY = Identity(model="f00d", backend="local", settings=SETTINGS)
 NAME = "evaluation.jsonl"
 CONFIG = EvaluationConfig(problems={"path": ""}, concurrency=4, verifier={"kind": "boxed_match"})
 
@@ -83,11 +84,13 @@ def test_a_damaged_line_that_was_not_the_last_is_named():
     ("changed", "message"),
     [
         (
-            {"settings": {"evaluation.temperature": 0.5, "evaluation.seed": 42}},
+            {"settings": SETTINGS | {"evaluation.temperature": 0.5}},
             "evaluation.temperature was 1.0 and is 0.5",
         ),
-        ({"settings": {"evaluation.seed": 42}}, "evaluation.temperature was 1.0 and is None"),
-        ({"model": "beef"}, "student.model"),
+        ({"settings": {"evaluation.seed": 42}}, "evaluation.temperature was 1.0 and is not set now"),
+        ({"settings": IDENTITY.settings | {"evaluation.benchmarks.A.samples": 8}}, "benchmarks.A was not part of it:"),
+        ({"settings": IDENTITY.settings | {"evaluation.prompts": "b"}}, "evaluation has other problems, answers"),
+        ({"model": "beef"}, "the files of student.model are not those it was begun with"),
         ({"backend": "vllm"}, "student.backend.kind was 'local' and is 'vllm'"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
-from spot_async.evaluation.response_log import Identity
+from spot_async.evaluation.response_log import PROMPTS, Identity
 
 BLOCK_BYTES = 1 << 16
 BLOCKS = 64  # of one file that are looked at: training changes all of a model's weights
@@ -42,7 +42,7 @@ def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, An
             f"{each.key}.samples": each.samples,
             f"{each.key}.max_response_tokens": each.max_response_tokens,
             f"{each.key}.verifier": None if each.verifier is None else each.verifier.that_decide(),
-            f"{each.key}.prompts": prompts_fingerprint(each),
+            f"{each.key}.{PROMPTS}": prompts_fingerprint(each),
         }
     return settings
 

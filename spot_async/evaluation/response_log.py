@@ -23,6 +23,7 @@ from spot_async.vocabulary import first_line
 
 T = TypeVar("T")
 
+PROMPTS = "prompts"  # of `Identity.settings`: no key of the configuration, but a digest of what a benchmark asks
 LOG_FORMAT = 1  # raised when a file can no longer be continued
 SYNC_EVERY = 64  # responses that a power failure may cost; a killed process costs none but those under way
 
@@ -95,7 +96,7 @@ def check_same(found: Identity, wanted: Identity, name: str) -> None:
     """Raises DataError with the first thing that differs, what it was and what it is now."""
     differences: list[tuple[str, Any, Any]] = [
         ("format of the file", found.format, wanted.format),
-        ("student.model (its files)", found.model, wanted.model),
+        ("student.model", found.model, wanted.model),
         ("student.backend.kind", found.backend, wanted.backend),
     ]
     keys = dict.fromkeys([*found.settings, *wanted.settings])
@@ -103,9 +104,29 @@ def check_same(found: Identity, wanted: Identity, name: str) -> None:
     for key, was, now in differences:
         if was != now:
             raise DataError(
-                f"{name}: cannot be continued, {key} was {was!r} and is {now!r} now: set it back, or evaluate into "
-                "another run.directory"
+                f"{name}: cannot be continued, {_difference(key, was, now, found, wanted)}: set it back, or evaluate "
+                "into another run.directory"
             )
+
+
+def _difference(key: str, was: Any, now: Any, found: Identity, wanted: Identity) -> str:
+    """In words: digests say nothing, and a benchmark that is new or gone has no settings on one side."""
+    owner, _, last = key.rpartition(".")
+    if key == "student.model":
+        return "the files of student.model are not those it was begun with"
+    for here, there, words in (
+        (wanted, found, "was not part of it"),
+        (found, wanted, "was part of it, and is not in the configuration"),
+    ):
+        if key in here.settings and not any(each.startswith(f"{owner}.") for each in there.settings):
+            return f"{owner} {words}"
+    if last == PROMPTS:
+        return f"{owner} has other problems, answers or prompts (its files, prompt.* or the student's template changed)"
+    return f"{key} was {_shown(was)} and is {_shown(now)} now"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)
 
 
 class ResponseLog:
