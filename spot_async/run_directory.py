@@ -71,7 +71,7 @@ class RunDirectory:
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
         """Raises ConfigError when it exists with something in it, or cannot be made."""
         try:
-            cls.check_unused(path)
+            cls.check_unused(path, purpose)
             path.mkdir(parents=True, exist_ok=True)
             (path / "logs").mkdir()
             (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose)))
@@ -80,11 +80,13 @@ class RunDirectory:
             raise ConfigError(f"run.directory: cannot use {path}: {error.strerror}") from None
         return cls(path.resolve(), purpose)
 
-    @staticmethod
-    def check_unused(path: Path) -> None:
+    @classmethod
+    def check_unused(cls, path: Path, purpose: Purpose = "train") -> None:
         """Raises ConfigError when there is something in it already."""
         if path.is_dir() and any(path.iterdir()):
-            raise ConfigError(f"run.directory: {path} is not empty; give another, or null for a new one")
+            is_begun = purpose == "eval" and (path / "run.json").exists() and cls.open(path).purpose == "eval"
+            resume = f"go on with the evaluation in it by --resume {path}, " if is_begun else ""
+            raise ConfigError(f"run.directory: {path} is not empty; {resume}give another, or null for a new one")
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

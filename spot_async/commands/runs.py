@@ -109,6 +109,11 @@ def evaluate(
         try:
             settings = load_config(config, overrides or ())
             path = resume or RunDirectory.choose_path(settings, f"{config.stem}-eval")
+            if settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
+                raise ConfigError(
+                    f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
+                    "(run.directory=null takes that of the configuration away)"
+                )
             student = read_model("student", settings.student.model)
             benchmarks = plan_evaluation(settings, student)
             if dry_run:
