@@ -22,7 +22,7 @@ from spot_async.config_base import (
     Section,
     as_list,
 )
-from spot_async.config_evaluation import BenchmarkConfig, EvaluationConfig, check_prompt
+from spot_async.config_evaluation import BenchmarkConfig, EvaluationConfig, check_paper
 from spot_async.config_plugins import BackendSettings, Place, PluginSettings, PolicySettings, TrainingVerifier
 from spot_async.config_problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.retry import DEFAULT_ATTEMPTS
@@ -323,7 +323,7 @@ class Config(Section):
                 f"raise it to {batch} or more"
             )
         if self.evaluation is not None and self.evaluation.preset == "paper":
-            check_prompt(self.prompt)
+            check_paper(self.evaluation, self.prompt)
         return self
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 import pydantic
@@ -103,16 +104,6 @@ class EvaluationConfig(Section):
         most = max(each.samples or self.samples for each in self.sets().values())
         if too_large := [k for k in self.pass_k if k > most]:
             raise ValueError(f"pass_k={too_large[0]} needs as many samples as that, but samples={most}: raise it")
-        if self.preset == "paper":
-            check_defaults(self, PAPER_EVALUATION)
-            if self.verifier.kind != "math_verify":
-                raise ValueError(
-                    f"verifier={self.verifier.kind} is not the paper's math_verify: remove it, or the preset"
-                )
-            if getattr(self.verifier, "relative_tolerance", 0.0) != 0.0:
-                raise ValueError(
-                    "verifier.relative_tolerance is not the paper's: remove it, or the preset; a benchmark may have one"
-                )
         return self
 
     def sets(self) -> Mapping[str, BenchmarkConfig]:
@@ -126,15 +117,34 @@ class EvaluationConfig(Section):
         return f"evaluation.benchmarks.{name}" if self.benchmarks else "evaluation.problems"
 
 
-def check_prompt(prompt: PromptConfig) -> None:
-    """Raises ValueError where evaluation's prompts would not be the paper's."""
-    check_defaults(prompt, PAPER_PROMPT, "prompt.")
-    for name in prompt.template_arguments.keys() - {DATE_ARGUMENT}:
-        raise ValueError(f"prompt.template_arguments.{name} is not the paper's: remove it, or evaluation.preset")
+def check_paper(evaluation: EvaluationConfig, prompt: PromptConfig) -> None:
+    """Raises ValueError, with everything that says otherwise, where an evaluation would not be the paper's."""
+    verifier = evaluation.verifier
+    others = [
+        *_not_default("evaluation", evaluation, PAPER_EVALUATION),
+        *([_not_papers("evaluation.verifier", verifier.kind, "math_verify")] if verifier.kind != "math_verify" else []),
+        *(
+            ["evaluation.verifier.relative_tolerance is not the paper's (a benchmark may have one)"]
+            if getattr(verifier, "relative_tolerance", 0.0) != 0.0
+            else []
+        ),
+        *_not_default("prompt", prompt, PAPER_PROMPT),
+        *(
+            f"prompt.template_arguments.{name} is not the paper's"
+            for name in prompt.template_arguments
+            if name != DATE_ARGUMENT
+        ),
+    ]
+    if others:
+        raise ValueError(f"{'; '.join(others)}: set what the paper has, or evaluation.preset to null")
 
 
-def check_defaults(section: Section, keys: Sequence[str], prefix: str = "") -> None:
+def _not_default(prefix: str, section: Section, keys: Sequence[str]) -> Iterator[str]:
     for key in keys:
         value, paper = getattr(section, key), type(section).model_fields[key].default
         if value != paper:
-            raise ValueError(f"{prefix}{key}={value!r} is not the paper's {paper!r}: remove it, or evaluation.preset")
+            yield _not_papers(f"{prefix}.{key}", *(json.dumps(each, ensure_ascii=False) for each in (value, paper)))
+
+
+def _not_papers(key: str, value: str, paper: str) -> str:
+    return f"{key}={value} is not the paper's {paper}"

@@ -215,11 +215,11 @@ def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path)
         ),
         (
             {"benchmarks": {"a": "x"}, "preset": "paper", "verifier": "math_verify"},
-            "max_response_tokens=160 is not the",
+            "evaluation.max_response_tokens=160 is not the paper's 8192; prompt.instruction=",
         ),
         (
             {"benchmarks": {"a": "x"}, "preset": "paper", "verifier": "math_verify", "max_response_tokens": 8192},
-            "prompt.instruction='Answer' is not the paper's",
+            'configuration: prompt.instruction="Answer" is not the paper\'s "Please',
         ),
         (
             {"benchmarks": {"a": "x"}, "preset": "paper", "max_response_tokens": 8192},
