@@ -21,7 +21,7 @@ from spot_async.config_loading import config_from, load_config
 from spot_async.errors import SpotError
 from spot_async.preflight import plan_training
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
-from spot_async.run_directory import RunDirectory
+from spot_async.run_directory import RunDirectory, name_of
 from spot_async.run_summary import TrainOutcome
 from spot_async.stages import Services, Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
@@ -134,5 +134,5 @@ def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, st
         case Mapping():
             config = config_from(source, overrides)
         case _:
-            return load_config(Path(source), overrides), Path(source).stem
+            return load_config(Path(source), overrides), name_of(Path(source))
     return config, config.policy.kind.rpartition(":")[2]

@@ -42,7 +42,19 @@ from spot_async.errors import ConfigError, DataError, StorageError
 DECIMALS = 6  # of numbers in arrays: what people read
 RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
 
+CONFIGS = "configs"
+
 Purpose = Literal["train", "eval"]
+
+
+def name_of(config: Path) -> str:
+    """What a configuration's runs are called: its file's name, below a directory `configs` with the folders between.
+
+    Recipes of several tables are called alike: `configs/paper/table2/full.yaml` is `paper-table2-full`.
+    """
+    parts = (*config.parent.resolve().parts, config.stem)
+    below = [number for number, part in enumerate(parts[:-1], start=1) if part == CONFIGS]
+    return "-".join(parts[below[-1] :]) if below else parts[-1]
 
 
 class _RunFile(msgspec.Struct):

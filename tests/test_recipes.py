@@ -19,6 +19,7 @@ from spot_async.errors import ConfigError
 from spot_async.model_files import read_model
 from spot_async.preflight import plan_evaluation, plan_training
 from spot_async.prompts import PromptSchedule
+from spot_async.run_directory import name_of
 from spot_async.spending import machine
 from spot_async.spending.model_size import size_of
 
@@ -214,6 +215,13 @@ def test_a_template_that_writes_todays_date_is_warned_of_until_one_is_given():
                 assert ("26 Jul 2024 user" in shown.output) != is_warned
     with pytest.raises(ConfigError, match=r"prompt\.template_arguments\.style is not the paper's"):
         load_config(Path(recipe), ["prompt.template_arguments.style=terse"])
+
+
+def test_runs_of_different_recipes_go_to_different_directories(tmp_path):
+    names = [name_of(PAPER / recipe) for recipe in RECIPES]
+    assert "paper-table2-full" in names
+    assert len({*names}) == len(RECIPES)
+    assert name_of(tmp_path / "mine.yaml") == name_of(PAPER.parent / ".." / "mine.yaml") == "mine"
 
 
 def student_of(recipe: str) -> str:

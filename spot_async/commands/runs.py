@@ -16,7 +16,7 @@ from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.inspection.terminal import counted
-from spot_async.run_directory import RunDirectory
+from spot_async.run_directory import RunDirectory, name_of
 
 
 def train(
@@ -38,7 +38,7 @@ def train(
 
     try:
         settings = load_config(config, overrides or ())
-        path = RunDirectory.choose_path(settings, config.stem)
+        path = RunDirectory.choose_path(settings, name_of(config))
         RunDirectory.check_unused(path)
         plan = plan_training(settings)
         estimates = estimate_run(settings, plan, earlier)
@@ -108,7 +108,7 @@ def evaluate(
     with ExitStack() as stack:
         try:
             settings = load_config(config, overrides or ())
-            path = resume or RunDirectory.choose_path(settings, f"{config.stem}-eval")
+            path = resume or RunDirectory.choose_path(settings, f"{name_of(config)}-eval")
             if settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
                 raise ConfigError(
                     f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
