@@ -8,8 +8,11 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import re
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from xml.etree import ElementTree
@@ -183,6 +186,17 @@ def test_a_comparison_is_printed_and_written_in_every_form(tmp_path):
     words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"OPD", "SPOT", "AMC23: Pass@k, unbiased from 8 responses a problem"} <= set(words)
     assert (tmp_path / "out" / "pass-at-k-macro.svg").exists()
+
+
+def test_a_reader_that_stops_reading_keeps_no_file_from_being_written_and_is_no_failure(tmp_path):
+    run = written(tmp_path / "run", {"AMC23": [0, 1, 8, 4]})
+    unread, pipe = os.pipe()
+    os.close(unread)
+    words = [sys.executable, "-m", "spot_async", "compare", str(run), "-o", str(tmp_path / "out")]
+    ended = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(pipe)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (tmp_path / "out" / "comparison.csv").exists()
 
 
 def test_curves_are_pictures_too_where_matplotlib_is(tmp_path):

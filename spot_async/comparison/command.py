@@ -56,11 +56,12 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
     )
     computed = _computed(runs)
     notes = _notes(comparison, benchmarks, runs)
-    show(screen, comparison, notes, computed)
+    told = []
     if options.output is not None:
-        told = write(options.output, comparison, benchmarks, notes, computed)
-        for line in (*told, f"written: {options.output}"):
-            screen.print(Text(line), soft_wrap=True)
+        told = [*write(options.output, comparison, benchmarks, notes, computed), f"written: {options.output}"]
+    show(screen, comparison, notes, computed)
+    for line in told:
+        screen.print(Text(line), soft_wrap=True)
 
 
 def write(
