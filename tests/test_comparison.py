@@ -41,6 +41,7 @@ def written(
     *,
     samples: int = 8,
     model: str = "m",
+    model_fingerprint: str = "f",
     note: str | None = None,
     **settings,
 ) -> Path:
@@ -48,7 +49,7 @@ def written(
     some = Estimate(value=0.5, standard_error=0.1)
     figures = EvaluationFigures(
         model=model,
-        model_fingerprint="f",
+        model_fingerprint=model_fingerprint,
         settings=settings,
         settings_fingerprint="s",
         benchmarks={
@@ -249,10 +250,33 @@ def test_figures_that_cannot_be_are_one_line_with_file_benchmark_and_problem(tmp
     assert "Avg.: is what results call" in refused(str(written(tmp_path / "b", {"Avg.": [1], "AMC23": [1]})))
 
 
-def test_other_settings_are_said(tmp_path):
-    one = written(tmp_path / "one", {"AMC23": [0, 1]}, temperature=1.0)
-    other = written(tmp_path / "other", {"AMC23": [0, 1]}, temperature=0.6)
-    assert "Warning: evaluated differently: temperature is 1.0 for a and 0.6 for b" in shown(f"a={one}", f"b={other}")
+def test_every_setting_that_decides_a_compared_benchmark_and_differs_is_said_and_no_other(tmp_path):
+    def run(name, verifier, **rest):
+        settings = {
+            "evaluation.preset": None,
+            "evaluation.temperature": 1.0,
+            **{f"evaluation.benchmarks.{each}.verifier": {"kind": verifier} for each in ("A", "B", "C")},
+            "evaluation.benchmarks.A.prompts": "1",
+        } | rest
+        return written(tmp_path / name, {"A": [0, 1], "B": [1, 1], "C": [0, 0]}, model_fingerprint=name, **settings)
+
+    one = run("one", "boxed_match", **{"evaluation.benchmarks.C.samples": 4})
+    preset = {"evaluation.preset": "paper", "evaluation.benchmarks.B.verifier": {"kind": "boxed_match"}}
+    other = run("other", "math_verify", **preset | {"evaluation.benchmarks.A.verifier": {"kind": "x", "workers": 2}})
+    names = ("--benchmark", "A", "--benchmark", "B")
+    text = shown(f"a={one}", f"b={other}", *names)
+    assert (
+        "Warning: evaluated differently: evaluation.benchmarks.A.verifier.kind is boxed_match for a and x for b.\n"
+        in (text)
+    )
+    third = run("third", "boxed_match", **{"evaluation.temperature": None, "evaluation.benchmarks.A.prompts": "2"})
+    text = shown(f"a={one}", f"b={one / 'evaluation.json'}", f"c={third}", *names)
+    assert "evaluation.temperature is 1.0 for a, b and not set for c; evaluation.benchmarks.A.prompts (or ans" in text
+    assert "Warning: a and b are the same weights, evaluated with the same settings." in text
+    assert "c are the same weights" not in text
+    assert "A.verifier.kind, evaluation.benchmarks.B.verifier.kind is boxed_match for a and m for b" in shown(
+        f"a={one}", f"b={run('m', 'm')}", *names
+    )
 
 
 def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_for(tmp_path):

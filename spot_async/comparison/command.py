@@ -20,6 +20,7 @@ from spot_async.comparison.reading import (
     different_settings,
     paired,
     read_evaluated,
+    same_measurements,
 )
 from spot_async.comparison.statistics import Comparison, compare, pass_curves
 from spot_async.errors import DataError
@@ -152,6 +153,11 @@ def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: 
         if len(set(said.values())) == 1:
             said = {"": said[runs[0].name]}
         notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
-    if warning := different_settings(runs):
-        notes.append(f"Warning: {warning}.")
+    names = [each.name for each in benchmarks]
+    if differences := different_settings(runs, names):
+        notes.append(f"Warning: evaluated differently: {'; '.join(differences)}.")
+    notes += [
+        f"Warning: {one} and {other} are the same weights, evaluated with the same settings."
+        for one, other in same_measurements(runs, names)
+    ]
     return notes
