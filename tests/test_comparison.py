@@ -187,6 +187,12 @@ def test_a_comparison_is_printed_and_written_in_every_form(tmp_path):
     words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"OPD", "SPOT", "AMC23: Pass@k, unbiased from 8 responses a problem"} <= set(words)
     assert (tmp_path / "out" / "pass-at-k-macro.svg").exists()
+    assert "of an earlier" not in output
+    again = shown(str(opd), "-o", str(tmp_path / "out"), "--benchmark", "AMC23")
+    left = re.search(r"^of an earlier comparison: (.*)$", again, re.MULTILINE)
+    assert left is not None
+    assert {"pass-at-k-AIME_24.svg", "pass-at-k-macro.svg"} <= set(left[1].split(", "))
+    assert "pass-at-k-AMC23.svg" not in left[1]
 
 
 def test_a_reader_that_stops_reading_keeps_no_file_from_being_written_and_is_no_failure(tmp_path):
