@@ -22,8 +22,9 @@ from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
-from spot_async.evaluation.runner import evaluate
+from spot_async.evaluation.runner import collected, evaluate
 from spot_async.prompts import PromptSource
+from spot_async.run_summary import evaluation_summary
 from spot_async.seeds import derive_seed
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.telemetry.console import evaluation_table, unverified_note
@@ -133,6 +134,26 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
     assert "macro" in text
     assert "elsewhere *" in text
     assert "* elsewhere: judged by x, [/as] it is" in text
+
+
+def test_every_benchmark_reports_the_pass_at_k_of_the_mean_and_tables_say_which_k():
+    table = {"many": [[1, 0, 0, 0], [0, 0, 0, 0]], "few": [[1, 0], [1, 1]]}
+    planned, judged = [], []
+    for name, rows in table.items():
+        problems = [Problem(id=str(j), text="", answer="1") for j in range(len(rows))]
+        sources = [PromptSource(problem=each, token_ids=np.array([1])) for each in problems]
+        planned.append(Benchmark(name, sources, samples=len(rows[0]), max_response_tokens=7, verifier=BOXED))
+        judged += [each for row in benchmark_result(rows, name=name).responses for each in row]
+    found = collected(planned, {each.key: each for each in judged}, ())
+    assert list(found.benchmarks[0].figures().pass_at) == [2, 4]
+    assert re.search(r"many +2 +12.5.* +25.0.* +50.0", printed(figures_table(evaluation_file(found))))
+    text = printed(evaluation_table(found, None))
+    assert re.search(r"benchmark +n +Avg +Pass@2", text)
+    assert re.search(r"many +2 +12.5 ±12.5 +25.0 ±25.0", text)
+    rows = evaluation_summary(found)["tiers"]
+    assert {name: (row["pass_k"], row["pass"]) for name, row in rows.items()} == {
+        "many": (4, 0.5), "few": (2, 1.0), "macro": (2, 0.625)
+    }  # fmt: skip
 
 
 def test_the_change_is_paired_on_problems():

@@ -214,10 +214,11 @@ def evaluation_table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
+    average = f"Avg@{k}" if len({each.samples for each in result.benchmarks if each.is_judged}) <= 1 else "Avg"
     headings = [metric if len(columns) == 1 else f"{metric}\n{name}"
-                for metric in (f"Avg@{k}", f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
+                for metric in (average, f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:
-        headings.append(f"Avg@{k}\nchange")
+        headings.append(f"{average}\nchange")
     table.add_column(kind_of_row(result), no_wrap=True)
     for heading in ("n", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -227,7 +228,7 @@ def evaluation_table(
         figures = [each.figures(row) for _, each in columns]
         cells = [estimate_words(f.avg) for f in figures]
         if k > 1:
-            cells += [estimate_words(f.pass_at.get(f.samples)) for f in figures]
+            cells += [estimate_words(f.pass_at.get(k)) for f in figures]
         if before is not None and after is not None and figures[0].avg is not None:
             cells.append(with_error(*paired_change(before, after, row), signed=True))
         table.add_row(
