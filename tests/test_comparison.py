@@ -291,6 +291,10 @@ def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_f
     text = shown(f"a={one}", f"b={one / 'evaluation.json'}")
     assert text.count("Minerva: judged by x.") == 1
     assert "Minerva of a: judged by x." in shown(f"b={other}", f"a={one}")
+    named = written(tmp_path / "named", {"A\x1b[2J": [0, 1], "B": [1, 1]}, note="as\x1b[2J it is")
+    text = shown(f"\x1b[2J={named}", f"b={named}")
+    assert "\x1b" not in text
+    assert text.count("A\u241b[2J") > 2
 
 
 def test_pass_at_k_of_fewer_than_all_responses_says_that_it_is_an_estimate(tmp_path):

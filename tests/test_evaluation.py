@@ -171,7 +171,9 @@ def test_the_table_shows_every_tier_before_and_after():
     for expected in ("easy", "hard", "all", "Avg@2", "Pass@2", "before", "after", "change", "+50.0 ±0.0"):
         assert expected in text
     assert "25.0 ±25.0" in text
-    assert printed(figures_table(evaluation_file(result([[1, 0], [0, 0]], ["easy", "[/hard]"])))).count("[/hard]") == 2
+    odd = result([[1, 0], [0, 0]], ["easy", "[/hard]\x1b[2J"])  # a problem file's own words
+    assert printed(figures_table(evaluation_file(odd))).count("[/hard]\u241b[2J") == 2
+    assert printed(evaluation_table(odd, None)).count("[/hard]\u241b[2J") == 1
 
 
 def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():

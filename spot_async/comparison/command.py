@@ -24,6 +24,7 @@ from spot_async.comparison.reading import (
 )
 from spot_async.comparison.statistics import Comparison, compare, pass_curves
 from spot_async.errors import DataError
+from spot_async.inspection.view import visible
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
 
@@ -62,7 +63,7 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
         told = [*write(options.output, comparison, benchmarks, notes, computed), f"written: {options.output}"]
     show(screen, comparison, notes, computed)
     for line in told:
-        screen.print(Text(line), soft_wrap=True)
+        screen.print(plain(line), soft_wrap=True)
 
 
 def write(
@@ -98,32 +99,36 @@ def show(
         places = [i for i, column in enumerate(comparison.columns) if column.metric == metric]
         table = _table(metric, ["method", *(comparison.columns[i].benchmark for i in places)])
         for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True):
-            table.add_row(Text(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places))
+            table.add_row(plain(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places))
         screen.print(table)
     for number, name in enumerate(comparison.methods):
         if number != comparison.baseline:
             title = f"{name} minus {comparison.methods[comparison.baseline]}"
             table = _table(title, ["benchmark", *comparison.metrics])
             for cells in tables.difference_rows(comparison, number):
-                table.add_row(*map(Text, cells))
+                table.add_row(*map(plain, cells))
             screen.print(table)
     if computed:
         headings, rows = compute_rows(computed)
         _, *lines = zip(headings, *rows, strict=True)  # methods side by side: there are fewer of them than figures
         table = _table("Compute of training", ["", *(name for name, _ in computed)])
         for line in lines:
-            table.add_row(*map(Text, line))
+            table.add_row(*map(plain, line))
         screen.print(table)
     for note in notes:
-        screen.print(Text(note), soft_wrap=True)
+        screen.print(plain(note), soft_wrap=True)
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(headings[0])
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right")
+    table = Table(title=plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):  # folded where the screen is narrow: a figure is never cut
+        table.add_column(plain(heading), justify="right" if number else "left", overflow="fold")
     return table
+
+
+def plain(text: str) -> Text:
+    """What files and arguments hold goes to the terminal without the power to command it."""
+    return Text(visible(text))
 
 
 def _baseline(methods: Sequence[str], wanted: str | None) -> int:
