@@ -361,3 +361,11 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     assert re.search(
         r"Compute of training\s+half +whole *\n.*\n iterations +1 +2 *\n tokens generated +400 +800 *\n", both
     )
+    row["throughput/generated_tokens_per_s"] = 1.5e9
+    (training / "metrics.jsonl").write_text(json.dumps({"iteration": 1, **row}) + "\n")
+    labels = [f"label-{'of-some-length-' * 3}{i}" for i in range(4)]
+    names = [f"{label}={training / 'evaluation-after.json'}" for label in labels]
+    narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, ["compare", *names, "--draws", "100"]).output
+    assert narrow.count("12,000,000,000") == 4
+    assert narrow.count("Compute of training") == 2  # in two parts, side by side they do not fit
+    assert "…" not in narrow

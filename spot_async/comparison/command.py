@@ -27,6 +27,8 @@ from spot_async.errors import DataError
 from spot_async.inspection.view import visible
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
+NAME_WIDTH = 12  # that names are folded to on a narrow screen, at least
+BETWEEN = 3  # columns of the screen, between those of a table
 
 
 @dataclass(frozen=True)
@@ -97,33 +99,46 @@ def show(
     ranks = tables.marks(comparison.values)
     for metric in comparison.metrics:
         places = [i for i, column in enumerate(comparison.columns) if column.metric == metric]
-        table = _table(metric, ["method", *(comparison.columns[i].benchmark for i in places)])
-        for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True):
-            table.add_row(plain(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places))
-        screen.print(table)
+        rows = [
+            [plain(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places)]
+            for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True)
+        ]
+        _show_table(screen, metric, ["method", *(comparison.columns[i].benchmark for i in places)], rows)
     for number, name in enumerate(comparison.methods):
         if number != comparison.baseline:
             title = f"{name} minus {comparison.methods[comparison.baseline]}"
-            table = _table(title, ["benchmark", *comparison.metrics])
-            for cells in tables.difference_rows(comparison, number):
-                table.add_row(*map(plain, cells))
-            screen.print(table)
+            rows = [[*map(plain, cells)] for cells in tables.difference_rows(comparison, number)]
+            _show_table(screen, title, ["benchmark", *comparison.metrics], rows)
     if computed:
-        headings, rows = compute_rows(computed)
-        _, *lines = zip(headings, *rows, strict=True)  # methods side by side: there are fewer of them than figures
-        table = _table("Compute of training", ["", *(name for name, _ in computed)])
-        for line in lines:
-            table.add_row(*map(plain, line))
-        screen.print(table)
+        headings, of_methods = compute_rows(computed)
+        _, *lines = zip(headings, *of_methods, strict=True)  # methods side by side: there are fewer than figures
+        rows = [[*map(plain, line)] for line in lines]
+        _show_table(screen, "Compute of training", ["", *(name for name, _ in computed)], rows)
     for note in notes:
         screen.print(plain(note), soft_wrap=True)
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):  # folded where the screen is narrow: a figure is never cut
-        table.add_column(plain(heading), justify="right" if number else "left", overflow="fold")
-    return table
+def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """In as many parts as the screen is too narrow for: names are folded, figures neither cut nor folded."""
+    names, *columns = (
+        [plain(heading), *cells] for heading, cells in zip(headings, zip(*rows, strict=True), strict=True)
+    )
+    longest_name = max(each.cell_len for each in names)
+    widths = [max(min(heading.cell_len, NAME_WIDTH), *(each.cell_len for each in cells)) for heading, *cells in columns]
+    begin = 0
+    while begin < len(columns):
+        end, room = begin, screen.width - BETWEEN
+        while end < len(columns) and (end == begin or room - widths[end] - BETWEEN >= min(longest_name, NAME_WIDTH)):
+            room -= widths[end] + BETWEEN
+            end += 1
+        table = Table(title=plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(names[0], overflow="fold", width=max(1, min(longest_name, room)))
+        for column, width in zip(columns[begin:end], widths[begin:end], strict=True):
+            table.add_column(column[0], justify="right", overflow="fold", width=width)
+        for cells in zip(names[1:], *(column[1:] for column in columns[begin:end]), strict=True):
+            table.add_row(*cells)
+        screen.print(table)
+        begin = end
 
 
 def plain(text: str) -> Text:
