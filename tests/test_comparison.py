@@ -278,6 +278,11 @@ def test_every_setting_that_decides_a_compared_benchmark_and_differs_is_said_and
     third = run("third", "boxed_match", **{"evaluation.temperature": None, "evaluation.benchmarks.A.prompts": "2"})
     text = shown(f"a={one}", f"b={one / 'evaluation.json'}", f"c={third}", *names)
     assert "evaluation.temperature is 1.0 for a, b and not set for c; evaluation.benchmarks.A.prompts (or ans" in text
+    assert "8 responses each, judged by boxed_match.\n" in text
+    assert "Differences from a: points" in text
+    single = shown(f"a={other}", *names)
+    assert "8 responses each, judged by x (A), boxed_match (B).\n" in single
+    assert "Differences" not in single
     assert "Warning: a and b are the same weights, evaluated with the same settings." in text
     assert "c are the same weights" not in text
     assert "A.verifier.kind, evaluation.benchmarks.B.verifier.kind is boxed_match for a and m for b" in shown(

@@ -18,6 +18,7 @@ from spot_async.comparison.reading import (
     Evaluated,
     PairedBenchmark,
     different_settings,
+    judged_by,
     paired,
     read_evaluated,
     same_measurements,
@@ -162,18 +163,22 @@ def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
 
 def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
     sizes = ", ".join(f"{each.name} {len(each.correct)}" for each in benchmarks)
-    notes = [
-        f"Percent; best bold, second underlined. Problems: {sizes}; {comparison.samples} responses each.",
-        f"Differences: points with a {comparison.confidence:.0%} percentile interval of {comparison.draws:,} bootstrap "
-        f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 out. "
-        "They say how another set of such problems would differ, not another training run.",
-    ]
+    names = [each.name for each in benchmarks]
+    judges = f", judged by {judged}" if (judged := judged_by(runs, names)) else ""
+    problems = f"Problems: {sizes}; {comparison.samples} responses each{judges}."
+    baseline, share = comparison.methods[comparison.baseline], f"{comparison.confidence:.0%}"
+    notes = [f"Percent; best bold, second underlined. {problems}" if len(runs) > 1 else f"Percent. {problems}"]
+    if len(runs) > 1:
+        notes.append(
+            f"Differences from {baseline}: points with a {share} percentile interval of {comparison.draws:,} bootstrap "
+            f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 "
+            "out. They say how another set of such problems would differ, not another training run."
+        )
     for each in benchmarks:
         said = {run.name: run.figures.benchmarks[each.name].note for run in runs}
         if len(set(said.values())) == 1:
             said = {"": said[runs[0].name]}
         notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
-    names = [each.name for each in benchmarks]
     if differences := different_settings(runs, names):
         notes.append(f"Warning: evaluated differently: {'; '.join(differences)}.")
     notes += [

@@ -136,6 +136,24 @@ def same_measurements(runs: Sequence[Evaluated], names: Sequence[str]) -> list[t
     ]
 
 
+def judged_by(runs: Sequence[Evaluated], names: Sequence[str]) -> str | None:
+    """The verifiers of the benchmarks `names`; None where runs differ in them, which the warning says."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        found = {_kind(run.figures.settings, name) for run in runs}
+        if len(found) > 1 or None in found:
+            return None
+        kinds.setdefault(str(*found), []).append(name)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({', '.join(those)})" for kind, those in kinds.items())
+
+
+def _kind(settings: Mapping[str, Any], name: str) -> str | None:
+    verifier = settings.get(f"{BENCHMARKS}{name}.verifier", settings.get("evaluation.verifier"))
+    return verifier.get("kind") if isinstance(verifier, dict) else None
+
+
 def _that_decide(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Without the other benchmarks, and without the preset: it only says which values others must have."""
     found: dict[str, Any] = {}
