@@ -72,8 +72,8 @@ def test_rows_repeated_but_for_white_space_are_counted():
     assert (repeated.groups, repeated.rows, repeated.conflicting) == (2, 2, 1)
 
 
-def check(*arguments):
-    result = CliRunner().invoke(app, ["data", "check", *arguments], env={"COLUMNS": "200"})
+def check(*arguments, columns=200):
+    result = CliRunner().invoke(app, ["data", "check", *arguments], env={"COLUMNS": str(columns)})
     return result.exit_code, result.output
 
 
@@ -104,12 +104,15 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
 
 
 def test_the_check_command_reads_a_runs_configuration(tmp_path):
-    few = write(tmp_path, [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}])
-    code, output = check("configs/quickstart.yaml", f"data.train={few}", f"evaluation.problems={few}")
+    rows = [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}]
+    few = write(tmp_path, [row | {"tier": f"Level {i}"} for i, row in enumerate(rows)])
+    held = ("evaluation.problems=null", f"evaluation.benchmarks={{AIME-2025: {few}}}")
+    code, output = check("configs/quickstart.yaml", f"data.train={few}", *held, columns=80)
     assert code == 0, output
     assert "filtered by a run" in output
     assert "<|user|>" in output
-    assert "evaluation.problems" in output
+    assert "evaluation.benchmarks.AIME-2025 " in output
+    assert "Level 0: 1, Level 1: 1" in output
 
 
 def canonical(name, layout="auto"):
