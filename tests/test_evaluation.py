@@ -66,8 +66,8 @@ def evaluation_file(found):
     return msgspec.json.decode(msgspec.json.encode(figures), type=EvaluationFigures)
 
 
-def printed(table):
-    console = Console(file=io.StringIO(), width=140)
+def printed(table, width=140):
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     return console.file.getvalue()
 
@@ -171,6 +171,9 @@ def test_the_table_shows_every_tier_before_and_after():
     for expected in ("easy", "hard", "all", "Avg@2", "Pass@2", "before", "after", "change", "+50.0 ±0.0"):
         assert expected in text
     assert "25.0 ±25.0" in text
+    long = result([[1, 0], [0, 0]], ["easy", "a-tier-of-a-very-long-name-2025"])
+    for table in (evaluation_table(long, long), figures_table(evaluation_file(long))):
+        assert "…" not in printed(table, width=60)
     odd = result([[1, 0], [0, 0]], ["easy", "[/hard]\x1b[2J"])  # a problem file's own words
     assert printed(figures_table(evaluation_file(odd))).count("[/hard]\u241b[2J") == 2
     assert printed(evaluation_table(odd, None)).count("[/hard]\u241b[2J") == 1

@@ -221,9 +221,9 @@ def evaluation_table(
                 for metric in (average, f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:
         headings.append(f"{average}\nchange")
-    table.add_column(kind_of_row(result), no_wrap=True)
+    table.add_column(kind_of_row(result), overflow="fold")  # on narrow screens nothing is cut
     for heading in ("n", *headings):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     noted = {result.overall if result.is_single else each.name for each in result.benchmarks if each.note is not None}
     *single, whole = result.row_names()
     for row in (*single, whole):

@@ -75,7 +75,7 @@ def _title(words: str) -> Text:
 def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "benchmark" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "benchmark" else "right", overflow="fold")
     return table
 
 
