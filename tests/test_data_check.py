@@ -77,6 +77,16 @@ def check(*arguments, columns=200):
     return result.exit_code, result.output
 
 
+def test_names_of_evaluation_sets_and_tiers_are_legible_at_80_columns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, [{"problem": f"{i} + 2", "answer": 3, "tier": f"Level {i}"} for i in (1, 2)], "train.jsonl")
+    write(tmp_path, [{"problem": "1 + 1", "answer": 2}], "evaluation.benchmarks.AIME.jsonl")
+    code, output = check("train.jsonl", "--against", "evaluation.benchmarks.AIME.jsonl", columns=80)
+    assert code == 0, output
+    assert "evaluation.benchmarks.AIME.jsonl " in output
+    assert "Level 1: 1, Level 2: 1" in output
+
+
 def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_found(tmp_path):
     long = "How many ways are there to put seven red balls into four blue boxes in a row?"
     train = write(
@@ -104,15 +114,12 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
 
 
 def test_the_check_command_reads_a_runs_configuration(tmp_path):
-    rows = [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}]
-    few = write(tmp_path, [row | {"tier": f"Level {i}"} for i, row in enumerate(rows)])
-    held = ("evaluation.problems=null", f"evaluation.benchmarks={{AIME-2025: {few}}}")
-    code, output = check("configs/quickstart.yaml", f"data.train={few}", *held, columns=80)
+    few = write(tmp_path, [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}])
+    code, output = check("configs/quickstart.yaml", f"data.train={few}", f"evaluation.problems={few}")
     assert code == 0, output
     assert "filtered by a run" in output
     assert "<|user|>" in output
-    assert "evaluation.benchmarks.AIME-2025 " in output
-    assert "Level 0: 1, Level 1: 1" in output
+    assert "evaluation.problems" in output
 
 
 def canonical(name, layout="auto"):
