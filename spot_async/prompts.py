@@ -44,7 +44,7 @@ class PromptRenderer:
             self._arguments["enable_thinking"] = config.thinking
         self._name = str(self._tokenizer.name_or_path)
         if config.template.endswith(".jinja"):
-            self._name = config.template
+            self._name = f"prompt.template={config.template}"
             self._arguments["chat_template"] = read_template(Path(config.template))
         elif not self._tokenizer.chat_template:
             raise DataError(
@@ -57,9 +57,24 @@ class PromptRenderer:
         return str(self._apply(problem, tokenize=False))
 
     def token_ids(self, problem: Problem) -> IntArray:
-        """(P,) ids of the rendered prompt."""
+        """(P,) ids of the rendered prompt. Raises DataError where it would be empty, which no server takes."""
         encoded = self._apply(problem, tokenize=True, return_dict=True)
+        if not encoded["input_ids"]:
+            raise DataError(
+                f"{self._name}: the chat template makes an empty prompt of problem {problem.id!r}: correct the "
+                "template, which is to write messages[0].content"
+            )
         return np.array(encoded["input_ids"], dtype=np.int32)
+
+    def check_differ(self, sources: Sequence[PromptSource]) -> None:
+        """Raises DataError where problems with different texts all have the same prompt."""
+        if len({source.problem.text.strip() for source in sources}) < 2:
+            return
+        if len({source.token_ids.tobytes() for source in sources}) == 1:
+            raise DataError(
+                f"{self._name}: the chat template makes the same prompt of all {len(sources)} problems: correct the "
+                "template, which is to write messages[0].content; or the tokenizer knows nothing of the problems' text"
+            )
 
     def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
         """A prompt outside any schedule; its seeds and priority derive from `ordinal`."""
@@ -91,9 +106,17 @@ def read_template(path: Path) -> str:
         raise DataError(f"prompt.template: cannot read {path}: {first_line(error)}") from None
 
 
-def render_all(problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int) -> list[PromptSource]:
-    """Render every problem; the caller compares lengths to see how many were filtered as too long."""
+def render_all(
+    problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int | None = None
+) -> list[PromptSource]:
+    """Render every problem; the caller compares lengths to see how many were filtered as too long.
+
+    Raises DataError where a prompt is empty, or all are the same.
+    """
     rendered = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
+    renderer.check_differ(rendered)
+    if max_prompt_tokens is None:
+        return rendered
     return [source for source in rendered if len(source.token_ids) <= max_prompt_tokens]
 
 

@@ -12,7 +12,7 @@ from spot_async.config import ProblemSetConfig, PromptConfig
 from spot_async.config_loading import validate_as
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
-from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource
+from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.types import Problem
 from spot_async.vocabulary import Vocabulary
 
@@ -99,6 +99,26 @@ def test_a_template_that_is_no_file_or_no_template_is_one_line(rendered, tmp_pat
         rendered(template=str(tmp_path / "bad.jinja"))
     with pytest.raises(ConfigError, match=r"^template: "):
         rendered(template="chatml")
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("", r"mine\.jinja: the chat template makes an empty prompt of problem '1\+1'"),
+        ("<|user|>hello<|assistant|>", r"mine\.jinja: the chat template makes the same prompt of all 2 problems"),
+    ],
+)
+def test_a_template_without_the_problem_is_refused_before_anything_starts(tmp_path, template, complaint):
+    path = tmp_path / "mine.jinja"
+    path.write_text(template)
+    renderer = PromptRenderer(
+        Vocabulary.load(Path("examples/running_sum/student")), PromptConfig(template=str(path), instruction="")
+    )
+    problems = [Problem(id=text, text=text, answer="2") for text in ("1+1", "1+2")]
+    with pytest.raises(DataError, match=rf"^prompt\.template=.*{complaint}"):
+        render_all(problems, renderer)
+    if template:  # rows that repeat each other are no fault of the template
+        assert len(render_all([problems[0]] * 2, renderer)) == 2
 
 
 def schedule(count=23, **arguments):

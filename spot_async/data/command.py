@@ -21,7 +21,7 @@ from spot_async.data.overlap import Overlap, find_overlaps, too_short
 from spot_async.data.problem_set import ProblemSet, load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.inspection.view import visible
-from spot_async.prompts import PromptRenderer
+from spot_async.prompts import PromptRenderer, render_all
 from spot_async.protocols import Verifier
 from spot_async.types import Problem
 from spot_async.vocabulary import Vocabulary
@@ -111,7 +111,7 @@ def run(screen: Console, check: Check) -> bool:
     found = load_problem_set(check.problems, check.key)
     others = [(name, load_problem_set(settings, name)) for name, settings in check.against]
     renderer = PromptRenderer(Vocabulary.load(Path(check.model)), check.prompt) if check.model else None
-    tokens = [len(renderer.token_ids(problem)) for problem in found.problems] if renderer else None
+    tokens = [len(each.token_ids) for each in render_all(found.problems, renderer)] if renderer else None
     golds = asyncio.run(_check_golds(found.problems, check.verifier))
     screen.print(shown(f"layout: {', '.join(dict.fromkeys(found.layouts))}"))
     screen.print(_rows_table(found, tokens, check.max_prompt_tokens))

@@ -15,7 +15,7 @@ from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, order_choices, with_options
 from spot_async.model_files import ModelFiles
-from spot_async.prompts import PromptRenderer, PromptSource
+from spot_async.prompts import PromptRenderer, PromptSource, render_all
 from spot_async.types import Problem
 
 ONLY = "problems"  # what the set of `evaluation.problems` is called
@@ -99,7 +99,7 @@ def _rendered(
 ) -> list[PromptSource]:
     """All of them: leaving out those that are too long would be another benchmark."""
     room = student.max_context_tokens - max_tokens
-    sources = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
+    sources = render_all(problems, renderer)
     too_long = sum(len(source.token_ids) > room for source in sources)
     if too_long:
         owner = key.removesuffix(f".{ONLY}")
