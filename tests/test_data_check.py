@@ -89,6 +89,7 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
         "instruction in the problem removed",
         "answer: 120",
         "2 tried, 0 unverifiable",
+        "median 12, 95 % 77, longest 77",  # of 12 and 77: what 95 % do not exceed is no less than the median
         "held-1 in line-1",
         "1+1␛[2J [/b]",  # which a terminal would obey, and rich read as its own
     ):
