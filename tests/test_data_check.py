@@ -88,15 +88,20 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     for expected in (
         "instruction in the problem removed",
         "answer: 120",
+        "layout: auto, by the usual columns",
         "2 tried, 0 unverifiable",
         "median 12, 95 % 77, longest 77",  # of 12 and 77: what 95 % do not exceed is no less than the median
-        "held-1 in line-1",
+        "held-1 in row-1",
         "1+1␛[2J [/b]",  # which a terminal would obey, and rich read as its own
     ):
         assert expected in output
     bad = write(tmp_path, [{"problem": "p", "answer": r"\,"}], "bad.jsonl")
     code, output = check(bad)
-    assert (code, "line-1: '\\\\,' is no_answer" in output) == (1, True), output
+    assert (code, "row-1: '\\\\,' is no_answer" in output) == (1, True), output
+    code, output = check(write(tmp_path, [{"quest": "p", "answer": 1}], "other.jsonl"))
+    assert (code, "name its column in fields.problem, or another layout" in " ".join(output.split())) == (2, True)
+    code, output = check(str(tmp_path))
+    assert output == f"error: {tmp_path} is a directory: name the files in it\n"
     code, output = check(train, "--layout", "maths")
     assert (code, output.startswith("error: layout")) == (2, True), output
     assert check(str(tmp_path / "none.jsonl"))[0] == 2

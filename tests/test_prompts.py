@@ -27,7 +27,7 @@ def write(tmp_path, text):
     ("text", "where", "what"),
     [
         ('{"problem": "1+1", "answer": "2"}\n\n{"problem": "1+2", "answer": "3"}\n', ":2:", "empty line"),
-        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n', ":2:", "answer"),
+        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n', ":2:", "no `answer`, which all rows before have"),
         ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer"\n', ":2:", ""),
         ('{"problem": "1+1", "answer": ""}\n', ":1:", "`answer` (column 'answer') is empty"),
         ('{"problem": "  ", "answer": "2"}\n', ":1:", "`problem` (column 'problem') is empty"),
@@ -52,7 +52,7 @@ def test_numbers_are_accepted_as_answers_and_further_fields_ignored(tmp_path):
     (problem,) = load_problem_set(
         write(tmp_path, '{"problem": "1+1", "answer": 2, "tier": 5, "source": "x"}\n'), "data.train"
     ).problems
-    assert problem == Problem(id="line-1", text="1+1", answer="2", tier="5")
+    assert problem == Problem(id="row-1", text="1+1", answer="2", tier="5")
 
 
 # What a template makes of `enable_thinking`: Qwen3's, in short.

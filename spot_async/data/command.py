@@ -35,7 +35,7 @@ SHOWN_CHARS = 400
 class Check:
     """What `data check` is asked to do."""
 
-    key: str  # of the configuration, for messages
+    key: str  # of the configuration, for messages; empty where there is none
     problems: ProblemSetConfig
     verifier: PluginSettings
     against: Sequence[tuple[str, ProblemSetConfig]]  # name and set
@@ -67,7 +67,7 @@ def check_of_file(
     for setting in settings:
         apply_override(tree, setting)
     return Check(
-        key="problems",
+        key="",
         problems=validate_as(ProblemSetConfig, tree),
         verifier=read_verifier(verifier or "boxed_match"),
         against=[(each, ProblemSetConfig(path=each)) for each in against],
@@ -109,11 +109,13 @@ def run(screen: Console, check: Check) -> bool:
     Raises ConfigError and DataError for what cannot be read.
     """
     found = load_problem_set(check.problems, check.key)
-    others = [(name, load_problem_set(settings, name)) for name, settings in check.against]
+    others = [
+        (name, load_problem_set(settings, "" if name in settings.paths else name)) for name, settings in check.against
+    ]
     renderer = PromptRenderer(Vocabulary.load(Path(check.model)), check.prompt) if check.model else None
     tokens = [len(each.token_ids) for each in render_all(found.problems, renderer)] if renderer else None
     golds = asyncio.run(_check_golds(found.problems, check.verifier))
-    screen.print(shown(f"layout: {', '.join(dict.fromkeys(found.layouts))}"))
+    screen.print(shown(f"layout: {found.layout}"))
     screen.print(_rows_table(found, tokens, check.max_prompt_tokens))
     screen.print(_problems_table(found.problems, tokens))
     _show_samples(screen, found.problems, renderer)
