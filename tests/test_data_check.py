@@ -54,10 +54,11 @@ async def test_golds_that_cannot_be_right_are_found():
     golds = {"fine": "1", "empty after tidying": r"\,", "long": "9" * 600, "no answer": ""}
     problems = [Problem(id=name, text="", answer=answer) for name, answer in golds.items()]
     problems.append(Problem(id="choice", text="", answer="A", choices=("x", "y")))
+    problems.append(Problem(id="same", text="", answer="A", choices=("x", "x ")))
     problems.append(Problem(id="no letter", text="", answer="AB", choices=("x", "y")))
     async with BoxedMatch(BoxedMatch.Settings()) as verifier:
         found = await check_golds(problems, verifier)
-    assert found.tried == 5
+    assert (found.tried, found.have_choices, [p.id for p in found.unclear_choices]) == (6, 3, ["same"])
     assert [(p.id, v) for p, v in found.unverifiable] == [
         ("empty after tidying", Verdict.NO_ANSWER),
         ("long", Verdict.WRONG),
@@ -111,8 +112,13 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
 
 def test_the_check_command_reads_a_runs_configuration(tmp_path):
     few = write(tmp_path, [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}])
-    code, output = check("configs/quickstart.yaml", f"data.train={few}", f"evaluation.problems={few}")
+    train = f"data.train={few}"
+    code, output = check("configs/quickstart.yaml", train, f"evaluation.problems={few}")
     assert code == 0, output
+    rows = [{"problem": "a1+2b", "answer": r"\,"}]
+    code, broken = check("configs/quickstart.yaml", train, f"evaluation.problems={write(tmp_path, rows, 'e.jsonl')}")
+    assert (code, "evaluation.problems: answers against themselves, by boxed_match" in broken) == (1, True), broken
+    assert "row-1: '\\\\,' is no_answer" in broken
     assert "filtered by a run" in output
     assert "<|user|>" in output
     assert "evaluation.problems" in output

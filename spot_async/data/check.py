@@ -77,6 +77,8 @@ class GoldCheck:
     unverifiable: tuple[tuple[Problem, Verdict], ...]  # not right even as they are spelled: no reward, whatever is said
     spelling_only: tuple[Problem, ...]  # right as they are spelled, but not read as mathematics
     oversized: int
+    have_choices: int  # of those tried
+    unclear_choices: tuple[Problem, ...]  # an empty choice, or two that are the same
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
@@ -113,7 +115,15 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
         unverifiable=tuple(sorted(unverifiable, key=lambda found: order[found[0].id])),
         spelling_only=tuple(sorted(spelling_only, key=lambda problem: order[problem.id])),
         oversized=sum(is_oversized(problem.answer) for problem in tried),
+        have_choices=sum(bool(problem.choices) for problem in tried),
+        unclear_choices=tuple(problem for problem in problems if has_unclear_choices(problem)),
     )
+
+
+def has_unclear_choices(problem: Problem) -> bool:
+    """Whether a choice is empty, or the same as another but for white space."""
+    choices = [" ".join(choice.split()) for choice in problem.choices]
+    return "" in choices or len(set(choices)) < len(choices)
 
 
 def count_by(values: Sequence[str | None]) -> dict[str, int]:
