@@ -7,11 +7,14 @@ problems left over by its last incomplete batch are dropped for that epoch, as t
 
 from __future__ import annotations
 
+import inspect
 import random
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 import numpy as np
 
@@ -42,6 +45,9 @@ class PromptRenderer:
         self._arguments: dict[str, Any] = dict(config.template_arguments)
         if config.thinking is not None:
             self._arguments["enable_thinking"] = config.thinking
+        taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        if given := sorted(config.template_arguments.keys() & taken):
+            raise DataError(f"prompt.template_arguments.{given[0]}: is no variable of the template's own: remove it")
         self._name = str(self._tokenizer.name_or_path)
         if config.template.endswith(".jinja"):
             self._name = f"prompt.template={config.template}"
@@ -95,7 +101,16 @@ class PromptRenderer:
                 **{**self._arguments, **arguments},
             )
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
-            raise DataError(f"{self._name}: the chat template fails: {first_line(error)}") from None
+            where = f" in line {line}" if (line := template_line(error)) else ""
+            raise DataError(f"{self._name}: the chat template fails{where}: {first_line(error)}") from None
+
+
+def template_line(error: Exception) -> int | None:
+    """The line of a Jinja template that an exception came from, as Jinja writes it into tracebacks."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
 def read_template(path: Path) -> str:
@@ -103,7 +118,8 @@ def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"prompt.template: cannot read {path}: {first_line(error)}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(f"prompt.template: cannot read {path}: {why}") from None
 
 
 def render_all(

@@ -92,11 +92,14 @@ def test_the_instruction_follows_the_problem_behind_the_separator(rendered):
 
 
 def test_a_template_that_is_no_file_or_no_template_is_one_line(rendered, tmp_path):
-    with pytest.raises(DataError, match=r"prompt\.template: cannot read .*none\.jinja"):
+    with pytest.raises(DataError, match=r"prompt\.template: cannot read none\.jinja: No such file or directory$"):
         rendered(template="none.jinja")
-    (tmp_path / "bad.jinja").write_text("{% if %}")
-    with pytest.raises(DataError, match=r"bad\.jinja: the chat template fails"):
-        rendered(template=str(tmp_path / "bad.jinja"))
+    for broken in ("{% if %}", "{{ messages[0].content.foo() }}"):
+        (tmp_path / "bad.jinja").write_text(f"line 1\n{broken}")
+        with pytest.raises(DataError, match=r"bad\.jinja: the chat template fails in line 2: "):
+            rendered(template=str(tmp_path / "bad.jinja"))
+    with pytest.raises(DataError, match=r"^prompt\.template_arguments\.messages: is no variable of the template's own"):
+        rendered(template_arguments={"messages": 3})
     with pytest.raises(ConfigError, match=r"^template: "):
         rendered(template="chatml")
 

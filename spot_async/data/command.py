@@ -77,6 +77,8 @@ def check_of_file(
     path: str, settings: Sequence[str], against: Sequence[str], verifier: str | None, model: str | None
 ) -> Check:
     """A file by itself; `settings` are KEY=VALUE of a problem set, such as `layout=math`."""
+    if model is not None and not Path(model).is_dir():
+        raise ConfigError(f"--model: no directory {model!r}; give the path of a Hugging Face model directory")
     tree: dict[str, Any] = {"path": path}
     for setting in settings:
         apply_override(tree, setting)
