@@ -235,8 +235,11 @@ def test_an_instruction_is_removed_and_nothing_else(instruction, text):
     assert remove_instruction(draft) is None
 
 
-def test_a_sentence_that_goes_on_behind_an_instruction_stays_whole():
-    draft = Draft(problem="Put your final answer in \\boxed{} and find 1+1.")
+@pytest.mark.parametrize(
+    "text", ["Put your final answer in \\boxed{} and find 1+1.", "Where do you write the answer in \\boxed{}"]
+)
+def test_a_sentence_that_goes_on_around_an_instruction_stays_whole(text):
+    draft = Draft(problem=text)
     assert remove_instruction(draft) is None
 
 
