@@ -76,10 +76,12 @@ class PromptRenderer:
         """Raises DataError where problems with different texts all have the same prompt."""
         if len({source.problem.text.strip() for source in sources}) < 2:
             return
-        if len({source.token_ids.tobytes() for source in sources}) == 1:
+        if len({source.token_ids.tobytes() for source in sources}) > 1:
+            return
+        if len({self.text(source.problem) for source in sources}) == 1:  # else the tokenizer is what tells none apart
             raise DataError(
                 f"{self._name}: the chat template makes the same prompt of all {len(sources)} problems: correct the "
-                "template, which is to write messages[0].content; or the tokenizer knows nothing of the problems' text"
+                "template, which is to write messages[0].content"
             )
 
     def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
