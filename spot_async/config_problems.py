@@ -47,8 +47,8 @@ class ProblemSetConfig(Section):
     duplicates: Duplicates | None = Field(
         None,
         description="which rows with the same text are dropped: `conflicting` ones, all of those whose answers differ; "
-        "`exact`, these and all but the first of others; `spacing`, the same but for white space; `keep`, none. "
-        "Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
+        "`exact`, these and all but the first of others; `spacing`, the same with any white space as one space; "
+        "`keep`, none. Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
     )
 
     @pydantic.model_validator(mode="before")

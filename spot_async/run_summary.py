@@ -70,6 +70,7 @@ def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None
                 "problems": figures.problems,
                 "avg": figures.avg.value,
                 "avg_standard_error": figures.avg.standard_error,
+                "pass_k": figures.samples,  # of the next two; of the mean, the most that all benchmarks have
                 "pass": figures.pass_at[figures.samples].value,
                 "pass_standard_error": figures.pass_at[figures.samples].standard_error,
             }

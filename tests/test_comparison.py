@@ -8,8 +8,11 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import re
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from xml.etree import ElementTree
@@ -38,6 +41,7 @@ def written(
     *,
     samples: int = 8,
     model: str = "m",
+    model_fingerprint: str = "f",
     note: str | None = None,
     **settings,
 ) -> Path:
@@ -45,7 +49,7 @@ def written(
     some = Estimate(value=0.5, standard_error=0.1)
     figures = EvaluationFigures(
         model=model,
-        model_fingerprint="f",
+        model_fingerprint=model_fingerprint,
         settings=settings,
         settings_fingerprint="s",
         benchmarks={
@@ -183,6 +187,23 @@ def test_a_comparison_is_printed_and_written_in_every_form(tmp_path):
     words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"OPD", "SPOT", "AMC23: Pass@k, unbiased from 8 responses a problem"} <= set(words)
     assert (tmp_path / "out" / "pass-at-k-macro.svg").exists()
+    assert "of an earlier" not in output
+    again = shown(str(opd), "-o", str(tmp_path / "out"), "--benchmark", "AMC23")
+    left = re.search(r"^of an earlier comparison: (.*)$", again, re.MULTILINE)
+    assert left is not None
+    assert {"pass-at-k-AIME_24.svg", "pass-at-k-macro.svg"} <= set(left[1].split(", "))
+    assert "pass-at-k-AMC23.svg" not in left[1]
+
+
+def test_a_reader_that_stops_reading_keeps_no_file_from_being_written_and_is_no_failure(tmp_path):
+    run = written(tmp_path / "run", {"AMC23": [0, 1, 8, 4]})
+    unread, pipe = os.pipe()
+    os.close(unread)
+    words = [sys.executable, "-m", "spot_async", "compare", str(run), "-o", str(tmp_path / "out")]
+    ended = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(pipe)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (tmp_path / "out" / "comparison.csv").exists()
 
 
 def test_curves_are_pictures_too_where_matplotlib_is(tmp_path):
@@ -235,10 +256,38 @@ def test_figures_that_cannot_be_are_one_line_with_file_benchmark_and_problem(tmp
     assert "Avg.: is what results call" in refused(str(written(tmp_path / "b", {"Avg.": [1], "AMC23": [1]})))
 
 
-def test_other_settings_are_said(tmp_path):
-    one = written(tmp_path / "one", {"AMC23": [0, 1]}, temperature=1.0)
-    other = written(tmp_path / "other", {"AMC23": [0, 1]}, temperature=0.6)
-    assert "Warning: evaluated differently: temperature is 1.0 for a and 0.6 for b" in shown(f"a={one}", f"b={other}")
+def test_every_setting_that_decides_a_compared_benchmark_and_differs_is_said_and_no_other(tmp_path):
+    def run(name, verifier, **rest):
+        settings = {
+            "evaluation.preset": None,
+            "evaluation.temperature": 1.0,
+            **{f"evaluation.benchmarks.{each}.verifier": {"kind": verifier} for each in ("A", "B", "C")},
+            "evaluation.benchmarks.A.prompts": "1",
+        } | rest
+        return written(tmp_path / name, {"A": [0, 1], "B": [1, 1], "C": [0, 0]}, model_fingerprint=name, **settings)
+
+    one = run("one", "boxed_match", **{"evaluation.benchmarks.C.samples": 4})
+    preset = {"evaluation.preset": "paper", "evaluation.benchmarks.B.verifier": {"kind": "boxed_match"}}
+    other = run("other", "math_verify", **preset | {"evaluation.benchmarks.A.verifier": {"kind": "x", "workers": 2}})
+    names = ("--benchmark", "A", "--benchmark", "B")
+    text = shown(f"a={one}", f"b={other}", *names)
+    assert (
+        "Warning: evaluated differently: evaluation.benchmarks.A.verifier.kind is boxed_match for a and x for b.\n"
+        in (text)
+    )
+    third = run("third", "boxed_match", **{"evaluation.temperature": None, "evaluation.benchmarks.A.prompts": "2"})
+    text = shown(f"a={one}", f"b={one / 'evaluation.json'}", f"c={third}", *names)
+    assert "evaluation.temperature is 1.0 for a, b and not set for c; evaluation.benchmarks.A.prompts (or ans" in text
+    assert "8 responses each, judged by boxed_match.\n" in text
+    assert "Differences from a: points" in text
+    single = shown(f"a={other}", *names)
+    assert "8 responses each, judged by x (A), boxed_match (B).\n" in single
+    assert "Differences" not in single
+    assert "Warning: a and b are the same weights, evaluated with the same settings." in text
+    assert "c are the same weights" not in text
+    assert "A.verifier.kind, evaluation.benchmarks.B.verifier.kind is boxed_match for a and m for b" in shown(
+        f"a={one}", f"b={run('m', 'm')}", *names
+    )
 
 
 def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_for(tmp_path):
@@ -247,6 +296,10 @@ def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_f
     text = shown(f"a={one}", f"b={one / 'evaluation.json'}")
     assert text.count("Minerva: judged by x.") == 1
     assert "Minerva of a: judged by x." in shown(f"b={other}", f"a={one}")
+    named = written(tmp_path / "named", {"A\x1b[2J": [0, 1], "B": [1, 1]}, note="as\x1b[2J it is")
+    text = shown(f"\x1b[2J={named}", f"b={named}")
+    assert "\x1b" not in text
+    assert text.count("A\u241b[2J") > 2
 
 
 def test_pass_at_k_of_fewer_than_all_responses_says_that_it_is_an_estimate(tmp_path):
@@ -313,3 +366,11 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     assert re.search(
         r"Compute of training\s+half +whole *\n.*\n iterations +1 +2 *\n tokens generated +400 +800 *\n", both
     )
+    row["throughput/generated_tokens_per_s"] = 1.5e9
+    (training / "metrics.jsonl").write_text(json.dumps({"iteration": 1, **row}) + "\n")
+    labels = [f"label-{'of-some-length-' * 3}{i}" for i in range(4)]
+    names = [f"{label}={training / 'evaluation-after.json'}" for label in labels]
+    narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, ["compare", *names, "--draws", "100"]).output
+    assert narrow.count("12,000,000,000") == 4
+    assert narrow.count("Compute of training") == 2  # in two parts, side by side they do not fit
+    assert "…" not in narrow

@@ -73,9 +73,19 @@ def test_rows_repeated_but_for_white_space_are_counted():
     assert (repeated.groups, repeated.rows, repeated.conflicting) == (2, 2, 1)
 
 
-def check(*arguments):
-    result = CliRunner().invoke(app, ["data", "check", *arguments], env={"COLUMNS": "200"})
+def check(*arguments, columns=200):
+    result = CliRunner().invoke(app, ["data", "check", *arguments], env={"COLUMNS": str(columns)})
     return result.exit_code, result.output
+
+
+def test_names_of_evaluation_sets_and_tiers_are_legible_at_80_columns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, [{"problem": f"{i} + 2", "answer": 3, "tier": f"Level {i}"} for i in (1, 2)], "train.jsonl")
+    write(tmp_path, [{"problem": "1 + 1", "answer": 2}], "evaluation.benchmarks.AIME.jsonl")
+    code, output = check("train.jsonl", "--against", "evaluation.benchmarks.AIME.jsonl", columns=80)
+    assert code == 0, output
+    assert "evaluation.benchmarks.AIME.jsonl " in output
+    assert "Level 1: 1, Level 2: 1" in output
 
 
 def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_found(tmp_path):

@@ -22,8 +22,9 @@ from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
-from spot_async.evaluation.runner import evaluate
+from spot_async.evaluation.runner import collected, evaluate
 from spot_async.prompts import PromptSource
+from spot_async.run_summary import evaluation_summary
 from spot_async.seeds import derive_seed
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.telemetry.console import evaluation_table, unverified_note
@@ -65,8 +66,8 @@ def evaluation_file(found):
     return msgspec.json.decode(msgspec.json.encode(figures), type=EvaluationFigures)
 
 
-def printed(table):
-    console = Console(file=io.StringIO(), width=140)
+def printed(table, width=140):
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     return console.file.getvalue()
 
@@ -135,6 +136,26 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
     assert "* elsewhere: judged by x, [/as] it is" in text
 
 
+def test_every_benchmark_reports_the_pass_at_k_of_the_mean_and_tables_say_which_k():
+    table = {"many": [[1, 0, 0, 0], [0, 0, 0, 0]], "few": [[1, 0], [1, 1]]}
+    planned, judged = [], []
+    for name, rows in table.items():
+        problems = [Problem(id=str(j), text="", answer="1") for j in range(len(rows))]
+        sources = [PromptSource(problem=each, token_ids=np.array([1])) for each in problems]
+        planned.append(Benchmark(name, sources, samples=len(rows[0]), max_response_tokens=7, verifier=BOXED))
+        judged += [each for row in benchmark_result(rows, name=name).responses for each in row]
+    found = collected(planned, {each.key: each for each in judged}, ())
+    assert list(found.benchmarks[0].figures().pass_at) == [2, 4]
+    assert re.search(r"many +2 +12.5.* +25.0.* +50.0", printed(figures_table(evaluation_file(found))))
+    text = printed(evaluation_table(found, None))
+    assert re.search(r"benchmark +n +Avg +Pass@2", text)
+    assert re.search(r"many +2 +12.5 ±12.5 +25.0 ±25.0", text)
+    rows = evaluation_summary(found)["tiers"]
+    assert {name: (row["pass_k"], row["pass"]) for name, row in rows.items()} == {
+        "many": (4, 0.5), "few": (2, 1.0), "macro": (2, 0.625)
+    }  # fmt: skip
+
+
 def test_the_change_is_paired_on_problems():
     before = result([[1, 0], [0, 0], [1, 1]])
     after = result([[1, 1], [1, 0], [1, 1]])
@@ -150,7 +171,12 @@ def test_the_table_shows_every_tier_before_and_after():
     for expected in ("easy", "hard", "all", "Avg@2", "Pass@2", "before", "after", "change", "+50.0 ±0.0"):
         assert expected in text
     assert "25.0 ±25.0" in text
-    assert printed(figures_table(evaluation_file(result([[1, 0], [0, 0]], ["easy", "[/hard]"])))).count("[/hard]") == 2
+    long = result([[1, 0], [0, 0]], ["easy", "a-tier-of-a-very-long-name-2025"])
+    for table in (evaluation_table(long, long), figures_table(evaluation_file(long))):
+        assert "…" not in printed(table, width=60)
+    odd = result([[1, 0], [0, 0]], ["easy", "[/hard]\x1b[2J"])  # a problem file's own words
+    assert printed(figures_table(evaluation_file(odd))).count("[/hard]\u241b[2J") == 2
+    assert printed(evaluation_table(odd, None)).count("[/hard]\u241b[2J") == 1
 
 
 def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():

@@ -70,9 +70,15 @@ def test_no_share_is_drawn_beyond_all(tmp_path):
 def test_figures_that_are_no_numbers_are_left_out(tmp_path):
     row = metrics_row(1) | {"train/grad_norm": None}
     tier = {"problems": 1, "avg": 0.25, "avg_standard_error": None, "pass": 0.5, "pass_standard_error": None}
-    files = make_run(tmp_path / "run", [], [row], {"after": {"samples": 8, "tokens": 1, "tiers": {"all": tier}}})
+    files = make_run(
+        tmp_path / "run",
+        [],
+        [row],
+        {"after": {"samples": 8, "tokens": 1, "tiers": {"x": tier, "macro": tier | {"pass_k": 4}}}},
+    )
     assert "train/grad_norm" not in files.metrics()[0]
     assert read_report(files).results[0].cells == ("25.0", "50.0")
+    assert [row.tier for row in read_report(files).results] == ["x (Pass@8)", "macro (Pass@4)"]
     (tmp_path / "run" / "metrics.jsonl").write_text('{"train/loss": 0.5}\n')
     with pytest.raises(DataError, match=r"metrics.jsonl: a line names no iteration"):
         files.metrics()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
@@ -27,7 +29,17 @@ T = TypeVar("T")
 
 EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
 
-screen = Console()
+
+class Screen(Console):
+    """Falls silent where whoever reads it stops reading, as `head` does; the command goes on and ends as it would."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with Path(os.devnull).open("wb") as nowhere:  # for what Python still holds and writes when it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+screen = Screen()
 stderr = Console(stderr=True, soft_wrap=True, highlight=False)
 
 

@@ -18,13 +18,18 @@ from spot_async.comparison.reading import (
     Evaluated,
     PairedBenchmark,
     different_settings,
+    judged_by,
     paired,
     read_evaluated,
+    same_measurements,
 )
 from spot_async.comparison.statistics import Comparison, compare, pass_curves
 from spot_async.errors import DataError
+from spot_async.inspection.view import visible
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
+NAME_WIDTH = 12  # that names are folded to on a narrow screen, at least
+BETWEEN = 3  # columns of the screen, between those of a table
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,12 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
     )
     computed = _computed(runs)
     notes = _notes(comparison, benchmarks, runs)
-    show(screen, comparison, notes, computed)
+    told = []
     if options.output is not None:
-        told = write(options.output, comparison, benchmarks, notes, computed)
-        for line in (*told, f"written: {options.output}"):
-            screen.print(Text(line), soft_wrap=True)
+        told = [*write(options.output, comparison, benchmarks, notes, computed), f"written: {options.output}"]
+    show(screen, comparison, notes, computed)
+    for line in told:
+        screen.print(plain(line), soft_wrap=True)
 
 
 def write(
@@ -94,34 +100,51 @@ def show(
     ranks = tables.marks(comparison.values)
     for metric in comparison.metrics:
         places = [i for i, column in enumerate(comparison.columns) if column.metric == metric]
-        table = _table(metric, ["method", *(comparison.columns[i].benchmark for i in places)])
-        for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True):
-            table.add_row(Text(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places))
-        screen.print(table)
+        rows = [
+            [plain(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places)]
+            for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True)
+        ]
+        _show_table(screen, metric, ["method", *(comparison.columns[i].benchmark for i in places)], rows)
     for number, name in enumerate(comparison.methods):
         if number != comparison.baseline:
             title = f"{name} minus {comparison.methods[comparison.baseline]}"
-            table = _table(title, ["benchmark", *comparison.metrics])
-            for cells in tables.difference_rows(comparison, number):
-                table.add_row(*map(Text, cells))
-            screen.print(table)
+            rows = [[*map(plain, cells)] for cells in tables.difference_rows(comparison, number)]
+            _show_table(screen, title, ["benchmark", *comparison.metrics], rows)
     if computed:
-        headings, rows = compute_rows(computed)
-        _, *lines = zip(headings, *rows, strict=True)  # methods side by side: there are fewer of them than figures
-        table = _table("Compute of training", ["", *(name for name, _ in computed)])
-        for line in lines:
-            table.add_row(*map(Text, line))
-        screen.print(table)
+        headings, of_methods = compute_rows(computed)
+        _, *lines = zip(headings, *of_methods, strict=True)  # methods side by side: there are fewer than figures
+        rows = [[*map(plain, line)] for line in lines]
+        _show_table(screen, "Compute of training", ["", *(name for name, _ in computed)], rows)
     for note in notes:
-        screen.print(Text(note), soft_wrap=True)
+        screen.print(plain(note), soft_wrap=True)
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(headings[0])
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right")
-    return table
+def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """In as many parts as the screen is too narrow for: names are folded, figures neither cut nor folded."""
+    names, *columns = (
+        [plain(heading), *cells] for heading, cells in zip(headings, zip(*rows, strict=True), strict=True)
+    )
+    longest_name = max(each.cell_len for each in names)
+    widths = [max(min(heading.cell_len, NAME_WIDTH), *(each.cell_len for each in cells)) for heading, *cells in columns]
+    begin = 0
+    while begin < len(columns):
+        end, room = begin, screen.width - BETWEEN
+        while end < len(columns) and (end == begin or room - widths[end] - BETWEEN >= min(longest_name, NAME_WIDTH)):
+            room -= widths[end] + BETWEEN
+            end += 1
+        table = Table(title=plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(names[0], overflow="fold", width=max(1, min(longest_name, room)))
+        for column, width in zip(columns[begin:end], widths[begin:end], strict=True):
+            table.add_column(column[0], justify="right", overflow="fold", width=width)
+        for cells in zip(names[1:], *(column[1:] for column in columns[begin:end]), strict=True):
+            table.add_row(*cells)
+        screen.print(table)
+        begin = end
+
+
+def plain(text: str) -> Text:
+    """What files and arguments hold goes to the terminal without the power to command it."""
+    return Text(visible(text))
 
 
 def _baseline(methods: Sequence[str], wanted: str | None) -> int:
@@ -140,17 +163,26 @@ def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
 
 def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
     sizes = ", ".join(f"{each.name} {len(each.correct)}" for each in benchmarks)
-    notes = [
-        f"Percent; best bold, second underlined. Problems: {sizes}; {comparison.samples} responses each.",
-        f"Differences: points with a {comparison.confidence:.0%} percentile interval of {comparison.draws:,} bootstrap "
-        f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 out. "
-        "They say how another set of such problems would differ, not another training run.",
-    ]
+    names = [each.name for each in benchmarks]
+    judges = f", judged by {judged}" if (judged := judged_by(runs, names)) else ""
+    problems = f"Problems: {sizes}; {comparison.samples} responses each{judges}."
+    baseline, share = comparison.methods[comparison.baseline], f"{comparison.confidence:.0%}"
+    notes = [f"Percent; best bold, second underlined. {problems}" if len(runs) > 1 else f"Percent. {problems}"]
+    if len(runs) > 1:
+        notes.append(
+            f"Differences from {baseline}: points with a {share} percentile interval of {comparison.draws:,} bootstrap "
+            f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 "
+            "out. They say how another set of such problems would differ, not another training run."
+        )
     for each in benchmarks:
         said = {run.name: run.figures.benchmarks[each.name].note for run in runs}
         if len(set(said.values())) == 1:
             said = {"": said[runs[0].name]}
         notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
-    if warning := different_settings(runs):
-        notes.append(f"Warning: {warning}.")
+    if differences := different_settings(runs, names):
+        notes.append(f"Warning: evaluated differently: {'; '.join(differences)}.")
+    notes += [
+        f"Warning: {one} and {other} are the same weights, evaluated with the same settings."
+        for one, other in same_measurements(runs, names)
+    ]
     return notes

@@ -20,12 +20,15 @@ MISSING = "no PNG curves: they need matplotlib (pip install 'spot-async[plots]')
 def write_curves(directory: Path, methods: Sequence[str], curves: Sequence[PassCurves]) -> list[str]:
     """`pass-at-k-<benchmark>` in both formats. Returns what people should be told."""
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    earlier = set(directory.glob("pass-at-k-*"))
     for each in curves:
         path = directory / f"pass-at-k-{MACRO if each.benchmark == MEAN_COLUMN else each.benchmark}.svg"
         path.write_text(curve_svg(methods, each), encoding="utf-8")
         if has_matplotlib:
             write_png(path.with_suffix(".png"), methods, each)
-    return [] if has_matplotlib else [MISSING]
+        earlier -= {path, path.with_suffix(".png")} if has_matplotlib else {path}
+    left = [f"of an earlier comparison: {', '.join(sorted(path.name for path in earlier))}"] if earlier else []
+    return left if has_matplotlib else [MISSING, *left]
 
 
 def curve_svg(methods: Sequence[str], curves: PassCurves) -> str:

@@ -5,9 +5,11 @@ Everything that would make a difference between two methods meaningless is refus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,8 @@ from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, r
 
 AFTER_TRAINING = "evaluation-after.json"
 FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # of `eval` and of `train`
+PRESET = "evaluation.preset"
+BENCHMARKS = "evaluation.benchmarks."
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,71 @@ def macro_names(run: Evaluated) -> list[str]:
     return run.figures.macro.benchmarks
 
 
-def different_settings(runs: Sequence[Evaluated]) -> str | None:
-    """The first setting in which a run was evaluated otherwise than the first, as a line for people."""
-    first, *others = runs
-    for other in others:
-        ours, theirs = first.figures.settings, other.figures.settings
-        for key in dict.fromkeys([*ours, *theirs]):
-            if key in ours and key in theirs and ours[key] != theirs[key]:
-                return (
-                    f"evaluated differently: {key} is {ours[key]} for {first.name} and {theirs[key]} for {other.name}"
-                )
-    return None
+def different_settings(runs: Sequence[Evaluated], names: Sequence[str]) -> list[str]:
+    """Every setting that decides figures of the benchmarks `names` and is not the same for all runs, in words."""
+    decide = [_that_decide(run.figures.settings, names) for run in runs]
+    values = {key: [_words(settings.get(key)) for settings in decide] for settings in decide for key in settings}
+    different = [key for key, each in values.items() if len(set(each)) > 1]
+    alike: dict[str, list[str]] = {}  # what differs in the same way is said once
+    for key in different:
+        kind = f"{key.rpartition('.')[0]}.kind"
+        if kind in different and key != kind:  # other verifiers have other settings
+            continue
+        if key.endswith(".prompts"):  # a fingerprint, which says nothing to people
+            said = "(or answers) are not the same for all"
+        else:
+            having: dict[str, list[str]] = {}
+            for run, value in zip(runs, values[key], strict=True):
+                having.setdefault(value, []).append(run.name)
+            said = "is " + " and ".join(f"{value} for {', '.join(those)}" for value, those in having.items())
+        alike.setdefault(said, []).append(key)
+    return [f"{', '.join(keys)} {said}" for said, keys in alike.items()]
+
+
+def same_measurements(runs: Sequence[Evaluated], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of runs that evaluated the same weights with the same settings."""
+    return [
+        (one.name, other.name)
+        for one, other in itertools.combinations(runs, 2)
+        if one.figures.model_fingerprint == other.figures.model_fingerprint
+        and not different_settings([one, other], names)
+    ]
+
+
+def judged_by(runs: Sequence[Evaluated], names: Sequence[str]) -> str | None:
+    """The verifiers of the benchmarks `names`; None where runs differ in them, which the warning says."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        found = {_kind(run.figures.settings, name) for run in runs}
+        if len(found) > 1 or None in found:
+            return None
+        kinds.setdefault(str(*found), []).append(name)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({', '.join(those)})" for kind, those in kinds.items())
+
+
+def _kind(settings: Mapping[str, Any], name: str) -> str | None:
+    verifier = settings.get(f"{BENCHMARKS}{name}.verifier", settings.get("evaluation.verifier"))
+    return verifier.get("kind") if isinstance(verifier, dict) else None
+
+
+def _that_decide(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Without the other benchmarks, and without the preset: it only says which values others must have."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        owner = key.rpartition(".")[0]
+        if key == PRESET or (owner.startswith(BENCHMARKS) and owner.removeprefix(BENCHMARKS) not in names):
+            continue
+        if isinstance(value, dict):  # a verifier's
+            found |= {f"{key}.{name}": each for name, each in value.items()}
+        else:
+            found[key] = value
+    return found
+
+
+def _words(value: object) -> str:
+    return "not set" if value is None else str(value)
 
 
 def _benchmark(run: Evaluated, name: str) -> BenchmarkFigures:

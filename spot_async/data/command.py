@@ -177,7 +177,7 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
         ("categories", count_by([problem.category for problem in problems])),
     ):
         if counts:
-            table.add_row(name, shown(", ".join(f"{value} {count}" for value, count in counts.items())))
+            table.add_row(name, shown(", ".join(f"{value}: {count}" for value, count in counts.items())))
     table.add_row(
         "repeated but for white space",
         f"{repeated.groups} texts, {repeated.rows} further rows, {repeated.conflicting} of them with another answer",
@@ -214,7 +214,7 @@ def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str) -> None:
 
 
 def _show_overlaps(screen: Console, found: Sequence[tuple[str, ProblemSet, Sequence[Overlap]]]) -> None:
-    table = _table("overlap by 13 words", "evaluation set", "problems", "contained", "with equal answers", "too short")
+    table = _table("overlap by 13 words", "evaluation set", "problems", "contained", "equal\nanswers", "too\nshort")
     for name, other, overlaps in found:
         equal = sum(overlap.has_equal_answer for overlap in overlaps)
         table.add_row(shown(name), *map(str, (len(other.problems), len(overlaps), equal, too_short(other.problems))))

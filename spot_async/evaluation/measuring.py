@@ -17,8 +17,8 @@ from spot_async.evaluation.figures import read_figures
 from spot_async.evaluation.formats import outputs_of
 from spot_async.evaluation.identity import identity_of, settings_fingerprint
 from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, write_whole
-from spot_async.evaluation.results import EvaluationResult, reported
-from spot_async.evaluation.runner import collected, evaluate, keys_of
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.evaluation.runner import collected, evaluate, keys_of, reported_k
 from spot_async.monitoring import Phases
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool
@@ -125,7 +125,7 @@ def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Ben
     pass_k = config.evaluation.pass_k
     found = read_figures(directory.path / f"{file_stem('')}.json").benchmarks
     there = {name: set(each.pass_at) for name, each in found.items() if each.avg is not None}
-    if there == {each.name: set(reported(pass_k, each.samples)) for each in benchmarks if each.verifier is not None}:
+    if there == {name: set(ks) for name, ks in reported_k(benchmarks, pass_k).items()}:
         return
     log = ResponseLog(directory, f"{file_stem('')}.jsonl", identity_of(config, benchmarks, weights))
     judged = log.read_complete()

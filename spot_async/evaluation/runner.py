@@ -16,7 +16,7 @@ from spot_async.config import EvaluationConfig
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
-from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.retry import DEFAULT_ATTEMPTS, RetryPolicy
@@ -133,6 +133,7 @@ def collected(
     benchmarks: Sequence[Benchmark], judged: Mapping[ResponseKey, JudgedResponse], pass_k: Sequence[int]
 ) -> EvaluationResult:
     """All responses in the order of benchmarks, problems and samples, whatever order they came in."""
+    wanted = reported_k(benchmarks, pass_k)
     return EvaluationResult(
         tuple(
             BenchmarkResult(
@@ -142,7 +143,7 @@ def collected(
                     for j in range(len(benchmark.sources))
                 ),
                 name=benchmark.name,
-                pass_k=tuple(pass_k),
+                pass_k=tuple(wanted.get(benchmark.name, ())),
                 is_judged=benchmark.verifier is not None,
                 in_macro=benchmark.in_macro,
                 note=benchmark.note,
@@ -150,6 +151,13 @@ def collected(
             for b, benchmark in enumerate(benchmarks)
         )
     )
+
+
+def reported_k(benchmarks: Sequence[Benchmark], pass_k: Sequence[int]) -> dict[str, list[int]]:
+    """By judged benchmark, the k of Pass@k that its figures have: that of the mean over benchmarks too."""
+    judged = [benchmark for benchmark in benchmarks if benchmark.verifier is not None]
+    of_mean = {min(each.samples for each in members)} if (members := [each for each in judged if each.in_macro]) else ()
+    return {benchmark.name: reported([*pass_k, *of_mean], benchmark.samples) for benchmark in judged}
 
 
 def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:

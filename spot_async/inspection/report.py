@@ -257,13 +257,16 @@ def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tu
         return (), ()
     whole = next(iter(found.values()))
     k = whole["samples"]
+    ks = {tier: each.get("pass_k", k) for tier, each in whole["tiers"].items()}
+    is_even = set(ks.values()) <= {k}
     headings = ["tier", "problems"]
-    headings += [f"{metric}@{k} {when}" for metric in ("Avg", "Pass") for when in found]
+    headings += [f"{metric}{f'@{k}' if is_even else ''} {when}" for metric in ("Avg", "Pass") for when in found]
     rows = []
     for tier in whole["tiers"]:
         figures = [each["tiers"][tier] for each in found.values()]
         cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in ("avg", "pass") for f in figures]
-        rows.append(ResultRow(tier, int(figures[0]["problems"]), tuple(cells)))
+        name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
+        rows.append(ResultRow(name, int(figures[0]["problems"]), tuple(cells)))
     return tuple(headings), tuple(rows)
 
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from spot_async.errors import RequestError
 from spot_async.evaluation.figures import Estimate
 from spot_async.evaluation.results import EvaluationResult, paired_change
+from spot_async.inspection.view import visible
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.run_log import mean_metrics
@@ -88,7 +89,8 @@ class RunConsole:
         self.say(" · ".join(part for part in parts if part))
 
     def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        self.console.print(Text(f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {error}", style="yellow"))
+        line = f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {error}"
+        self.console.print(Text(visible(line), style="yellow"))
 
     def warn(self, line: str) -> None:
         self.console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
@@ -208,30 +210,31 @@ def evaluation_table(
         title=title,
         title_justify="left",
         title_style="bold",
-        caption=Text("\n".join(table_notes(result, best, before))) or None,
+        caption=Text(visible("\n".join(table_notes(result, best, before)))) or None,
         caption_justify="left",
         caption_style="",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
+    average = f"Avg@{k}" if len({each.samples for each in result.benchmarks if each.is_judged}) <= 1 else "Avg"
     headings = [metric if len(columns) == 1 else f"{metric}\n{name}"
-                for metric in (f"Avg@{k}", f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
+                for metric in (average, f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:
-        headings.append(f"Avg@{k}\nchange")
-    table.add_column(kind_of_row(result), no_wrap=True)
+        headings.append(f"{average}\nchange")
+    table.add_column(kind_of_row(result), overflow="fold")  # on narrow screens nothing is cut
     for heading in ("n", *headings):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     noted = {result.overall if result.is_single else each.name for each in result.benchmarks if each.note is not None}
     *single, whole = result.row_names()
     for row in (*single, whole):
         figures = [each.figures(row) for _, each in columns]
         cells = [estimate_words(f.avg) for f in figures]
         if k > 1:
-            cells += [estimate_words(f.pass_at.get(f.samples)) for f in figures]
+            cells += [estimate_words(f.pass_at.get(k)) for f in figures]
         if before is not None and after is not None and figures[0].avg is not None:
             cells.append(with_error(*paired_change(before, after, row), signed=True))
         table.add_row(
-            Text(row + " *" * (row in noted)), str(figures[0].problems), *cells, end_section=row in single[-1:]
+            Text(visible(row) + " *" * (row in noted)), str(figures[0].problems), *cells, end_section=row in single[-1:]
         )
     return table
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, Figures
+from spot_async.inspection.view import visible
 from spot_async.types import Verdict
 
 NOT_JUDGED = (Verdict.TIMEOUT, Verdict.ERROR)
@@ -24,7 +25,7 @@ def figures_table(figures: EvaluationFigures) -> RenderableType:
     return Group(
         _title("Percent ± standard error over the n problems of a benchmark"),
         accuracy_table(figures),
-        *map(Text, notes(figures)),
+        *(Text(visible(note)) for note in notes(figures)),
         _title(
             "\nResponses: mean tokens, percent cut off at the longest length, number without an answer or a verdict"
         ),
@@ -39,8 +40,8 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
     table = _table("benchmark", "n", average, *(f"Pass@{k}" for k in ks))
     rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
     for number, (name, each) in enumerate(rows, start=1):
-        passed = [words(each.pass_at.get(k)) for k in ks]
-        table.add_row(Text(name), str(each.problems), words(each.avg), *passed, end_section=number == len(rows))
+        cells = [str(each.problems), words(each.avg), *(words(each.pass_at.get(k)) for k in ks)]
+        table.add_row(Text(visible(name)), *cells, end_section=number == len(rows))
     if figures.macro is not None and len(figures.benchmarks) > 1:
         table.add_row("macro", "", words(figures.macro.avg), *(words(figures.macro.pass_at.get(k)) for k in ks))
     return table
@@ -59,7 +60,7 @@ def responses_table(figures: EvaluationFigures) -> Table:
     for number, (name, each) in enumerate(rows, start=1):
         responses = each.problems * each.samples
         counts = _counts(responses, each.tokens, each.truncated, each.verdicts)
-        table.add_row(Text(name), *counts, end_section=number == len(rows))
+        table.add_row(Text(visible(name)), *counts, end_section=number == len(rows))
     if len(figures.benchmarks) > 1:
         responses = sum(each.problems * each.samples for each in figures.benchmarks.values())
         table.add_row("all", *_counts(responses, figures.tokens, figures.truncated, figures.verdicts))
@@ -74,7 +75,7 @@ def _title(words: str) -> Text:
 def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "benchmark" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "benchmark" else "right", overflow="fold")
     return table
 
 
