@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeAlias, TypeVar
 
+import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+def spelled(pattern: str, words: str) -> pydantic.AfterValidator:
+    """Refuses texts that a regular expression does not match as a whole, with words for what it says."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{words}, but got {text!r}")
+        return text
+
+    return pydantic.AfterValidator(check)
 
 
 class Section(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 import pydantic
 from pydantic import Field, TypeAdapter
 
-from spot_async.config_base import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section
+from spot_async.config_base import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section, spelled
 from spot_async.config_plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
 from spot_async.config_problems import ProblemSetConfig, PromptConfig, Thinking
 
@@ -23,6 +23,10 @@ ALL_TIERS = "all"
 MACRO = "macro"
 MEAN_COLUMN = "Avg."
 RESERVED_NAMES = (ALL_TIERS, MACRO, MEAN_COLUMN)
+ONLY = "problems"  # what the set of `evaluation.problems` is called
+
+
+NAME_WORDS = "a name is letters, digits, `_`, `.` and `-`, and begins with a letter or a digit"
 
 
 class BenchmarkConfig(ProblemSetConfig):
@@ -73,7 +77,7 @@ class EvaluationConfig(Section):
         None, description="hold the evaluation to the paper's protocol: keys that say otherwise are refused"
     )
     problems: ProblemSetConfig | None = Field(None, description="held-out problems; exclusive with `benchmarks`")
-    benchmarks: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")], BenchmarkConfig] = Field(
+    benchmarks: dict[Annotated[str, spelled(r"[A-Za-z0-9][A-Za-z0-9_.-]*", NAME_WORDS)], BenchmarkConfig] = Field(
         {}, description="several sets of held-out problems by name, reported one by one and as their mean"
     )
     thinking: Thinking = False
@@ -97,8 +101,12 @@ class EvaluationConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.problems is None) == (not self.benchmarks):
-            raise ValueError("give exactly one of problems and benchmarks")
+        if self.problems is not None and self.benchmarks:
+            raise ValueError("give exactly one of problems and benchmarks: set problems to null, or remove benchmarks")
+        if self.problems is None and not self.benchmarks:
+            raise ValueError("give exactly one of problems and benchmarks; both are missing")
+        if ONLY in self.benchmarks:
+            raise ValueError(f"benchmarks.{ONLY}: results call the set of evaluation.problems so; give it another name")
         if reserved := [name for name in self.benchmarks if name in RESERVED_NAMES]:
             raise ValueError(f"benchmarks.{reserved[0]}: results call their own rows so; give it another name")
         most = max(each.samples or self.samples for each in self.sets().values())
@@ -110,7 +118,7 @@ class EvaluationConfig(Section):
         """All benchmarks by name; the only one of `problems` is called so."""
         if self.problems is None:
             return self.benchmarks
-        return {"problems": BenchmarkConfig.model_validate(dict(self.problems))}
+        return {ONLY: BenchmarkConfig.model_validate(dict(self.problems))}
 
     def key_of(self, name: str) -> str:
         """Where one of `sets` stands in the configuration."""

@@ -26,6 +26,7 @@ from spot_async.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
+OF_KEY = "[key]"  # how pydantic marks an error of a key itself
 KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # whose plain value is short for `kind`; elsewhere for `path`
 
 
@@ -143,7 +144,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 def _describe(errors: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[str]:
     for error in errors.errors(include_url=False):
-        location = (*prefix, *(str(part) for part in error["loc"] if part not in (ONE, SEVERAL)))
+        location = (*prefix, *(str(part) for part in error["loc"] if part not in (ONE, SEVERAL, OF_KEY)))
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, PluginSettingsError):
             yield from _describe(cause.errors, cause.schema, location)
@@ -159,6 +160,10 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
             known = list(owner.model_fields) if owner else []
             close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
             return "unknown key; " + (f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(known)}")
+        case "literal_error" if error["loc"][-1] == OF_KEY:
+            expected = error["ctx"]["expected"]
+            close = difflib.get_close_matches(str(value), re.findall("'([^']*)'", expected), n=1, cutoff=0.5)
+            return "unknown key; " + (f"did you mean `{close[0]}`?" if close else f"known keys: {expected}")
         case "missing":
             return "required, but not given"
         case "value_error":

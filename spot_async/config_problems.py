@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import pydantic
 from pydantic import Field
 
-from spot_async.config_base import OneOrMore, Section, as_list
+from spot_async.config_base import OneOrMore, Section, as_list, spelled
 
 Thinking = Annotated[
     bool | None,
@@ -72,6 +72,19 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="draw problems in a new seeded order every epoch")
 
 
+TEMPLATE_WORDS = "give teacher, student or the path of a Jinja file that ends in .jinja"
+
+
+def _check_plain(value: Any) -> Any:
+    """One complaint for a value that is none of several types."""
+    if not isinstance(value, bool | int | str):
+        raise ValueError(f"input should be true, false, a whole number or a text, but got {value!r}")
+    return value
+
+
+TemplateArgument: TypeAlias = Annotated[bool | int | str, pydantic.BeforeValidator(_check_plain)]
+
+
 class PromptConfig(Section):
     """How a problem becomes a prompt. Evaluation always uses the student's own template."""
 
@@ -80,13 +93,12 @@ class PromptConfig(Section):
         description="appended to the problem; empty for none",
     )
     separator: str = Field(" ", description="between the problem and the instruction")
-    template: str = Field(
+    template: Annotated[str, spelled(r"teacher|student|.+\.jinja", TEMPLATE_WORDS)] = Field(
         "teacher",
-        pattern=r"^(teacher|student|.+\.jinja)$",
         description="whose chat template renders training prompts: `teacher`, `student`, or a Jinja file's path",
     )
     thinking: Thinking = False
-    template_arguments: dict[str, bool | int | str] = Field({}, description="extra variables for the chat template")
+    template_arguments: dict[str, TemplateArgument] = Field({}, description="extra variables for the chat template")
 
     @pydantic.model_validator(mode="after")
     def _check_thinking(self) -> Self:

@@ -42,7 +42,7 @@ def read_model(role: str, name: str) -> ModelFiles:
         raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         raise DataError(f"{role}.model: {name} has no config.json, so it is no Hugging Face model directory") from None
-    except (msgspec.DecodeError, OSError) as error:
+    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{role}.model: cannot read {name}/config.json: {first_line(error)}") from None
     text_config = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
     context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)

@@ -7,11 +7,14 @@ problems left over by its last incomplete batch are dropped for that epoch, as t
 
 from __future__ import annotations
 
+import inspect
 import random
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 import numpy as np
 
@@ -42,9 +45,12 @@ class PromptRenderer:
         self._arguments: dict[str, Any] = dict(config.template_arguments)
         if config.thinking is not None:
             self._arguments["enable_thinking"] = config.thinking
+        taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        if given := sorted(config.template_arguments.keys() & taken):
+            raise DataError(f"prompt.template_arguments.{given[0]}: is no variable of the template's own: remove it")
         self._name = str(self._tokenizer.name_or_path)
         if config.template.endswith(".jinja"):
-            self._name = config.template
+            self._name = f"prompt.template={config.template}"
             self._arguments["chat_template"] = read_template(Path(config.template))
         elif not self._tokenizer.chat_template:
             raise DataError(
@@ -57,9 +63,26 @@ class PromptRenderer:
         return str(self._apply(problem, tokenize=False))
 
     def token_ids(self, problem: Problem) -> IntArray:
-        """(P,) ids of the rendered prompt."""
+        """(P,) ids of the rendered prompt. Raises DataError where it would be empty, which no server takes."""
         encoded = self._apply(problem, tokenize=True, return_dict=True)
+        if not encoded["input_ids"]:
+            raise DataError(
+                f"{self._name}: the chat template makes an empty prompt of problem {problem.id!r}: correct the "
+                "template, which is to write messages[0].content"
+            )
         return np.array(encoded["input_ids"], dtype=np.int32)
+
+    def check_differ(self, sources: Sequence[PromptSource]) -> None:
+        """Raises DataError where problems with different texts all have the same prompt."""
+        if len({source.problem.text.strip() for source in sources}) < 2:
+            return
+        if len({source.token_ids.tobytes() for source in sources}) > 1:
+            return
+        if len({self.text(source.problem) for source in sources}) == 1:  # else the tokenizer is what tells none apart
+            raise DataError(
+                f"{self._name}: the chat template makes the same prompt of all {len(sources)} problems: correct the "
+                "template, which is to write messages[0].content"
+            )
 
     def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
         """A prompt outside any schedule; its seeds and priority derive from `ordinal`."""
@@ -80,7 +103,16 @@ class PromptRenderer:
                 **{**self._arguments, **arguments},
             )
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
-            raise DataError(f"{self._name}: the chat template fails: {first_line(error)}") from None
+            where = f" in line {line}" if (line := template_line(error)) else ""
+            raise DataError(f"{self._name}: the chat template fails{where}: {first_line(error)}") from None
+
+
+def template_line(error: Exception) -> int | None:
+    """The line of a Jinja template that an exception came from, as Jinja writes it into tracebacks."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
 def read_template(path: Path) -> str:
@@ -88,12 +120,21 @@ def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"prompt.template: cannot read {path}: {first_line(error)}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(f"prompt.template: cannot read {path}: {why}") from None
 
 
-def render_all(problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int) -> list[PromptSource]:
-    """Render every problem; the caller compares lengths to see how many were filtered as too long."""
+def render_all(
+    problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int | None = None
+) -> list[PromptSource]:
+    """Render every problem; the caller compares lengths to see how many were filtered as too long.
+
+    Raises DataError where a prompt is empty, or all are the same.
+    """
     rendered = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
+    renderer.check_differ(rendered)
+    if max_prompt_tokens is None:
+        return rendered
     return [source for source in rendered if len(source.token_ids) <= max_prompt_tokens]
 
 

@@ -54,10 +54,11 @@ async def test_golds_that_cannot_be_right_are_found():
     golds = {"fine": "1", "empty after tidying": r"\,", "long": "9" * 600, "no answer": ""}
     problems = [Problem(id=name, text="", answer=answer) for name, answer in golds.items()]
     problems.append(Problem(id="choice", text="", answer="A", choices=("x", "y")))
+    problems.append(Problem(id="same", text="", answer="A", choices=("x", "x ")))
     problems.append(Problem(id="no letter", text="", answer="AB", choices=("x", "y")))
     async with BoxedMatch(BoxedMatch.Settings()) as verifier:
         found = await check_golds(problems, verifier)
-    assert found.tried == 5
+    assert (found.tried, found.have_choices, [p.id for p in found.unclear_choices]) == (6, 3, ["same"])
     assert [(p.id, v) for p, v in found.unverifiable] == [
         ("empty after tidying", Verdict.NO_ANSWER),
         ("long", Verdict.WRONG),
@@ -98,14 +99,20 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     for expected in (
         "instruction in the problem removed",
         "answer: 120",
+        "layout: auto, by the usual columns",
         "2 tried, 0 unverifiable",
-        "held-1 in line-1",
+        "median 12, 95 % 77, longest 77",  # of 12 and 77: what 95 % do not exceed is no less than the median
+        "held-1 in row-1",
         "1+1␛[2J [/b]",  # which a terminal would obey, and rich read as its own
     ):
         assert expected in output
     bad = write(tmp_path, [{"problem": "p", "answer": r"\,"}], "bad.jsonl")
     code, output = check(bad)
-    assert (code, "line-1: '\\\\,' is no_answer" in output) == (1, True), output
+    assert (code, "row-1: '\\\\,' is no_answer" in output) == (1, True), output
+    code, output = check(write(tmp_path, [{"quest": "p", "answer": 1}], "other.jsonl"))
+    assert (code, "name its column in fields.problem, or another layout" in " ".join(output.split())) == (2, True)
+    code, output = check(str(tmp_path))
+    assert output == f"error: {tmp_path} is a directory: name the files in it\n"
     code, output = check(train, "--layout", "maths")
     assert (code, output.startswith("error: layout")) == (2, True), output
     assert check(str(tmp_path / "none.jsonl"))[0] == 2
@@ -115,8 +122,13 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
 
 def test_the_check_command_reads_a_runs_configuration(tmp_path):
     few = write(tmp_path, [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}])
-    code, output = check("configs/quickstart.yaml", f"data.train={few}", f"evaluation.problems={few}")
+    train = f"data.train={few}"
+    code, output = check("configs/quickstart.yaml", train, f"evaluation.problems={few}")
     assert code == 0, output
+    rows = [{"problem": "a1+2b", "answer": r"\,"}]
+    code, broken = check("configs/quickstart.yaml", train, f"evaluation.problems={write(tmp_path, rows, 'e.jsonl')}")
+    assert (code, "evaluation.problems: answers against themselves, by boxed_match" in broken) == (1, True), broken
+    assert "row-1: '\\\\,' is no_answer" in broken
     assert "filtered by a run" in output
     assert "<|user|>" in output
     assert "evaluation.problems" in output

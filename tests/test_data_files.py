@@ -72,7 +72,9 @@ def damaged_parquet():
     [
         ("p.json", b'{"a": 1}', "expected a list of objects"),
         ("p.json", b"[1]", "item 1 is no object, but int"),
-        ("p.csv", b"problem,answer\none,1,2\n", "row 1 has not as many cells as the header"),
+        ("p.csv", b"problem,answer\none,1,2\n", ":2: 3 cells, but the header has 2: put cells with commas in"),
+        ("p.csv", b"problem;answer\none;1\n", ":1: one column, 'problem;answer': write commas between cells, not ';'"),
+        ("p.tsv", b"problem\tanswer\n", "data.train: {path}: tabs between cells are not read: write it with commas"),
         ("p.csv", b"problem,answer\n\xff,1\n", "not valid CSV"),
         ("p.jsonl.gz", b"no gzip", "data.train: {path} is damaged or cut short: Not a gzipped file"),
         ("p.jsonl.gz", GZIP[:-9], "data.train: {path} is damaged or cut short: Compressed file ended"),
@@ -232,7 +234,7 @@ def test_parts_that_need_not_be_there_may_be_null(tmp_path):
     rows = [{"problem": "p", "answer": 0.5, "kind": None, "meta": None}]
     rows.append({"problem": "q", "answer": 2.0, "kind": "sum", "meta": {"source": "x"}})
     found = load(tmp_path, rows, fields={"tier": "kind", "category": "meta.source"})
-    assert [(p.id, p.answer, p.tier) for p in found.problems] == [("line-1", "0.5", None), ("line-2", "2", "sum")]
+    assert [(p.id, p.answer, p.tier) for p in found.problems] == [("row-1", "0.5", None), ("row-2", "2", "sum")]
 
 
 def test_a_set_without_problems_or_with_an_id_twice_names_its_key(tmp_path):

@@ -93,7 +93,7 @@ def test_dapo_drops_chinese_and_repeated_prompts_and_counts_them(tmp_path):
 
 def test_rows_that_repeat_others_stay_unless_asked_and_those_that_contradict_go(tmp_path):
     rows = [{"problem": "a", "answer": r"\frac12"}, {"problem": "b", "answer": 1}, {"problem": "a", "answer": "1/2"}]
-    assert [p.id for p in load(tmp_path, rows).problems] == ["line-1", "line-2", "line-3"]
+    assert [p.id for p in load(tmp_path, rows).problems] == ["row-1", "row-2", "row-3"]
     assert load(tmp_path, rows, duplicates="exact").counts == {"read": 3, "problems": 2, "dropped: duplicate": 1}
     rows.append({"problem": "a", "answer": 2})
     for duplicates in (None, "conflicting", "exact"):
@@ -204,7 +204,7 @@ def test_naming_the_column_of_a_tier_leaves_the_layout_recognised(tmp_path):
 def test_alpaca_eval_needs_no_answers_and_keeps_every_row(tmp_path):
     rows = [{"instruction": "Hi", "output": "x", "generator": "g", "dataset": "koala"}] * 2
     found = load(tmp_path, rows)
-    assert [(p.id, p.answer, p.category) for p in found.problems] == [("line-1", "", "koala"), ("line-2", "", "koala")]
+    assert [(p.id, p.answer, p.category) for p in found.problems] == [("row-1", "", "koala"), ("row-2", "", "koala")]
 
 
 def test_plain_rows_are_taken_as_they_stand(tmp_path):
@@ -235,8 +235,11 @@ def test_an_instruction_is_removed_and_nothing_else(instruction, text):
     assert remove_instruction(draft) is None
 
 
-def test_a_sentence_that_goes_on_behind_an_instruction_stays_whole():
-    draft = Draft(problem="Put your final answer in \\boxed{} and find 1+1.")
+@pytest.mark.parametrize(
+    "text", ["Put your final answer in \\boxed{} and find 1+1.", "Where do you write the answer in \\boxed{}"]
+)
+def test_a_sentence_that_goes_on_around_an_instruction_stays_whole(text):
+    draft = Draft(problem=text)
     assert remove_instruction(draft) is None
 
 

@@ -217,6 +217,9 @@ def test_damage_elsewhere_is_named_by_its_line(tmp_path):
     path.write_bytes(path.read_bytes().replace(b'{"iteration": 1', b'{"iteration": "x"', 1))
     with pytest.raises(DataError, match=r"samples.jsonl:1: .*iteration"):
         list(files.samples())
+    path.write_bytes(path.read_bytes().replace(b'"x"', b'1, "problem_id": "\xff"', 1))
+    with pytest.raises(DataError, match=r"samples.jsonl:1: .*can't decode byte"):
+        list(files.samples())
 
 
 def test_the_commands_write_pages_and_fail_in_one_line(tmp_path):

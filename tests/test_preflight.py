@@ -210,6 +210,7 @@ def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains(monkeypatch)
     [
         ("config.json", "[]", "cannot read .*config.json"),
         ("config.json", "{", "cannot read .*config.json"),
+        ("config.json", '{"a": "\udcff"}', "cannot read .*config.json"),  # no UTF-8
         ("config.json", "{}", "names no vocab_size or no context length"),
         ("generation_config.json", "{", "cannot read generation_config.json"),
         ("tokenizer.json", "{", "has no tokenizer that can be loaded"),
@@ -218,7 +219,7 @@ def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains(monkeypatch)
 def test_a_broken_model_directory_is_one_line(tmp_path, name, text, expected):
     broken = tmp_path / "model"
     shutil.copytree(STUDENT, broken)
-    (broken / name).write_text(text)
+    (broken / name).write_text(text, errors="surrogateescape")
     with pytest.raises(DataError, match=expected) as raised:
         read_model("student", str(broken))
     assert "\n" not in str(raised.value)

@@ -12,7 +12,7 @@ from spot_async.config import ProblemSetConfig, PromptConfig
 from spot_async.config_loading import validate_as
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
-from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource
+from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.types import Problem
 from spot_async.vocabulary import Vocabulary
 
@@ -27,7 +27,7 @@ def write(tmp_path, text):
     ("text", "where", "what"),
     [
         ('{"problem": "1+1", "answer": "2"}\n\n{"problem": "1+2", "answer": "3"}\n', ":2:", "empty line"),
-        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n', ":2:", "answer"),
+        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n', ":2:", "no `answer`, which all rows before have"),
         ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer"\n', ":2:", ""),
         ('{"problem": "1+1", "answer": ""}\n', ":1:", "`answer` (column 'answer') is empty"),
         ('{"problem": "  ", "answer": "2"}\n', ":1:", "`problem` (column 'problem') is empty"),
@@ -52,7 +52,7 @@ def test_numbers_are_accepted_as_answers_and_further_fields_ignored(tmp_path):
     (problem,) = load_problem_set(
         write(tmp_path, '{"problem": "1+1", "answer": 2, "tier": 5, "source": "x"}\n'), "data.train"
     ).problems
-    assert problem == Problem(id="line-1", text="1+1", answer="2", tier="5")
+    assert problem == Problem(id="row-1", text="1+1", answer="2", tier="5")
 
 
 # What a template makes of `enable_thinking`: Qwen3's, in short.
@@ -92,13 +92,36 @@ def test_the_instruction_follows_the_problem_behind_the_separator(rendered):
 
 
 def test_a_template_that_is_no_file_or_no_template_is_one_line(rendered, tmp_path):
-    with pytest.raises(DataError, match=r"prompt\.template: cannot read .*none\.jinja"):
+    with pytest.raises(DataError, match=r"prompt\.template: cannot read none\.jinja: No such file or directory$"):
         rendered(template="none.jinja")
-    (tmp_path / "bad.jinja").write_text("{% if %}")
-    with pytest.raises(DataError, match=r"bad\.jinja: the chat template fails"):
-        rendered(template=str(tmp_path / "bad.jinja"))
+    for broken in ("{% if %}", "{{ messages[0].content.foo() }}"):
+        (tmp_path / "bad.jinja").write_text(f"line 1\n{broken}")
+        with pytest.raises(DataError, match=r"bad\.jinja: the chat template fails in line 2: "):
+            rendered(template=str(tmp_path / "bad.jinja"))
+    with pytest.raises(DataError, match=r"^prompt\.template_arguments\.messages: is no variable of the template's own"):
+        rendered(template_arguments={"messages": 3})
     with pytest.raises(ConfigError, match=r"^template: "):
         rendered(template="chatml")
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("", r"mine\.jinja: the chat template makes an empty prompt of problem '1\+1'"),
+        ("<|user|>hello<|assistant|>", r"mine\.jinja: the chat template makes the same prompt of all 2 problems"),
+    ],
+)
+def test_a_template_without_the_problem_is_refused_before_anything_starts(tmp_path, template, complaint):
+    path = tmp_path / "mine.jinja"
+    path.write_text(template)
+    renderer = PromptRenderer(
+        Vocabulary.load(Path("examples/running_sum/student")), PromptConfig(template=str(path), instruction="")
+    )
+    problems = [Problem(id=text, text=text, answer="2") for text in ("1+1", "1+2")]
+    with pytest.raises(DataError, match=rf"^prompt\.template=.*{complaint}"):
+        render_all(problems, renderer)
+    if template:  # rows that repeat each other are no fault of the template
+        assert len(render_all([problems[0]] * 2, renderer)) == 2
 
 
 def schedule(count=23, **arguments):

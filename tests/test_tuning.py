@@ -233,6 +233,9 @@ def test_results_are_read_back_and_others_are_refused(tmp_path):
     path.write_bytes(as_json(tuning(format=2)))
     with pytest.raises(DataError, match="has format 2, this version reads 1"):
         read_tuning(path)
+    path.write_bytes(b'{"format": "\xff"}')
+    with pytest.raises(DataError, match=r"tuned\.json: is no file of spot-async tune"):
+        read_tuning(path)
 
 
 def test_a_report_shows_a_tuning(tmp_path):

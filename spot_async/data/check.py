@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
+import numpy as np
+
 from spot_async.protocols import Verifier
 from spot_async.types import Problem, Verdict
 from spot_async.verification.extraction import is_oversized
@@ -44,8 +46,9 @@ class Spread:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Spread:
-        ordered = sorted(lengths)
-        return cls(ordered[len(ordered) // 2], ordered[int(0.95 * (len(ordered) - 1))], ordered[-1])
+        """Each a length that occurs: the smallest that half, or 95 %, of them do not exceed."""
+        median, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf")
+        return cls(int(median), int(p95), max(lengths))
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class GoldCheck:
     unverifiable: tuple[tuple[Problem, Verdict], ...]  # not right even as they are spelled: no reward, whatever is said
     spelling_only: tuple[Problem, ...]  # right as they are spelled, but not read as mathematics
     oversized: int
+    have_choices: int  # of those tried
+    unclear_choices: tuple[Problem, ...]  # an empty choice, or two that are the same
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
@@ -110,7 +115,15 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
         unverifiable=tuple(sorted(unverifiable, key=lambda found: order[found[0].id])),
         spelling_only=tuple(sorted(spelling_only, key=lambda problem: order[problem.id])),
         oversized=sum(is_oversized(problem.answer) for problem in tried),
+        have_choices=sum(bool(problem.choices) for problem in tried),
+        unclear_choices=tuple(problem for problem in problems if has_unclear_choices(problem)),
     )
+
+
+def has_unclear_choices(problem: Problem) -> bool:
+    """Whether a choice is empty, or the same as another but for white space."""
+    choices = [" ".join(choice.split()) for choice in problem.choices]
+    return "" in choices or len(set(choices)) < len(choices)
 
 
 def count_by(values: Sequence[str | None]) -> dict[str, int]:

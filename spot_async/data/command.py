@@ -17,11 +17,12 @@ from spot_async import registry
 from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptConfig
 from spot_async.config_loading import apply_override, load_config, validate_as
 from spot_async.data.check import GoldCheck, Spread, answer_type, check_golds, count_by, find_repeated
+from spot_async.data.keys import about
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
 from spot_async.data.problem_set import ProblemSet, load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.inspection.view import visible
-from spot_async.prompts import PromptRenderer
+from spot_async.prompts import PromptRenderer, render_all
 from spot_async.protocols import Verifier
 from spot_async.types import Problem
 from spot_async.vocabulary import Vocabulary
@@ -32,27 +33,40 @@ SHOWN_CHARS = 400
 
 
 @dataclass(frozen=True)
+class EvaluationSet:
+    """What a training set is compared with."""
+
+    name: str  # its key of the configuration, or its path
+    problems: ProblemSetConfig
+    key: str = ""  # of the configuration, for messages
+    verifier: PluginSettings | None = None  # None where nothing is known to judge it
+
+
+@dataclass(frozen=True)
 class Check:
     """What `data check` is asked to do."""
 
-    key: str  # of the configuration, for messages
+    key: str  # of the configuration, for messages; empty where there is none
     problems: ProblemSetConfig
     verifier: PluginSettings
-    against: Sequence[tuple[str, ProblemSetConfig]]  # name and set
+    against: Sequence[EvaluationSet]
     model: str | None  # whose tokenizer renders prompts
     prompt: PromptConfig
     max_prompt_tokens: int | None
 
 
 def check_of_config(path: Path, overrides: Sequence[str], against: Sequence[str], verifier: str | None) -> Check:
-    """The training problems of a run, its verifier and its prompts, against its evaluation problems."""
+    """The training problems of a run, its verifier and its prompts, against its evaluation problems.
+
+    `verifier` is instead of the run's; evaluation sets keep theirs.
+    """
     config = load_config(path, overrides)
     owner = config.teacher if config.prompt.template == "teacher" and config.teacher else config.student
     return Check(
         key="data.train",
         problems=config.data.train,
         verifier=read_verifier(verifier) if verifier else config.verifier,
-        against=[*evaluation_sets(config), *((each, ProblemSetConfig(path=each)) for each in against)],
+        against=[*evaluation_sets(config), *(EvaluationSet(each, ProblemSetConfig(path=each)) for each in against)],
         model=owner.model,
         prompt=config.prompt,
         max_prompt_tokens=config.sampling.max_prompt_tokens,
@@ -63,14 +77,16 @@ def check_of_file(
     path: str, settings: Sequence[str], against: Sequence[str], verifier: str | None, model: str | None
 ) -> Check:
     """A file by itself; `settings` are KEY=VALUE of a problem set, such as `layout=math`."""
+    if model is not None and not Path(model).is_dir():
+        raise ConfigError(f"--model: no directory {model!r}; give the path of a Hugging Face model directory")
     tree: dict[str, Any] = {"path": path}
     for setting in settings:
         apply_override(tree, setting)
     return Check(
-        key="problems",
+        key="",
         problems=validate_as(ProblemSetConfig, tree),
         verifier=read_verifier(verifier or "boxed_match"),
-        against=[(each, ProblemSetConfig(path=each)) for each in against],
+        against=[EvaluationSet(each, ProblemSetConfig(path=each)) for each in against],
         model=model,
         prompt=PromptConfig(),
         max_prompt_tokens=None,
@@ -81,10 +97,14 @@ def is_config(path: str) -> bool:
     return path.endswith((".yaml", ".yml"))
 
 
-def evaluation_sets(config: Config) -> list[tuple[str, ProblemSetConfig]]:
-    if config.evaluation is None:
+def evaluation_sets(config: Config) -> list[EvaluationSet]:
+    if (evaluation := config.evaluation) is None:
         return []
-    return [(config.evaluation.key_of(name), settings) for name, settings in config.evaluation.sets().items()]
+    keys = {evaluation.key_of(name): settings for name, settings in evaluation.sets().items()}
+    return [
+        EvaluationSet(key, each, key, None if each.format == "alpaca_eval" else each.verifier_of(evaluation))
+        for key, each in keys.items()
+    ]
 
 
 def read_verifier(text: str) -> PluginSettings:
@@ -109,18 +129,22 @@ def run(screen: Console, check: Check) -> bool:
     Raises ConfigError and DataError for what cannot be read.
     """
     found = load_problem_set(check.problems, check.key)
-    others = [(name, load_problem_set(settings, name)) for name, settings in check.against]
+    others = [load_problem_set(each.problems, each.key) for each in check.against]
     renderer = PromptRenderer(Vocabulary.load(Path(check.model)), check.prompt) if check.model else None
-    tokens = [len(renderer.token_ids(problem)) for problem in found.problems] if renderer else None
-    golds = asyncio.run(_check_golds(found.problems, check.verifier))
-    screen.print(shown(f"layout: {', '.join(dict.fromkeys(found.layouts))}"))
+    tokens = [len(each.token_ids) for each in render_all(found.problems, renderer)] if renderer else None
+    answers = [(check.key, found, check.verifier)]
+    answers += [(s.name, each, s.verifier) for s, each in zip(check.against, others, strict=True) if s.verifier]
+    golds = [(key, asyncio.run(_check_golds(each.problems, by)), by.kind) for key, each, by in answers]
+    screen.print(shown(f"layout: {found.layout}"))
     screen.print(_rows_table(found, tokens, check.max_prompt_tokens))
     screen.print(_problems_table(found.problems, tokens))
     _show_samples(screen, found.problems, renderer)
-    _show_golds(screen, golds, check.verifier.kind)
+    for key, checked, kind in golds:
+        _show_golds(screen, key, checked, kind)
     if others:
-        _show_overlaps(screen, [(n, each, find_overlaps(found.problems, each.problems)) for n, each in others])
-    return not golds.unverifiable
+        overlaps = [find_overlaps(found.problems, each.problems) for each in others]
+        _show_overlaps(screen, list(zip([each.name for each in check.against], others, overlaps, strict=True)))
+    return not any(checked.unverifiable for _, checked, _ in golds)
 
 
 async def _check_golds(problems: Sequence[Problem], settings: PluginSettings) -> GoldCheck:
@@ -173,14 +197,18 @@ def _show_samples(screen: Console, problems: Sequence[Problem], renderer: Prompt
         screen.print(shown(renderer.text(problems[0])))
 
 
-def _show_golds(screen: Console, golds: GoldCheck, kind: str) -> None:
-    screen.rule(f"answers against themselves, by {kind}", align="left")
+def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str) -> None:
+    by = "the letters of their choices" if golds.tried == golds.have_choices > 0 else kind
+    screen.rule(shown(f"{about(key)}answers against themselves, by {by}"), align="left")
     screen.print(f"{golds.tried} tried, {len(golds.unverifiable)} unverifiable", highlight=False)
     for problem, verdict in golds.unverifiable[:SHOWN_IDS]:
         screen.print(shown(f"  {problem.id}: {_cut(problem.answer)!r} is {verdict}"))
     if golds.spelling_only:
         ids = _ids([problem.id for problem in golds.spelling_only])
         screen.print(shown(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
+    if golds.unclear_choices:
+        ids = _ids([problem.id for problem in golds.unclear_choices])
+        screen.print(shown(f"{len(golds.unclear_choices)} with an empty choice, or two that are the same: {ids}"))
     if golds.oversized:
         screen.print(f"{golds.oversized} longer than any answer that is read", highlight=False)
 

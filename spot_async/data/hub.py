@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_async.config import ProblemSetConfig
+from spot_async.data.keys import about, setting
 from spot_async.errors import DataError
 from spot_async.vocabulary import first_line
 
@@ -27,10 +28,10 @@ def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[s
             name, name=settings.subset, split=settings.split, revision=settings.revision, trust_remote_code=False
         )
     except Exception as error:  # noqa: BLE001 - whatever the hub, the network and a data set's files may raise
-        raise DataError(f"{key}: cannot load {name}, no file here, from the hub: {first_line(error)}") from None
+        raise DataError(f"{about(key)}cannot load {name}, no file here, from the hub: {first_line(error)}") from None
     if isinstance(found, dict):
         if len(found) > 1:
-            raise DataError(f"{key}.split: required for {name}, one of: {', '.join(map(str, found))}")
+            raise DataError(f"{setting(key, 'split')}: required for {name}, one of: {', '.join(map(str, found))}")
         (found,) = found.values()
     if datasets.config.HF_HUB_OFFLINE and settings.revision is not None:
         _require_revision(found.cache_files, settings.revision, name, key)
@@ -43,7 +44,7 @@ def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: st
     cached = {Path(file["filename"]).parent.name for file in cache_files}  # named after their commits
     if cached != {revision}:
         raise DataError(
-            f"{key}.revision: {revision} of {name} is not the newest copy in the cache, which is of "
+            f"{setting(key, 'revision')}: {revision} of {name} is not the newest copy in the cache, which is of "
             f"{', '.join(sorted(cached)) or 'no commit'}; name that commit, or unset HF_HUB_OFFLINE"
         )
 
@@ -65,6 +66,6 @@ def _require_answer(name: str, key: str) -> None:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             return
         raise DataError(
-            f"{key}: {name} is no file here, and cannot be had from the hub: {first_line(error)}; check path "
+            f"{about(key)}{name} is no file here, and cannot be had from the hub: {first_line(error)}; check path "
             "and network, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
         ) from None

@@ -65,10 +65,17 @@ def remove_instruction(draft: Draft) -> str | None:
     text = draft.problem
     if found := _INSTRUCTION_BEFORE.match(text):
         text = text[found.end() :]
-    if found := _INSTRUCTION_BEHIND.search(text, max(0, len(text) - 400)):
+    found = _INSTRUCTION_BEHIND.search(text, max(0, len(text) - 400))
+    if found and not _is_within_sentence(text[: found.start()], found[0]):
         text = text[: found.start()]
     changed, draft.problem = text != draft.problem, text
     return "instruction in the problem removed" if changed else None
+
+
+def _is_within_sentence(before: str, instruction: str) -> bool:
+    """Whether `instruction` goes on with what `before` began: without it a fragment would be left."""
+    begins_small = instruction.lstrip(" \t")[:1].islower()
+    return begins_small and before.rstrip(" \t")[-1:].replace(",", "a").isalnum()
 
 
 def narrow_digits(draft: Draft) -> str | None:

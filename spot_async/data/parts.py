@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from spot_async.data.keys import setting
 from spot_async.data.rows import Columns, Row
 from spot_async.errors import DataError
 from spot_async.types import Problem
@@ -47,10 +48,10 @@ class Draft(msgspec.Struct, kw_only=True):
         """The answer as text."""
         return as_text(self.answer).strip()
 
-    def finish(self, prefix: str, line: int) -> Problem:
-        """The problem. Without an id it is called after its line."""
+    def finish(self, prefix: str, number: int) -> Problem:
+        """The problem. Without an id it is called after its row, the header not counted."""
         return Problem(
-            id=prefix + (f"line-{line}" if self.id is None else self.id),
+            id=prefix + (f"row-{number}" if self.id is None else self.id),
             text=self.problem,
             answer=self.gold,
             tier=self.tier,
@@ -79,16 +80,22 @@ def read_draft(
         names = (chosen[part],) if part in chosen else columns_of[part]
         found = {name: value for name in names if (value := _look_up(row.columns, name)) is not _ABSENT}
         if not found and part in chosen:
-            raise DataError(f"{row.where}: no column {chosen[part]!r}, which {key}.fields.{part} names; {_has(row)}")
+            raise DataError(
+                f"{row.where}: no column {chosen[part]!r}, which {setting(key, f'fields.{part}')} names; {_has(row)}"
+            )
         name = next((name for name, value in found.items() if not _is_empty(value)), None)
         if name is not None:
             parts[part] = _typed(part, found[name], name, row, key)
         elif part in needs and found:
             raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
+        elif part in needs and row.number > 1:  # the layout found it in all rows before
+            raise DataError(
+                f"{row.where}: no `{part}`, which all rows before have; {_has(row)}: correct or remove the row"
+            )
         elif part in needs:
             raise DataError(
                 f"{row.where}: no `{part}`, for which this layout takes {' or '.join(map(repr, names))}; {_has(row)}: "
-                f"name its column in {key}.fields.{part}, or another {key}.layout"
+                f"name its column in {setting(key, f'fields.{part}')}, or another {setting(key, 'layout')}"
             )
     return Draft(**parts)
 
@@ -101,7 +108,7 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
     except msgspec.ValidationError:
         raise DataError(
             f"{row.where}: column {name!r} is {_shortened(repr(value))}, but `{part}` is {words}; name another in "
-            f"{key}.fields.{part}, or correct the file"
+            f"{setting(key, f'fields.{part}')}, or correct the file"
         ) from None
     if part == "answer":
         return found  # type: ignore[no-any-return]  # a number may be the place of a choice

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spot_async.config import Duplicates, ProblemSetConfig
+from spot_async.data.keys import about, setting
 from spot_async.data.layouts import LAYOUTS, Layout, recognise
 from spot_async.data.parts import read_draft
 from spot_async.data.rows import Row, read_rows
@@ -28,6 +29,12 @@ class ProblemSet:
     mended: Counter[str] = field(default_factory=Counter)  # rows by what was done to them
 
     @property
+    def layout(self) -> str:
+        """In words: what `auto` takes where it knows the columns' names only is no layout that can be asked for."""
+        names = ("auto, by the usual columns" if name == "columns" else name for name in self.layouts)
+        return ", ".join(dict.fromkeys(names))
+
+    @property
     def counts(self) -> dict[str, int]:
         """Flat, for records: `read`, `problems`, and one entry for each reason to drop and each kind of mending."""
         dropped = {f"dropped: {why}": rows for why, rows in self.dropped.items()}
@@ -36,7 +43,7 @@ class ProblemSet:
 
 
 def load_problem_set(settings: ProblemSetConfig, key: str) -> ProblemSet:
-    """Read, mend and filter the problems that `key` of the configuration describes.
+    """Read, mend and filter the problems that `key` of the configuration describes; empty where there is none.
 
     Rows are dropped, and counted, for reasons of their layout, because another row with the same text has another
     answer, and as duplicates where the settings or the layout say so. Raises DataError, naming file and line, for a
@@ -63,14 +70,14 @@ def load_problem_set(settings: ProblemSetConfig, key: str) -> ProblemSet:
             continue
         if (other := where_of_id.setdefault(problem.id, where)) != where:
             raise DataError(
-                f"{key}: {where}: id {problem.id!r} was used in {other} already; correct it, or name another column in "
-                f"{key}.fields.id"
+                f"{about(key)}{where}: id {problem.id!r} was used in {other} already; correct it, or name another "
+                f"column in {setting(key, 'fields.id')}"
             )
         found.problems.append(problem)
     if not found.problems:
         reasons = ", ".join(f"{why} {rows}" for why, rows in found.dropped.items())
-        dropped = f", layout {', '.join(dict.fromkeys(found.layouts))}: {reasons}" if reasons else ""
-        raise DataError(f"{key}: {', '.join(settings.paths)}: no problems in {found.read} rows{dropped}")
+        dropped = f", layout {found.layout}: {reasons}" if reasons else ""
+        raise DataError(f"{about(key)}{', '.join(settings.paths)}: no problems in {found.read} rows{dropped}")
     return found
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from spot_async.config import ProblemSetConfig
 from spot_async.data.hub import read_hub
+from spot_async.data.keys import about, setting
 from spot_async.errors import DataError
 from spot_async.vocabulary import first_line
 
@@ -33,7 +34,9 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
-    """The rows of one file, or of a data set on the hub where `path` is none. `key` of the configuration names it.
+    """The rows of one file, or of a data set on the hub where `path` is none.
+
+    `key` of the configuration names it; empty where there is no configuration.
 
     Raises DataError for what cannot be read, naming the place.
     """
@@ -42,27 +45,34 @@ def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
     read = _READERS.get(suffix)
     if read is None:
         if file.exists() or path.count("/") != 1 or suffix:
-            known = ", ".join(_READERS)
-            raise DataError(f"{key}: {path}: neither a file that ends in {known} (or .gz) nor `owner/name` on the hub")
+            raise DataError(about(key) + _unknown(path, suffix))
         for number, columns in enumerate(read_hub(path, settings, key), start=1):
             yield Row(f"{path}: row {number}", number, columns)
         return
     if stray := [name for name in ("subset", "split", "revision") if getattr(settings, name) is not None]:
-        raise DataError(f"{key}.{stray[0]}: {path} is a file; only data sets on the hub have one")
+        raise DataError(f"{setting(key, stray[0])}: {path} is a file; only data sets on the hub have one")
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DataError(f"{key}: cannot read {path}: {error.strerror}") from None
+        raise DataError(f"{about(key)}cannot read {path}: {error.strerror}") from None
     if file.suffix.lower() == ".gz":
         content = _decompress(content, path, key)
     yield from read(path, content.removeprefix(codecs.BOM_UTF8))
+
+
+def _unknown(path: str, suffix: str) -> str:
+    if Path(path).is_dir():
+        return f"{path} is a directory: name the files in it"
+    if suffix == ".tsv":
+        return f"{path}: tabs between cells are not read: write it with commas, as .csv"
+    return f"{path}: neither a file that ends in {', '.join(_READERS)} (or .gz) nor `owner/name` on the hub"
 
 
 def _decompress(content: bytes, path: str, key: str) -> bytes:
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{key}: {path} is damaged or cut short: {first_line(error)}; get it again") from None
+        raise DataError(f"{about(key)}{path} is damaged or cut short: {first_line(error)}; get it again") from None
 
 
 def _read_jsonl(path: str, content: bytes) -> Iterator[Row]:
@@ -91,10 +101,16 @@ def _read_csv(path: str, content: bytes) -> Iterator[Row]:
     csv.field_size_limit(1 << 24)  # the default of 128 KiB is less than some solutions
     try:
         rows = csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True)
+        names = rows.fieldnames or ()
+        if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), None)):
+            raise DataError(f"{path}:1: one column, {names[0]!r}: write commas between cells, not {other!r}")
         for number, columns in enumerate(rows, start=1):
             where = f"{path}:{rows.line_num}"
             if None in columns or None in columns.values():
-                raise DataError(f"{where}: row {number} has not as many cells as the header")
+                further = columns.pop(None, [])
+                cells = sum(each is not None for each in columns.values()) + len(further)
+                remedy = "put cells with commas in double quotes" if further else "correct or remove the row"
+                raise DataError(f"{where}: {cells} cells, but the header has {len(names)}: {remedy}")
             yield Row(where, number, dict(columns))
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not valid CSV: {first_line(error)}") from None

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
-from spot_async.config_evaluation import ALL_TIERS
+from spot_async.config_evaluation import ALL_TIERS, ONLY
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, gold_index, order_choices, with_options
 from spot_async.model_files import ModelFiles
-from spot_async.prompts import PromptRenderer, PromptSource
+from spot_async.prompts import PromptRenderer, PromptSource, render_all
 from spot_async.types import Problem
 
-ONLY = "problems"  # what the set of `evaluation.problems` is called
 LETTERS_ALONE = ("boxed_match", "math_verify")  # verifiers that compare with the answer and know no options
 EXAMPLES = BenchmarkConfig.model_fields["example_count"].default  # the paper's
 
@@ -129,12 +128,13 @@ def _rendered(
 ) -> list[PromptSource]:
     """All of them: leaving out those that are too long would be another benchmark."""
     room = student.max_context_tokens - max_tokens
-    sources = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
+    sources = render_all(problems, renderer)
     too_long = sum(len(source.token_ids) > room for source in sources)
     if too_long:
         owner = key.removesuffix(f".{ONLY}")
+        left = f"{room} prompt tokens" if room > 0 else "no prompt tokens"
         raise ConfigError(
-            f"{owner}.max_response_tokens={max_tokens} leaves {room} prompt tokens of the student's context of "
+            f"{owner}.max_response_tokens={max_tokens} leaves {left} of the student's context of "
             f"{student.max_context_tokens}, too few for {too_long} of {len(sources)} problems: lower it"
         )
     return sources

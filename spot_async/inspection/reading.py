@@ -104,7 +104,7 @@ class RunFiles:
         """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""
         try:
             loaded = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path / 'config.yaml'}: cannot be read: {error}") from None
         return loaded if isinstance(loaded, dict) else {}
 
@@ -126,7 +126,7 @@ class RunFiles:
             return None
         try:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: {error}") from None
 
     def spending(self) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ class RunFiles:
             file.seek(offset)
             try:
                 return number, msgspec.json.decode(file.readline(), type=SampleRecord)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}: sample {number}: {error}") from None
 
     def numbers_of(self, problem_id: str) -> list[int]:
@@ -208,7 +208,7 @@ def _lines_at(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
         for number, line in enumerate(file, start=1):
             try:
                 yield offset, decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 if line.endswith(b"\n"):
                     raise DataError(f"{path}:{number}: {error}") from None
             offset += len(line)

@@ -126,11 +126,19 @@ class SlotTable:
         if stop_ids > self.stop_ids.shape[1]:
             more = stop_ids - self.stop_ids.shape[1]
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=NO_TOKEN)
-        more = max(0, budget - self.uniforms.shape[1])
-        for name in ("uniforms", "token_ids", "logprobs") if more else ():
-            setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, more))))
-        if top_k:
-            steps = self.uniforms.shape[1] - self.topk_ids.shape[1]
-            ranks = max(0, top_k - self.topk_ids.shape[2])
-            for name in ("topk_ids", "topk_logprobs") if steps or ranks else ():
-                setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, steps), (0, ranks))))
+        tokens = max(budget, self.uniforms.shape[1])
+        for name in ("uniforms", "token_ids", "logprobs") if tokens > self.uniforms.shape[1] else ():
+            self._replace(name, (len(self.rows), tokens))
+        ranks = max(top_k, self.topk_ids.shape[2])
+        for name in ("topk_ids", "topk_logprobs") if top_k and self.topk_ids.shape[1:] != (tokens, ranks) else ():
+            self._replace(name, (len(self.rows), tokens, ranks))
+
+    def _replace(self, name: str, shape: tuple[int, ...]) -> None:
+        """A wider column with what the active rows hold. The rest takes memory once it is written, not before."""
+        old = getattr(self, name)
+        new = np.zeros(shape, old.dtype)
+        held = (slice(self.active), *map(slice, old.shape[1:]))
+        if name != "uniforms":  # those are drawn for the whole budget
+            held = (held[0], slice(int(self.produced[: self.active].max(initial=0))), *held[2:])
+        new[held] = old[held]
+        setattr(self, name, new)

@@ -44,7 +44,7 @@ def read_tuning(path: Path) -> Tuning:
         return msgspec.json.decode(content, type=Tuning)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no file of spot-async tune: {error}") from None
 
 
