@@ -179,7 +179,7 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: A
     for warning in evaluation_warnings(benchmarks, student.vocabulary):
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
-    screen.print(Text("\n".join(lines)))
+    screen.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def show_plan(config: Config, path: Path, plan: Any) -> None:
