@@ -125,7 +125,8 @@ def evaluation_estimate(config: Config, benchmarks: Sequence[Benchmark]) -> str:
     responses = sum(len(each.sources) * each.samples for each in benchmarks)
     prompts = sum(each.samples * len(source.token_ids) for each in benchmarks for source in each.sources)
     generated = sum(len(each.sources) * each.samples * each.max_response_tokens for each in benchmarks)
-    line = f"asks for {responses:,} response{'s' if responses != 1 else ''}: {prompts:,} prompt tokens, at most {generated:,} generated"
+    noun = "response" if responses == 1 else "responses"
+    line = f"asks for {responses:,} {noun}: {prompts:,} prompt tokens, at most {generated:,} generated"
     account = config.student.backend.open_account("student")
     if account is None or account.prices is None:
         return line
