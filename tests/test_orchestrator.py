@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 import pytest
+from simulated_run import PlainVocabulary
 
 from spot_async import wire
 from spot_async.concurrency import leaves
@@ -20,7 +21,6 @@ from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.simulation.services import (
-    END_TOKEN,
     VOCAB_SIZE,
     Latency,
     SimulatedStudent,
@@ -32,15 +32,6 @@ from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.stages import Services, Stages
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.types import PolicyContext, Problem, Prompt
-
-
-class PlainVocabulary:
-    """Ids as text; what `Stages` needs of a vocabulary."""
-
-    end_token_ids = (END_TOKEN,)
-
-    def decode(self, token_ids):
-        return " ".join(map(str, token_ids.tolist()))
 
 
 @dataclass

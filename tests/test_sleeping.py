@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from simulated_run import PlainVocabulary
 
 from spot_async.concurrency import leaves
 from spot_async.config import SamplingConfig, StagesConfig
@@ -14,7 +15,6 @@ from spot_async.errors import TrainerError, TransientError
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.simulation.services import (
-    END_TOKEN,
     VOCAB_SIZE,
     SimulatedStudent,
     SimulatedTeacher,
@@ -26,15 +26,6 @@ from spot_async.stages import Services, Stages
 from spot_async.types import PolicyContext, Problem, Prompt
 
 BATCH = 4
-
-
-class PlainVocabulary:
-    """Ids as text; what `Stages` needs of a vocabulary."""
-
-    end_token_ids = (END_TOKEN,)
-
-    def decode(self, token_ids):
-        return " ".join(map(str, token_ids.tolist()))
 
 
 class Nobody:

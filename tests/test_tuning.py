@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_run import PlainVocabulary
 from typer.testing import CliRunner
 
 from spot_async.cli import app
@@ -38,13 +39,6 @@ RUN: dict[str, Any] = {
     "training": {"iterations": 1, "batch_size": 64},
 }
 NEEDS = PolicyNeeds(teacher_top_k=16, probes_per_prompt=8)
-
-
-class PlainVocabulary:
-    end_token_ids = (END_TOKEN,)
-
-    def decode(self, token_ids: Any) -> str:
-        return " ".join(map(str, token_ids.tolist()))
 
 
 class TwoProbes:

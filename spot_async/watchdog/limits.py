@@ -46,10 +46,6 @@ class SilenceLimits:
             case _:
                 return self.supervision_s
 
-    @property
-    def shortest_s(self) -> float:
-        return min(self.supervision_s, self.training_s, self.weight_update_s, self.evaluation_s, self.start_s)
-
 
 def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     """None when `run.stall_timeout_s` is 0, which turns the watchdog off.

@@ -33,6 +33,8 @@ PROBLEMS = 32
 
 
 class PlainVocabulary:
+    """Ids as text; what `Stages` needs of a vocabulary."""
+
     end_token_ids = (END_TOKEN,)
 
     def decode(self, token_ids):
