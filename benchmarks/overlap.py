@@ -9,6 +9,7 @@ run on idle servers. Training is left out on all sides: in strict mode it begins
 The goal is 1.15 times the larger of (b) and (c). All take turns for some rounds; the ratio is taken within each, and
 its median counts. (a) and (b) go through the same client and connections. Requests of one prompt that are made at once
 share an HTTP request, as in training; so (b) makes a few less of them, which does not favour the iteration.
+The student's server has a core of its own, as in the quickstart (`--own-cores 0`: all share all cores).
 Wall times need two idle cores; the second table, CPU of each process, says more on a machine that others use too.
 """
 
@@ -32,6 +33,7 @@ from report import show, spread
 from spot_async.backends.local import LocalBackend
 from spot_async.concurrency import gather
 from spot_async.config import StagesConfig
+from spot_async.cores import CoreShares, available_cores, confined, share_cores
 from spot_async.memory import tune_gc
 from spot_async.stages import Services
 from spot_async.types import Generation
@@ -122,12 +124,19 @@ def services(backend: Any) -> Services:
     return Services(generator=backend, scorer=backend, candidate_scorer=backend, verifier=verifier)
 
 
-async def measure(rounds: int, directory: Path) -> tuple[dict[str, list[float]], dict[str, list[list[float]]]]:
+async def measure(
+    rounds: int, directory: Path, cores: CoreShares
+) -> tuple[dict[str, list[float]], dict[str, list[list[float]]]]:
     """Wall seconds, and the CPU seconds of each of `PROCESSES`, by what was measured; one entry a round."""
     async with AsyncExitStack() as stack:
         servers = student, teacher = [
             await stack.enter_async_context(
-                LocalBackend(LocalBackend.Settings(), role=role, model=str(EXAMPLE / role), run_directory=directory)
+                LocalBackend(
+                    LocalBackend.Settings().on_cores(cores.own.get(role)),
+                    role=role,
+                    model=str(EXAMPLE / role),
+                    run_directory=directory,
+                )
             )
             for role in ("student", "teacher")
         ]
@@ -171,10 +180,12 @@ async def measure(rounds: int, directory: Path) -> tuple[dict[str, list[float]],
 def main() -> None:
     parser = argparse.ArgumentParser(description="Wall time of a strict iteration beside its lower bounds.")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--own-cores", type=int, default=1, help="cores that the student's server has to itself")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+    cores = share_cores(available_cores(), {"student": arguments.own_cores})
+    with tempfile.TemporaryDirectory() as directory, confined(cores):
         (Path(directory) / "logs").mkdir()
-        times, cpu = asyncio.run(measure(arguments.rounds, Path(directory)))
+        times, cpu = asyncio.run(measure(arguments.rounds, Path(directory), cores))
     bound = np.maximum(times["student"], times["chain"])
     names = {
         "overlapped": "strict iteration up to its batch",
@@ -189,7 +200,10 @@ def main() -> None:
         f"{PROMPTS} prompts, {arguments.rounds} rounds",
         ["wall", "seconds", "x max(b, c)"],
         rows,
-        [f"goal: at most {GOAL} x max(b, c); found {ratio:.2f}, middle half {quarter:.2f}..{three_quarters:.2f}"],
+        [
+            *cores.warnings,
+            f"goal: at most {GOAL} x max(b, c); found {ratio:.2f}, middle half {quarter:.2f}..{three_quarters:.2f}",
+        ],
     )
     show(
         f"{PROMPTS} prompts, {arguments.rounds} rounds",

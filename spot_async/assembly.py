@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spot_async.config import Config, ModelConfig
+from spot_async.cores import CoreShares
 from spot_async.orchestrator import (
     WEIGHT_UPDATE_TIMEOUT_S,
     LiveEvaluation,
@@ -57,37 +58,46 @@ class Backends:
 
 
 def make_pool(
-    model: ModelConfig, role: str, directory: RunDirectory, account: Account | None = None
+    model: ModelConfig,
+    role: str,
+    directory: RunDirectory,
+    account: Account | None = None,
+    cores: CoreShares | None = None,
 ) -> ReplicaPool[Any]:
     """All servers of a role, not yet started. What is asked of them is charged to the `account`."""
     places = [each.place for each in model.backend.servers()]
     return ReplicaPool(
         role,
-        backend_factories(model, role, directory.path, account),
+        backend_factories(model, role, directory.path, account, cores),
         model.serving,
         are_ours=not any(place is not None and place.is_attached for place in places),
         rate_limit=account.rate_limit if account is not None and account.is_limited else None,
     )
 
 
+def served_models(config: Config, plan: TrainPlan) -> dict[str, ModelConfig]:
+    """What the plan says must be served, by role."""
+    teacher = config.teacher if plan.policy.needs.teacher else None
+    models = {"student": config.student, "teacher": teacher, "reference": plan.reference}
+    return {role: model for role, model in models.items() if model is not None}
+
+
 def make_backends(
-    config: Config, plan: TrainPlan, directory: RunDirectory, spending: RunSpending | None = None
+    config: Config,
+    plan: TrainPlan,
+    directory: RunDirectory,
+    spending: RunSpending | None = None,
+    cores: CoreShares | None = None,
 ) -> Backends:
-    """What the plan says must be served, not yet started. What is asked of it is charged to `spending`."""
+    """What must be served, not yet started. What is asked of it is charged to `spending`."""
     spending = spending or RunSpending(config, plan)
-
-    def make(role: str, model: ModelConfig | None, needed: bool) -> Any:
-        if not needed or model is None:
-            return None
-        if role == "teacher" and spending.replayed_teacher is not None:
-            return spending.replayed_teacher
-        return make_pool(model, role, directory, spending.accounts.get(role))
-
-    return Backends(
-        student=make("student", config.student, True),
-        teacher=make("teacher", config.teacher, plan.policy.needs.teacher),
-        reference=make("reference", plan.reference, True),
-    )
+    backends: dict[str, Any] = {
+        role: make_pool(model, role, directory, spending.accounts.get(role), cores)
+        for role, model in served_models(config, plan).items()
+    }
+    if spending.replayed_teacher is not None:
+        backends["teacher"] = spending.replayed_teacher
+    return Backends(backends["student"], backends.get("teacher"), backends.get("reference"))
 
 
 def make_stages(config: Config, plan: TrainPlan, backends: Backends, verifier: Verifier) -> Stages:

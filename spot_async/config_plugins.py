@@ -34,6 +34,7 @@ class PluginSettings(Section):
 
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
     _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
+    _cores: frozenset[int] | None = PrivateAttr(None)  # of its own; None where it shares them with others
 
     def that_decide(self) -> dict[str, Any]:
         """Plain values of the settings that may change results, `kind` included."""
@@ -58,6 +59,22 @@ class PluginSettings(Section):
             for number, each in enumerate(copies, 1):
                 each._number = number
         return copies
+
+    @property
+    def cores_wanted(self) -> int:
+        """Of a backend: how many cores of this machine each of its servers should have to itself."""
+        return 0
+
+    @property
+    def cores(self) -> frozenset[int] | None:
+        """Of a backend's server: those that it has to itself, by number."""
+        return self._cores
+
+    def on_cores(self, cores: frozenset[int] | None) -> Self:
+        """For one of `servers`: these settings with cores of its own."""
+        copy = self.model_copy()
+        copy._cores = cores
+        return copy
 
     @property
     def place(self) -> Place | None:

@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -53,10 +53,21 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls, name: str, argv: Sequence[str], *, log_path: Path, environment: Mapping[str, str] | None = None
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
     ) -> ChildProcess:
-        """Start `argv` in a session of its own; stdout and stderr go to `log_path`."""
-        return cls(name, await _spawn(argv, log_path, {**os.environ, **(environment or {})}), log_path)
+        """Start `argv` in a session of its own, on other `cores` than ours where some are given; stdout and stderr go
+        to `log_path`."""
+        process = await _spawn(argv, log_path, {**os.environ, **(environment or {})})
+        if cores:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.sched_setaffinity(process.pid, cores)  # its threads, which it starts later, follow
+        return cls(name, process, log_path)
 
     @classmethod
     async def start_foreign(

@@ -6,12 +6,13 @@ object of its own, which knows nothing of the others. Entering a fresh object st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 from spot_async import registry
 from spot_async.config import ModelConfig, PluginSettings
+from spot_async.cores import CoreShares
 from spot_async.protocols import Backend, Billed
 from spot_async.spending.account import Account
 
@@ -19,7 +20,11 @@ MakeBackend: TypeAlias = Callable[[], Backend]  # a new object each time, not en
 
 
 def backend_factories(
-    model: ModelConfig, role: str, run_directory: Path, account: Account | None = None
+    model: ModelConfig,
+    role: str,
+    run_directory: Path,
+    account: Account | None = None,
+    cores: CoreShares | None = None,
 ) -> dict[str, MakeBackend]:
     """What makes a backend for each of the role's servers, by the server's name.
 
@@ -37,4 +42,13 @@ def backend_factories(
 
         return make
 
-    return {each.server_name(role): factory(each) for each in model.backend.servers()}
+    own = {} if cores is None else cores.own
+    servers = {each.server_name(role): each for each in model.backend.servers()}
+    return {name: factory(each.on_cores(own.get(name))) for name, each in servers.items()}
+
+
+def cores_wanted(models: Mapping[str, ModelConfig]) -> dict[str, int]:
+    """How many cores each server of these roles should have to itself, by the server's name."""
+    return {
+        each.server_name(role): each.cores_wanted for role, model in models.items() for each in model.backend.servers()
+    }

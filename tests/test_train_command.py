@@ -25,6 +25,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from spot_async.cli import app
+from spot_async.cores import available_cores
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "running_sum"
@@ -350,15 +351,36 @@ def test_servers_and_trainer_agree_on_temperature_and_on_whose_token_is_whose(in
     assert first["train/behavior_kl"] < 1e-6
 
 
-def test_a_killed_orchestrator_leaves_no_process(tmp_path):
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory):
+    """With the cores that each of its processes could use, by their command lines."""
+    run = tmp_path_factory.mktemp("runs") / "killed"
     command = train(run, "training.iterations=500")
     command.wait_for(run / "student" / "config.json")
-    assert len(command.processes()) >= 4  # student, teacher, launcher, rank
+    processes = command.processes() | {command.process.pid: "orchestrator"}
+    cores = {line: os.sched_getaffinity(pid) for pid, line in processes.items()}
     command.process.kill()
     command.finish()
+    return command, run, cores
+
+
+def test_a_killed_orchestrator_leaves_no_process(killed_run):
+    command, run, cores = killed_run
+    assert len(cores) >= 5  # orchestrator, student, teacher, launcher, rank
     command.assert_nothing_left()
     assert_complete(run)
+
+
+@pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores that processes can be bound to")
+def test_the_quickstart_s_student_has_a_core_of_its_own_and_training_uses_all(killed_run):
+    *_, cores = killed_run
+    (student,) = [own for line, own in cores.items() if "serv" in line and "sum/student" in line]
+    (teacher,) = [own for line, own in cores.items() if "serv" in line and "sum/teacher" in line]
+    trainers = [own for line, own in cores.items() if "spot_async.trainer" in line]
+    assert len(student) == 1
+    assert teacher == cores["orchestrator"] == available_cores() - student
+    assert trainers
+    assert all(own == available_cores() for own in trainers)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/filesystems").exists(), reason="mounting needs root")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
@@ -34,8 +34,10 @@ class TrainerProcess:
     Implements `protocols.Trainer`. Every error of it is a `TrainerError`; after one, leave.
     """
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings, *, cores: Collection[int] | None = None) -> None:
+        """`cores`: those that it may use, where that is not those of this process."""
         self._settings = settings
+        self._cores = cores
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -76,6 +78,7 @@ class TrainerProcess:
             "trainer",
             [sys.executable, "-m", "spot_async.trainer.launcher", str(settings_path), channel_directory],
             log_path=settings_path.parent / "logs" / "trainer.log",
+            cores=self._cores,
         )
 
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, T | Failure], otherwise: str) -> T:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from spot_async import registry
-from spot_async.assembly import Backends, make_stages
+from spot_async.assembly import Backends, make_stages, served_models
 from spot_async.concurrency import running, watched
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config
+from spot_async.cores import CoreShares, available_cores, confined, share_cores
 from spot_async.diagnosis import diagnose
 from spot_async.errors import ConfigError
 from spot_async.initial_weights import send_initial_weights
@@ -24,7 +25,7 @@ from spot_async.preflight import TrainPlan
 from spot_async.protocols import Billed, Verifier
 from spot_async.run_directory import RunDirectory
 from spot_async.seeds import derive_seed
-from spot_async.servers import backend_factories
+from spot_async.servers import backend_factories, cores_wanted
 from spot_async.spending.account import Account
 from spot_async.stages import STAGE_SERVERS, Stages
 from spot_async.tuning.measurement import Level, Ramp
@@ -93,7 +94,8 @@ async def tune(
     Raises what starting the servers raises, ConfigError when `doctor` would refuse them, RequestError when a prompt
     cannot be supervised.
     """
-    backends = _one_of_each(config, plan, directory)
+    cores = share_cores(available_cores(), cores_wanted(served_models(config, plan)))
+    backends = _one_of_each(config, plan, directory, cores)
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
     servers = list(backends.by_role().values())
@@ -110,8 +112,11 @@ async def tune(
                 tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
         return tuning
 
-    async with running(*servers, verifier):
-        return await watched(measure(), [each.watch for each in servers])
+    for warning in cores.warnings:
+        tell(warning)
+    with confined(cores):
+        async with running(*servers, verifier):
+            return await watched(measure(), [each.watch for each in servers])
 
 
 async def _measure(
@@ -178,16 +183,10 @@ def _most(config: Config, plan: TrainPlan, templates: Sequence[Template]) -> int
     return sum(asked[stage] for stage in {template.stage for template in templates})
 
 
-def _one_of_each(config: Config, plan: TrainPlan, directory: Path) -> Backends:
+def _one_of_each(config: Config, plan: TrainPlan, directory: Path, cores: CoreShares) -> Backends:
     logs = RunDirectory(directory).path
-
-    def first(role: str, model: ModelConfig | None, needed: bool) -> Any:
-        if not needed or model is None:
-            return None
-        return next(iter(backend_factories(model, role, logs).values()))()
-
-    return Backends(
-        student=first("student", config.student, True),
-        teacher=first("teacher", config.teacher, plan.policy.needs.teacher),
-        reference=first("reference", plan.reference, True),
-    )
+    first: dict[str, Any] = {
+        role: next(iter(backend_factories(model, role, logs, cores=cores).values()))()
+        for role, model in served_models(config, plan).items()
+    }
+    return Backends(first["student"], first.get("teacher"), first.get("reference"))

@@ -1,0 +1,77 @@
+"""Which of a machine's cores the processes of a run use: some servers have cores of their own, the rest is shared.
+
+An engine is slower where it waits for its core, or loses its caches, each time that the orchestrator or another server
+wakes up. The settings say who wants cores (`own_cores`). Those servers are bound, and so is the orchestrator with all
+that it starts, but for the trainer: in strict mode nothing else has work while it trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class CoreShares:
+    """Cores by their numbers."""
+
+    available: frozenset[int] = frozenset()  # that the run may use; empty where processes cannot be bound
+    own: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by server
+    warnings: Sequence[str] = ()
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """For all that have none of their own."""
+        return self.available.difference(*self.own.values())
+
+
+def available_cores() -> frozenset[int]:
+    """Those that this process may use; empty where the system binds none (it is not Linux, or it refuses)."""
+    try:
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)
+    except (AttributeError, OSError):
+        return frozenset()
+    return frozenset(cores)
+
+
+def share_cores(available: Collection[int], wanted: Mapping[str, int]) -> CoreShares:
+    """Give each server as many cores as it wants, from the highest number down; at least one stays shared.
+
+    Nobody gets any where they are not enough: a run goes on without, and slower.
+    """
+    wanted = {server: count for server, count in wanted.items() if count}
+    if wanted and sum(wanted.values()) >= len(available):
+        needed = " + ".join(f"{count} ({server})" for server, count in wanted.items())
+        found = f"this process may use {len(available)}" if available else "this system binds no processes to cores"
+        return CoreShares(
+            frozenset(available),
+            warnings=[f"own_cores: {needed} and one to share are wanted, but {found}: all are shared"],
+        )
+    left = sorted(available)
+    own = {server: frozenset(left.pop() for _ in range(count)) for server, count in wanted.items()}
+    return CoreShares(frozenset(available), own)
+
+
+@contextlib.contextmanager
+def confined(shares: CoreShares) -> Iterator[None]:
+    """Keep this process, and what it starts meanwhile, to the shared cores."""
+    if not shares.own:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    bind_threads(shares.shared)
+    try:
+        yield
+    finally:
+        bind_threads(before)
+
+
+def bind_threads(cores: Collection[int]) -> None:
+    """Bind every thread of this process: new ones, and new processes, are bound as the thread that starts them."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
