@@ -154,8 +154,10 @@ class LaunchedServer:
         log_path: Path,
         make_command: MakeCommand,
         name: str | None = None,
+        cores: frozenset[int] | None = None,
     ) -> None:
         self._settings = settings
+        self._cores = cores
         self._role = role  # in configuration keys
         self._name = name or role  # in messages: which of a role's servers
         self._model = model.absolute()
@@ -173,7 +175,11 @@ class LaunchedServer:
             raise ConfigError(f"{self._role}.backend.{error}") from None
         self.url = f"http://127.0.0.1:{port}"
         self._child = await ChildProcess.start_foreign(
-            self._name, command.argv, log_path=self._log_path, environment=command.environment
+            self._name,
+            command.argv,
+            log_path=self._log_path,
+            environment=command.environment,
+            cores=self._cores,
         )
         return self
 

@@ -43,21 +43,11 @@ class LocalSettings(PluginSettings, EngineSettings):
         "http://10.0.0.5:8000; a list for several; its key is $SPOT_ASYNC_API_KEY",
     )
     start_timeout_s: PositiveFloat = Field(600.0, description="longest time loading the model may take")
-    own_cores: int = Field(
-        0,
-        ge=0,
-        description="cores of this machine that each server has to itself while prompts are supervised, at least "
-        "`threads`; the orchestrator and other servers share the rest. 0: it shares all of them too",
-    )
 
     def servers(self) -> Sequence[Self]:
         if self.url is not None:
             return self.numbered([{"url": url} for url in as_list(self.url)])
         return self.numbered([{"replicas": 1}] * self.replicas)
-
-    @property
-    def cores_wanted(self) -> int:
-        return self.own_cores
 
     @property
     def place(self) -> Place | None:
@@ -77,13 +67,8 @@ class LocalSettings(PluginSettings, EngineSettings):
             raise ValueError(
                 f"port={self.port}: one port for {self.replicas} servers (replicas): remove it, for private sockets"
             )
-        if 0 < self.own_cores < self.threads:
-            raise ValueError(
-                f"own_cores={self.own_cores}: fewer than threads={self.threads}, which would wait for each other: set "
-                f"own_cores={self.threads}, or 0"
-            )
         if self.url is not None:
-            for name in ("replicas", "port", "own_cores", *EngineSettings.model_fields):
+            for name in ("replicas", "port", *EngineSettings.model_fields):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: says how a server is started, but that at url runs already: remove one")
         return self

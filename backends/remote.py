@@ -289,6 +289,7 @@ class RemoteServer:
             model=self.files.directory,
             log_path=self._run_directory / "logs" / f"{self.name}.log",
             make_command=self._make_command,
+            cores=self.settings.cores,
         )
 
     def _connection(self, url: str) -> HttpEndpoint:

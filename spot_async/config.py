@@ -89,7 +89,7 @@ class RunConfig(Section):
 
 
 class ServingConfig(Section):
-    """What is done about a role's servers while the run goes on."""
+    """What a role's servers are given, and what is done about them while the run goes on."""
 
     max_in_flight: PositiveInt = Field(
         512, description="most requests of all stages at one server; less while it is overloaded"
@@ -101,6 +101,12 @@ class ServingConfig(Section):
     recovery_timeout_s: PositiveFloat = Field(
         600.0, description="longest time without any server that serves; starting one again has to fit in"
     )
+    own_cores: int = Field(
+        0,
+        ge=0,
+        description="cores of this machine that each server started here has to itself while prompts are supervised; "
+        "the orchestrator and other servers share the rest, training uses all. For servers that compute on the CPU",
+    )
 
 
 class ModelConfig(Section):
@@ -110,7 +116,9 @@ class ModelConfig(Section):
     backend: BackendSettings = Field(
         default_factory=dict, validate_default=True, description="how the model is served; a backend's own settings"
     )
-    serving: ServingConfig = Field(ServingConfig(), description="what is done about servers that fail or are slow")
+    serving: ServingConfig = Field(
+        ServingConfig(), description="what servers are given, and what is done about those that fail"
+    )
 
 
 class TeacherConfig(ModelConfig):

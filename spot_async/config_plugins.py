@@ -61,11 +61,6 @@ class PluginSettings(Section):
         return copies
 
     @property
-    def cores_wanted(self) -> int:
-        """Of a backend: how many cores of this machine each of its servers should have to itself."""
-        return 0
-
-    @property
     def cores(self) -> frozenset[int] | None:
         """Of a backend's server: those that it has to itself, by number."""
         return self._cores

@@ -63,22 +63,24 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start `argv` in a session of its own, on other `cores` than ours where some are given; stdout and stderr go
         to `log_path`."""
-        process = await _spawn(argv, log_path, {**os.environ, **(environment or {})})
-        if cores:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
-                os.sched_setaffinity(process.pid, cores)  # its threads, which it starts later, follow
-        return cls(name, process, log_path)
+        return cls(name, await _spawn(argv, log_path, {**os.environ, **(environment or {})}, cores), log_path)
 
     @classmethod
     async def start_foreign(
-        cls, name: str, argv: Sequence[str], *, log_path: Path, environment: Mapping[str, str] | None = None
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
     ) -> ChildProcess:
         """As `start`, for a program that knows nothing of us: nothing of it outlives its end, `stop` or our own death.
 
         `pid` is the guard's. What Python modules are found by comes from `environment` alone.
         """
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
-        process = await _spawn(guarded, log_path, foreign_environment(environment or {}))
+        process = await _spawn(guarded, log_path, foreign_environment(environment or {}), cores)
         return cls(name, process, log_path, is_foreign=True)
 
     @property
@@ -169,9 +171,11 @@ def _readable(text: str) -> list[str]:
     return [line[:LINE_CHARACTERS] for line in lines if line.strip()]
 
 
-async def _spawn(argv: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+async def _spawn(
+    argv: Sequence[str], log_path: Path, environment: Mapping[str, str], cores: Collection[int] | None
+) -> asyncio.subprocess.Process:
     with _open_log(log_path) as log:
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
@@ -179,6 +183,10 @@ async def _spawn(argv: Sequence[str], log_path: Path, environment: Mapping[str, 
             env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
             start_new_session=True,
         )
+    if cores:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            os.sched_setaffinity(process.pid, cores)  # what it starts, which takes it a while, follows
+    return process
 
 
 def _open_log(path: Path) -> BinaryIO:

@@ -48,7 +48,10 @@ def backend_factories(
 
 
 def cores_wanted(models: Mapping[str, ModelConfig]) -> dict[str, int]:
-    """How many cores each server of these roles should have to itself, by the server's name."""
+    """How many cores each server that these models' backends start should have to itself, by the server's name."""
     return {
-        each.server_name(role): each.cores_wanted for role, model in models.items() for each in model.backend.servers()
+        each.server_name(role): model.serving.own_cores
+        for role, model in models.items()
+        for each in model.backend.servers()
+        if each.place is None or not each.place.is_attached
     }

@@ -351,7 +351,7 @@ async def test_a_lost_acknowledgement_is_sent_again_late_answers_are_dropped_and
     trainer_settings: MakeSettings,
     supervision: Callable[..., Supervision],
 ) -> None:
-    async def start_deaf_rank(name: str, argv: Sequence[str], *, log_path: Path) -> ChildProcess:
+    async def start_deaf_rank(name: str, argv: Sequence[str], *, log_path: Path, cores: None) -> ChildProcess:
         return await start(name, [sys.executable, "-c", DEAF_RANK, argv[-1]], log_path=log_path)
 
     start = ChildProcess.start
