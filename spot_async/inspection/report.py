@@ -27,8 +27,8 @@ from spot_async.inspection.totals import (
     stage_names,
     total,
 )
-from spot_async.inspection.view import visible
 from spot_async.spending.records import spending_words
+from spot_async.text import visible
 
 LENGTH_BINS = 16
 TOP_TOKENS = 14
