@@ -17,6 +17,7 @@ from typing import Generic
 import structlog
 
 from spot_async.config import ServingConfig
+from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import (
     BudgetSpentError,
     DeadlineExceededError,
@@ -37,7 +38,6 @@ PING_INTERVAL_S = 1.0
 LONGEST_PAUSE_S = 30.0  # between attempts to enter it
 LAST_WORDS_S = 10.0  # SGLang looks for its reasons for five
 RESTARTS_WITHIN_S = 3600.0
-CAPABILITIES_TIMEOUT_S = 60.0
 
 
 class Supervisor(Generic[B]):
