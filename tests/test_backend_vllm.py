@@ -170,6 +170,15 @@ async def test_only_temperature_1_is_scored(connect: Connect) -> None:
         assert stand_in.calls == []
 
 
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_position_asked_for_by_itself_is_answered_by_one_row(connect: Connect, tokens: int) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.failing["/inference/v1/generate"] = stand_in.generate([3], {"max_tokens": tokens, "logprobs": 2})
+        positions = np.array([1, 4], np.int32)
+        with pytest.raises(PoisonedReplyError, match=f"{tokens} tokens where one was asked for"):
+            await backend.score_at(PROMPT, RESPONSE, positions, top_k=2, temperature=1.0, deadline=soon())
+
+
 @pytest.mark.parametrize(("version", "flag"), [("0.29.1", False), ("0.30.0+cpu", True), ("1.0.0rc1", True)])
 def test_the_command_has_the_flags_that_the_installed_version_knows(
     version: str, flag: bool, monkeypatch: pytest.MonkeyPatch
