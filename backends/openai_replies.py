@@ -58,8 +58,6 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None  # generated, of vLLM and SGLang
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None  # vLLM
-    stop_reason: int | str | None = None  # vLLM: the stop token that matched
-    matched_stop: int | str | None = None  # the same of SGLang
 
 
 class Usage(msgspec.Struct):
