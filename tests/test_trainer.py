@@ -224,12 +224,12 @@ def one_target(position: int, token_id: int) -> SoftTargets:
 @pytest.mark.parametrize(
     ("tokens", "changes", "complaint"),
     [
-        (4, {"teacher_logprobs": np.zeros(3, np.float32)}, "teacher_logprobs has shape (3,)"),
+        (4, {"teacher_logprobs": np.zeros(3, np.float32)}, "teacher_logprobs have shape (3,) instead of (4,)"),
         (4, {"advantages": np.zeros(4, np.float32)}, "both teacher_logprobs and advantages"),
         (4, {"reference_logprobs": None}, "reference_kl"),
         (0, {}, "empty"),
-        (4, {"targets": one_target(position=4, token_id=0)}, "outside its 4 response positions"),
-        (4, {"targets": one_target(position=0, token_id=VOCAB)}, f"vocabulary of {VOCAB}"),
+        (4, {"targets": one_target(position=4, token_id=0)}, "positions are not all in 0 to 3"),
+        (4, {"targets": one_target(position=0, token_id=VOCAB)}, f"token_ids are not all in 0 to {VOCAB - 1}"),
     ],
 )
 def test_malformed_samples_are_named_before_anything_is_trained(
