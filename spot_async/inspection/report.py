@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from spot_async.dead_letters import described
 from spot_async.inspection import svg
-from spot_async.inspection.bottleneck import Verdict, judge, percent
+from spot_async.inspection.bottleneck import BottleneckVerdict, judge, percent
 from spot_async.inspection.reading import RunFiles
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
@@ -66,7 +66,7 @@ class Report:
     name: str
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
-    verdict: Verdict
+    verdict: BottleneckVerdict
     result_headings: tuple[str, ...]
     results: tuple[ResultRow, ...]
     sections: tuple[Section, ...]

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from spot_async.actor import Stage
-from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, Verdict, judge, stage_load
+from spot_async.inspection.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
@@ -149,7 +149,7 @@ class LiveVerdict:
                 self._say(verdict.brief)
                 structlog.get_logger().info("bottleneck", verdict=verdict.sentence, advice=verdict.advice)
 
-    def judge(self) -> Verdict:
+    def judge(self) -> BottleneckVerdict:
         """On the time since the last one."""
         now_s = asyncio.get_running_loop().time()
         phases, waited_for = self._clock.take(PHASE_OF_WAIT.get(self._orchestrator.state.waiting_for), now_s)
