@@ -38,7 +38,7 @@ UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in 
 
 @dataclass(frozen=True)
 class OrchestratorSettings:
-    """The numbers that decide pace; all but the time-out come from the configuration."""
+    """The numbers that decide pace: of the configuration, of what was planned from it, and a time-out."""
 
     iterations: int
     batch_size: int
