@@ -300,6 +300,26 @@ def test_a_replica_that_cannot_be_entered_for_want_of_money_ends_the_run_as_such
     assert len(made_ones) == 2
 
 
+def test_an_endpoint_that_is_gone_overnight_is_tried_until_it_is_back_and_ends_nothing():
+    hour_s = 3600.0
+
+    class Endpoint(Server):
+        async def __aenter__(self):
+            if 1.0 < asyncio.get_running_loop().time() < 10 * hour_s:
+                raise TransientError("connection refused")
+            return self
+
+    async def scenario(pool, made):
+        await asyncio.sleep(2.0)
+        made[0][0].kill()
+        await asyncio.sleep(10 * hour_s - 3.0)
+        assert [each.state for each in pool.replicas] == [State.RECOVERING, State.SERVING]
+        await asyncio.sleep(60.0)
+        assert [each.state for each in pool.replicas] == [State.SERVING] * 2
+
+    incident(scenario, make=Endpoint, number=2, are_ours=False)
+
+
 def test_a_frozen_replica_is_noticed_although_its_requests_are_given_up_early():
     """As hedges do: the other server answers each time, long before the frozen one has had a request for `stall_s`."""
 
