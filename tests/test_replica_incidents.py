@@ -127,6 +127,27 @@ def test_a_lost_replica_is_left_only_after_its_requests_have_ended():
     incident(scenario)
 
 
+def test_a_request_that_takes_its_time_to_end_outlives_a_second_incident():
+    async def scenario(pool, made):
+        async def request(server):
+            try:
+                await asyncio.sleep(1000.0)
+            except asyncio.CancelledError:
+                await asyncio.sleep(60.0)  # such as an abort that a server does not answer
+                raise
+
+        task = asyncio.create_task(ask(pool, request))
+        await asyncio.sleep(1.0)
+        made[0][0].kill()
+        await asyncio.sleep(20.0)
+        assert len(made[0]) == 2
+        made[0][1].kill()
+        assert "given up: its process ended (it was killed)" in str(await task)
+        assert [(each.state, each.in_flight) for each in pool.replicas] == [(State.SERVING, 0)]
+
+    incident(scenario, stall_s=10.0)
+
+
 def test_a_lease_that_was_taken_back_before_it_is_used_sends_nothing():
     async def scenario(pool, made):
         lease = await pool.lease(Errand("score", (0,)))
