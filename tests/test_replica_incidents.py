@@ -362,6 +362,24 @@ def test_a_frozen_replica_is_noticed_although_its_requests_are_given_up_early():
     incident(scenario, stall_s=10.0)
 
 
+def test_a_replica_that_cannot_be_left_takes_no_time_from_the_others():
+    class Leaving(Server):
+        async def __aexit__(self, *exc_info):
+            if self is servers[0]:
+                raise OSError("gone")
+            await asyncio.sleep(5.0)
+            await super().__aexit__(*exc_info)
+
+    servers = []
+
+    async def scenario(pool, made):
+        servers.extend(each[0] for each in made)
+
+    with pytest.raises(OSError, match="gone"):
+        incident(scenario, make=Leaving, number=2)
+    assert servers[1].is_left
+
+
 def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence():
     class Slow(Server):
         async def update_weights(self, snapshot, *, deadline):
