@@ -233,6 +233,7 @@ def test_results_are_read_back_and_others_are_refused(tmp_path):
 
 
 def test_a_report_shows_a_tuning(tmp_path):
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     (tmp_path / "config.yaml").write_text("{}")
     (tmp_path / "tuned.json").write_bytes(as_json(tuning()))
     arguments = ["report", str(tmp_path), "--tuning", str(tmp_path / "tuned.json")]
