@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -276,6 +277,16 @@ def test_published_weights_load_with_their_tokenizer_and_old_ones_go(
     ids = torch.arange(VOCAB)[None]
     torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits, rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(directory)("w3 w7")["input_ids"] == [3, 7]
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        trainer.train(Batch(3, tuple(mixed_batch())))
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == [f"step-00000{step}" for step in (2, 3, 4)]
+    trainer.train(Batch(4, tuple(mixed_batch())))
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["step-000004", "step-000005"]
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])

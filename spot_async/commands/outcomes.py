@@ -66,6 +66,8 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:
+        if not received:  # a bug: nobody asked for it
+            raise
         stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Self
 
-from spot_async.concurrency import gather
+from spot_async.concurrency import gather, settle
 from spot_async.config import ServingConfig
 from spot_async.errors import RequestError, SpotError
 from spot_async.protocols import Sleeper
@@ -79,7 +79,7 @@ class ReplicaPool(Generic[B]):
         await self._leave()
 
     async def _leave(self) -> None:
-        await gather(replica.leave() for replica in self._replicas)
+        await settle(replica.leave() for replica in self._replicas)
 
     @property
     def replicas(self) -> Sequence[ReplicaStatus]:
