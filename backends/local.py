@@ -41,8 +41,7 @@ from .held_weights import HeldWeights
 from .http import HttpEndpoint
 from .local_server import LocalServer, LocalSettings
 from .replies import check_candidates, check_generation, check_scores
-
-LARGE_REPLY_BYTES = 1 << 20  # reading more than this would hold up the event loop
+from .stepwise import read_aside
 
 T = TypeVar("T")
 
@@ -236,19 +235,19 @@ class LocalBackend:
     async def _post(
         self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], T], deadline: float
     ) -> T:
-        """What `check` returns of the reply; a large one is read beside the event loop."""
+        """What `check` returns of the reply; a large one is read and checked in a thread."""
         sent = wire.encode(request)
-        body = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
+        reply = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
 
-        def read() -> T:
-            reply = self._decode(body, kind)
+        def read(body: bytes) -> T:
+            message = self._decode(body, kind)
             with self._naming(path):
-                return check(reply)
+                return check(message)
 
         try:
-            return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()
+            return await read_aside(reply, read)
         except RequestError as error:
-            error.exchange = self._endpoint.exchange("POST", path, sent, received=body)
+            error.exchange = self._endpoint.exchange("POST", path, sent, received=reply)
             raise
 
     def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:

@@ -63,7 +63,7 @@ async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIte
                 task.cancel()
 
 
-async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaitable[None]]]) -> T:
+async def watched(run: Awaitable[T], watches: list[Callable[[], Awaitable[None]]]) -> T:
     """Run while children live; the first that dies by itself cancels everything with its `ProcessDiedError`."""
     async with asyncio.TaskGroup() as group:
 
@@ -75,6 +75,14 @@ async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaita
         for task in watching:
             task.cancel()
     return result
+
+
+async def while_alive(run: Awaitable[T], watch: Callable[[], Awaitable[None]]) -> T:
+    """`watched` by one. The first failure of either is raised by itself, not in a group."""
+    try:
+        return await watched(run, [watch])
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
 
 
 @asynccontextmanager

@@ -324,7 +324,7 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     for name in ("step-000002", "best-000001", "copied"):
         (training / "weights" / name).mkdir(parents=True)
     (training / "best").symlink_to("weights/best-000001")
-    (training / "config.yaml").write_text("{}")
+    (training / "run.json").write_text('{"format": 1, "command": "train"}')
     (training / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, **row}) + "\n" for i in (1, 2)))
     paid = [(0, 0.01), (1, 0.12), (2, 0.25), (None, 0.31)]  # running totals, the last one after an evaluation
     (training / "spending.jsonl").write_text(

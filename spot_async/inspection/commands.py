@@ -78,8 +78,8 @@ def refuse_evaluation(files: RunFiles) -> None:
     """Raises DataError for the directory of `spot-async eval`: nothing was sampled for training there."""
     if files.is_evaluation:
         raise DataError(
-            f"{files.path} is an evaluation's: its figures are in summary.json, each judged response in "
-            "evaluation.jsonl; this command is for a training run"
+            f"{files.path} is an evaluation's: once it is complete, its figures are in summary.json and each judged "
+            "response in evaluation.jsonl; this command is for a training run"
         )
 
 
