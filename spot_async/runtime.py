@@ -112,6 +112,8 @@ async def train(
     backends = make_backends(config, plan, directory, spending, cores)
     replicas = partial(replica_lines, backends.by_role())
     screen.replicas = replicas
+    for pool in backends.pools().values():
+        pool.tell_of_limits(screen.warn)
     watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
     lag = LoopLag()
     student = backends.student

@@ -270,6 +270,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     score_temperature: LogprobTemperature = "request"
     generation_temperature: LogprobTemperature = "request"
     seeds: bool = True  # equal requests with equal seeds give equal tokens, whatever runs beside them
+    slots: int | None = None  # requests that it has memory for at a time; None where the server does not say
     prefix_caching: bool | None = None  # None where the server does not say
     weight_transport: str | None = None  # how new weights reach it, for people; None where it takes none or nobody says
     # Weights that are being served; None when a server that was already running may hold any.

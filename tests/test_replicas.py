@@ -1,4 +1,4 @@
-"""What a pool decides: where a request goes, how much a replica gets, when it is trusted, who goes first."""
+"""What a pool decides: where a request goes, when a replica is trusted, who goes first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.replicas.capabilities import MODEL, check_same, combined
-from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
 from spot_async.replicas.dispatcher import Dispatcher
 from spot_async.replicas.life_cycle import FAILURES_TO_SUSPECT, MOVES, LifeCycle, State
 from spot_async.replicas.replica import Replica
@@ -94,65 +93,6 @@ def test_sessions_that_were_not_heard_of_for_longest_are_forgotten():
     a, b = Load("a", 0, 9), Load("b", 0, 9)
     assert [router.choose(session, [a]) for session in ("1", "2", "1", "3")] == [a] * 4
     assert [router.choose(session, [a, b]) for session in ("1", "3", "2")] == [a, a, b]  # 2 is new again
-
-
-def answer(limit, sent_s, now_s, *, in_flight, work=10, stage="probe"):
-    limit.succeeded(stage, sent_s=sent_s, now_s=now_s, work=work, in_flight=in_flight)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["answer", "refuse"]), st.floats(0, 5), st.integers(1, 60)), max_size=80))
-def test_a_limit_stays_between_one_and_the_most(events):
-    limit, now_s = ConcurrencyLimit(32), 0.0
-    for kind, seconds, in_flight in events:
-        now_s += seconds
-        if kind == "answer":
-            answer(limit, now_s - 2.0, now_s, in_flight=in_flight)
-        else:
-            limit.overloaded(sent_s=now_s - 2.0, now_s=now_s, in_flight=in_flight)
-        assert 1 <= limit.value <= 32
-
-
-def test_a_storm_of_refusals_lowers_the_limit_once_a_round_trip():
-    limit = ConcurrencyLimit(512)
-    for _ in range(40):  # all sent before anybody knew
-        limit.overloaded(sent_s=0.0, now_s=1.0, in_flight=40)
-    assert limit.value == 28  # seven tenths of what was in flight, not of the limit that nobody used
-    assert limit.decreases == 1
-    limit.overloaded(sent_s=1.0, now_s=2.0, in_flight=28)
-    assert limit.value == 19
-
-
-def test_a_limit_grows_by_one_a_round_trip_and_only_when_it_is_used():
-    limit = ConcurrencyLimit(512)
-    limit.overloaded(sent_s=0.0, now_s=1.0, in_flight=20)
-    for _ in range(100):
-        answer(limit, 2.0, 3.0, in_flight=5)
-    assert limit.value == 14
-    for round_trip in range(1, 5):
-        for _ in range(limit.value + 1):
-            answer(limit, 3.0, 4.0, in_flight=limit.value)
-        assert limit.value == 14 + round_trip
-
-
-def windows(limit, seconds, *, in_flight, work=10, count=1, now_s=0.0, stage="probe"):
-    """Whole windows of requests; returns the time after them."""
-    for _ in range(count):
-        for _ in range(max(WINDOW_REQUESTS, in_flight)):
-            answer(limit, now_s, now_s + seconds, in_flight=in_flight, work=work, stage=stage)
-        now_s += seconds
-    return now_s
-
-
-def test_latency_lowers_the_limit_where_neither_length_nor_load_explains_it():
-    limit = ConcurrencyLimit(64)
-    now_s = windows(limit, 1.0, in_flight=8, count=5)
-    now_s = windows(limit, 10.0, in_flight=8, work=100, count=5, now_s=now_s)  # longer requests
-    now_s = windows(limit, 40.0, in_flight=32, work=100, count=5, now_s=now_s)  # four times the load
-    now_s = windows(limit, 90.0, in_flight=8, work=10, count=5, now_s=now_s, stage="rollout")  # another kind
-    assert (limit.value, limit.decreases) == (64, 0)
-    windows(limit, 10.0, in_flight=8, count=1, now_s=now_s)
-    assert (limit.value, limit.decreases) == (5, 1)
 
 
 @settings(deadline=None)

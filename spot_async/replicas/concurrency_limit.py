@@ -3,101 +3,149 @@
 It starts at the most that is allowed, where stages' own limits decide, and comes down when the server says, or shows,
 that it has too much:
 
-* It refuses (429, 503), or a request is not answered in time.
-* Latency grows. Requests differ in length, so what is compared is seconds per unit of work (a token, for what
-  generates or scores), stage by stage, over windows of many requests, with a baseline that follows slowly. A server
-  that batches takes longer for each request the more it has, up to in proportion to what it has, and that alone is no
-  reason: what goes in proportion is a queue that costs nothing, and finding the best place on that curve is `tune`'s
-  business. What grows beyond that does cost: memory that no longer holds what is in flight, somebody else's load.
+* It refuses (429, 503), or a request is not answered in time. That is its own word, and counts at once.
+* Latency grows, and throughput does not. Requests differ in length, so what is compared is seconds per unit of work (a
+  token, for what generates or scores), stage by stage, over windows of many requests, with a baseline that follows
+  slowly. A server that batches takes longer for each request the more it has, up to in proportion to what it has, and
+  that alone is no reason: what goes in proportion is a queue that costs nothing, and finding the best place on that
+  curve is `tune`'s business. What grows beyond that does cost: memory that no longer holds what is in flight, somebody
+  else's load.
 
-Like TCP's, it reacts once per round trip: what was sent before the last decrease says nothing of the load since.
+Latency is circumstantial, so it counts only where it means something. A short request's is that of whatever it happens
+to be served beside, so a window counts only where its stage is much of what the replica had to do meanwhile. One bad
+window may be a pause; two in a row, the second of requests that were sent after the first, are not. And it never takes
+the limit below what the server has slots for: fewer would leave them empty.
+
+Like TCP's, it reacts once per round trip: what was sent before the last decrease says nothing of the load since. Also
+as in TCP, a decrease is from what was in flight: a limit that nobody reached says nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from spot_async.replicas.occupancy import Moment
 
 DECREASE = 0.7  # factor
 WINDOW_REQUESTS = 16  # of one stage, at least: fewer say more of themselves than of the server
 GROWTH = 2.0  # of latency beyond what the load explains
+BAD_WINDOWS = 2  # in a row
+MAIN_SHARE = 1 / 3  # of what the replica has in flight, for a stage to count: no server has more than three large ones
 BASELINE_SHARE = 0.1  # of the newest window in the baseline: about ten windows are remembered
+
+
+class Decrease(NamedTuple):
+    """That a limit was lowered."""
+
+    before: int
+    after: int
+    in_flight: int  # that was too much
+    reason: str
 
 
 @dataclass(slots=True)
 class _Window:
     """Requests of one stage, sent since the window was opened."""
 
-    opened_s: float
+    opened: Moment
     requests: int = 0
     seconds: float = 0.0
     work: float = 0.0
-    load: float = 0.0  # summed in flight
+    busy_s: float = 0.0  # the replica's while it had each of them, summed: over `seconds`, the load that they saw
+    most_in_flight: int = 0
 
 
 @dataclass(slots=True)
 class _Baseline:
     seconds_per_work: float
     load: float  # mean in flight
+    bad_windows: int = 0  # in a row
+    too_much: int = 0  # most in flight in these
+
+    def follow(self, seconds_per_work: float, load: float) -> None:
+        self.seconds_per_work += BASELINE_SHARE * (seconds_per_work - self.seconds_per_work)
+        self.load += BASELINE_SHARE * (load - self.load)
+
+    def forgive(self) -> None:
+        self.bad_windows = self.too_much = 0
 
 
 class ConcurrencyLimit:
     """The limit of one replica."""
 
     def __init__(self, maximum: int) -> None:
+        self.slots = 1  # that the server is known to have
+        self.decreases = 0
         self._maximum = maximum
         self._limit = float(maximum)
         self._decreased_s = float("-inf")
         self._windows: dict[str, _Window] = {}
         self._baselines: dict[str, _Baseline] = {}
-        self.decreases = 0
 
     @property
     def value(self) -> int:
         """At least 1."""
         return int(self._limit)
 
-    def succeeded(self, stage: str, *, sent_s: float, now_s: float, work: int, in_flight: int) -> None:
+    def succeeded(self, stage: str, *, sent: Moment, now: Moment, work: int, in_flight: int) -> Decrease | None:
         """A request of `stage` was answered; `in_flight` counts it."""
-        if sent_s < self._decreased_s:
-            return
+        if sent.s < self._decreased_s:
+            return None
         if self._limit < self._maximum and in_flight >= self.value:  # else it was not the limit that went well
             self._limit = min(self._maximum, self._limit + 1.0 / self._limit)
-        self._measure(stage, sent_s=sent_s, now_s=now_s, work=work, in_flight=in_flight)
-
-    def overloaded(self, *, sent_s: float, now_s: float, in_flight: int) -> None:
-        """A request was refused for now, or not answered in time; `in_flight` counts it."""
-        if sent_s >= self._decreased_s:
-            self._decrease(now_s, in_flight)
-
-    def _decrease(self, now_s: float, in_flight: int) -> None:
-        """From what was too much: the limit itself may be far above."""
-        self._limit = max(1.0, min(self._limit, in_flight) * DECREASE)
-        self._decreased_s = now_s
-        self._windows.clear()
-        self.decreases += 1
-
-    def _measure(self, stage: str, *, sent_s: float, now_s: float, work: int, in_flight: int) -> None:
-        window = self._windows.get(stage)
-        if window is None:
-            window = self._windows[stage] = _Window(sent_s)
-        if sent_s < window.opened_s:
-            return
+        window = self._windows.setdefault(stage, _Window(sent))
+        if sent.s < window.opened.s:
+            return None
         window.requests += 1
-        window.seconds += now_s - sent_s
+        window.seconds += now.s - sent.s
         window.work += max(1, work)
-        window.load += in_flight
-        if window.requests >= max(WINDOW_REQUESTS, in_flight):  # a round trip of all that is in flight
-            self._close(stage, window, now_s)
+        window.busy_s += now.busy_s - sent.busy_s
+        window.most_in_flight = max(window.most_in_flight, in_flight)
+        if window.requests < max(WINDOW_REQUESTS, in_flight):  # a round trip of all that is in flight
+            return None
+        self._windows[stage] = _Window(now)
+        if now.stage_busy_s - window.opened.stage_busy_s < MAIN_SHARE * (now.busy_s - window.opened.busy_s):
+            return None
+        return self._judge(stage, window, now.s)
 
-    def _close(self, stage: str, window: _Window, now_s: float) -> None:
-        seconds_per_work, load = window.seconds / window.work, window.load / window.requests
-        self._windows[stage] = _Window(now_s)
+    def overloaded(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
+        """A request was refused for now, or not answered in time; `in_flight` counts it."""
+        if sent_s < self._decreased_s:
+            return None
+        return self._decrease(1, now_s, in_flight, reason)
+
+    def _judge(self, stage: str, window: _Window, now_s: float) -> Decrease | None:
+        seconds_per_work, load = window.seconds / window.work, window.busy_s / window.seconds
         baseline = self._baselines.get(stage)
         if baseline is None:
             self._baselines[stage] = _Baseline(seconds_per_work, load)
-            return
+            return None
         explained = baseline.seconds_per_work * max(1.0, load / baseline.load)
-        baseline.seconds_per_work += BASELINE_SHARE * (seconds_per_work - baseline.seconds_per_work)
-        baseline.load += BASELINE_SHARE * (load - baseline.load)
-        if seconds_per_work > GROWTH * explained:
-            self._decrease(now_s, round(load))
+        if seconds_per_work <= GROWTH * explained:
+            baseline.follow(seconds_per_work, load)
+            baseline.forgive()
+            return None
+        baseline.bad_windows += 1
+        baseline.too_much = max(baseline.too_much, window.most_in_flight)
+        if baseline.bad_windows < BAD_WINDOWS:
+            return None
+        baseline.follow(seconds_per_work, load)  # also now: a server that stays slow is not to end at its slots
+        reason = (
+            f"{stage}: {1e3 * seconds_per_work:.3g} ms a token, where {load:.0f} in flight "
+            f"explain {1e3 * explained:.3g} ms"
+        )
+        return self._decrease(min(self.slots, self._maximum), now_s, baseline.too_much, reason)
+
+    def _decrease(self, least: int, now_s: float, in_flight: int, reason: str) -> Decrease | None:
+        """From what was too much: the limit itself may be far above."""
+        before = self.value
+        self._limit = min(self._limit, max(float(least), min(self._limit, in_flight) * DECREASE))
+        self._decreased_s = now_s
+        self._windows.clear()
+        for baseline in self._baselines.values():
+            baseline.forgive()
+        if self.value == before:
+            return None
+        self.decreases += 1
+        return Decrease(before, self.value, in_flight, reason)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Generic
+
+import structlog
 
 from spot_async.errors import (
     DeadlineExceededError,
@@ -21,6 +24,7 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.mailbox import Mailbox
+from spot_async.replicas.concurrency_limit import Decrease
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
@@ -42,6 +46,8 @@ class Dispatcher(Generic[B]):
         self._router = Router()
         self._mailbox = Mailbox(sys.maxsize)  # stages let in no more than they have places for
         self._waiting: dict[int, tuple[Errand, asyncio.Future[HeldLease[B]]]] = {}
+        self._lowered = 0  # limits
+        self.limit_lowered: Callable[[str], None] = lambda line: None  # a line for people, of the first and ever fewer
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -153,29 +159,39 @@ class Dispatcher(Generic[B]):
         self.admit()
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:
-        replica, now_s = lease.holder, asyncio.get_running_loop().time()
+        replica, now_s, stage = lease.holder, asyncio.get_running_loop().time(), lease.errand.stage
         in_flight = replica.in_flight + 1  # with this one
+        lowered: Decrease | None = None
         match error:
             case None:
                 replica.answered(now_s)
-                replica.limit.succeeded(
-                    lease.errand.stage, sent_s=lease.granted_s, now_s=now_s, work=lease.work, in_flight=in_flight
-                )
+                now = replica.occupancy.at(stage, now_s)
+                lowered = replica.limit.succeeded(stage, sent=lease.sent, now=now, work=lease.work, in_flight=in_flight)
             case RequestError() if not error.was_sent:
                 pass
             case ThrottledError():
                 if error.retry_after_s is not None:
                     self._hold(replica, error.retry_after_s, now_s)
                 replica.answered(now_s)
-                replica.limit.overloaded(sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
+                lowered = replica.limit.overloaded(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case DeadlineExceededError():
-                replica.limit.overloaded(sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
+                lowered = replica.limit.overloaded(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case ServerRestartedError():
                 replica.report(Trouble.RESTARTED, error)
             case TransientError() if not _is_refusal(error):
                 replica.unanswered(lease, error, now_s)
             case RequestError() if _is_of_a_reply(error):
                 replica.answered(now_s)
+        if lowered is not None:
+            self._tell(replica.name, stage, lowered)
+
+    def _tell(self, replica: str, stage: str, lowered: Decrease) -> None:
+        structlog.get_logger().warning("limit lowered", replica=replica, stage=stage, **lowered._asdict())
+        self._lowered += 1
+        if self._lowered & (self._lowered - 1) == 0:  # an endpoint that refuses for hours would fill the screen
+            self.limit_lowered(
+                f"{replica} gets {lowered.after} requests at a time at most, not {lowered.before}: {lowered.reason}"
+            )
 
 
 def _is_refusal(error: RequestError) -> bool:

@@ -69,6 +69,7 @@ class ReplicaPool(Generic[B]):
             for replica, offers in zip(self._replicas, found, strict=True):
                 check_same(found[0], replica.name, offers, VOCABULARY)
                 replica.offers = offers
+                replica.limit.slots = offers.slots or 1
                 replica.life.move(State.SERVING, asyncio.get_running_loop().time())
         except BaseException:
             await self._leave()
@@ -103,6 +104,10 @@ class ReplicaPool(Generic[B]):
         for replica in self._replicas:
             add_traffic(total, replica.traffic)
         return total
+
+    def tell_of_limits(self, tell: Callable[[str], None]) -> None:
+        """`tell` gets a line for people when a server's limit is lowered."""
+        self._dispatcher.limit_lowered = tell
 
     async def lease(self, errand: Errand) -> Lease[B]:
         return await self._dispatcher.lease(errand)

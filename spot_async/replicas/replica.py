@@ -18,6 +18,7 @@ from spot_async.errors import SpotError, TransientError
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.replicas.concurrency_limit import ConcurrencyLimit
 from spot_async.replicas.life_cycle import IN_ROTATION, LifeCycle, State
+from spot_async.replicas.occupancy import Occupancy
 from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import LEASED, Grant
 from spot_async.types import Capabilities, Traffic, WeightVersion
@@ -83,9 +84,8 @@ class Replica(Generic[B]):
         self.leases: set[HeldLease[B]] = set()
         self.last_error: SpotError | None = None
         self.restarts = 0
-        self._requests = 0  # of the leases, without those that are the pool's own
+        self.occupancy = Occupancy()  # by the leases, without those that are the pool's own
         self._requests_sent = 0
-        self._busy_s = 0.0
         self._unanswered: dict[int, Errand] = {}  # connections that failed since the last answer, and since when
         self._failing_s = now_s
         self._silence_s = 0.0  # that it had something in flight since its last sign of life, while it has nothing
@@ -98,7 +98,7 @@ class Replica(Generic[B]):
 
     @property
     def in_flight(self) -> int:
-        return self._requests
+        return self.occupancy.requests
 
     @property
     def most_in_flight(self) -> int:
@@ -119,7 +119,7 @@ class Replica(Generic[B]):
     @property
     def status(self) -> ReplicaStatus:
         """For any thread."""
-        life = self.life
+        life, now_s = self.life, self._loop.time()
         return ReplicaStatus(
             self.name,
             life.state,
@@ -130,8 +130,8 @@ class Replica(Generic[B]):
             life.version,
             self.traffic,
             self._requests_sent,
-            self._busy_s,
-            life.away_s(self._loop.time()),
+            self.occupancy.busy_s(now_s),
+            life.away_s(now_s),
         )
 
     # What the leases say
@@ -142,16 +142,17 @@ class Replica(Generic[B]):
             self._changed.set()
             self._idle.clear()
         self.leases.add(lease)
-        self._requests += lease.is_request
-        self._requests_sent += lease.is_request
+        if lease.is_request:
+            self.occupancy.began(lease.errand.stage, lease.granted_s)
+            self._requests_sent += 1
 
     def released(self, lease: HeldLease[B]) -> None:
         self.leases.remove(lease)
+        now_s = self._loop.time()
         if lease.is_request:
-            self._requests -= 1
-            self._busy_s += self._loop.time() - lease.granted_s
+            self.occupancy.ended(lease.errand.stage, now_s)
         if not self.leases:
-            self._silence_s = self._loop.time() - self._silent_since_s
+            self._silence_s = now_s - self._silent_since_s
             self._idle.set()
 
     def answered(self, now_s: float) -> None:
@@ -251,6 +252,7 @@ class HeldLease(Generic[B]):
         "grant",
         "granted_s",
         "is_request",
+        "sent",
         "service",
         "work",
     )
@@ -270,6 +272,7 @@ class HeldLease(Generic[B]):
         self.service = replica.backend
         self.errand = errand
         self.granted_s = now_s
+        self.sent = replica.occupancy.at(errand.stage, now_s)
         self.is_request = is_request
         self.grant = grant
         self.work = errand.tokens

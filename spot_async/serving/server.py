@@ -86,6 +86,7 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
         candidate_logprobs="batched",
         weight_update=engine.parameters.match(directory),
         weight_transport="disk",
+        slots=settings.slots,
         prefix_caching=False,  # a prefix is read once for requests that wait together, and not kept
     )
     served = ServedModel(

@@ -1,0 +1,230 @@
+"""How much a replica gets: step by step, and under a strict run's traffic on a simulated engine and virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spot_async.concurrency import gather
+from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
+from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.occupancy import Moment
+from spot_async.replicas.replica import Replica
+from spot_async.replicas.service_pool import Errand
+from spot_async.simulation.virtual_time import run_on_virtual_time
+
+BATCH, PROBES, SLOTS = 64, 8, 64
+TRAIN_S = 0.25
+
+
+def answer(limit, sent_s, now_s, *, in_flight):
+    sent, now = (Moment(s, in_flight * s, in_flight * s) for s in (sent_s, now_s))
+    limit.succeeded("probe", sent=sent, now=now, work=10, in_flight=in_flight)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["answer", "refuse"]), st.floats(0, 5), st.integers(1, 60)), max_size=80))
+def test_a_limit_stays_between_one_and_the_most(events):
+    limit, now_s = ConcurrencyLimit(32), 0.0
+    for kind, seconds, in_flight in events:
+        now_s += seconds
+        if kind == "answer":
+            answer(limit, now_s - 2.0, now_s, in_flight=in_flight)
+        else:
+            limit.overloaded("429", sent_s=now_s - 2.0, now_s=now_s, in_flight=in_flight)
+        assert 1 <= limit.value <= 32
+
+
+def test_a_storm_of_refusals_lowers_the_limit_once_a_round_trip():
+    limit = ConcurrencyLimit(512)
+    for _ in range(40):  # all sent before anybody knew
+        limit.overloaded("429", sent_s=0.0, now_s=1.0, in_flight=40)
+    assert limit.value == 28  # seven tenths of what was in flight, not of the limit that nobody used
+    assert limit.decreases == 1
+    limit.overloaded("429", sent_s=1.0, now_s=2.0, in_flight=28)
+    assert limit.value == 19
+
+
+def test_a_limit_grows_by_one_a_round_trip_and_only_when_it_is_used():
+    limit = ConcurrencyLimit(512)
+    limit.overloaded("429", sent_s=0.0, now_s=1.0, in_flight=20)
+    for _ in range(100):
+        answer(limit, 2.0, 3.0, in_flight=5)
+    assert limit.value == 14
+    for round_trip in range(1, 5):
+        for _ in range(limit.value + 1):
+            answer(limit, 3.0, 4.0, in_flight=limit.value)
+        assert limit.value == 14 + round_trip
+
+
+class Traffic:
+    """Whole windows of requests, one after the other."""
+
+    def __init__(self, limit):
+        self.limit = limit
+        self.s = self.busy_s = 0.0
+        self.stages_busy_s = Counter()
+
+    def windows(self, seconds, *, in_flight, work=10, count=1, stage="probe", share=1.0):
+        """`share` of what is in flight is the stage's."""
+        for _ in range(count):
+            sent = Moment(self.s, self.busy_s, self.stages_busy_s[stage])
+            self.s += seconds
+            self.busy_s += seconds * in_flight
+            self.stages_busy_s[stage] += seconds * in_flight * share
+            now = Moment(self.s, self.busy_s, self.stages_busy_s[stage])
+            for _ in range(max(WINDOW_REQUESTS, in_flight)):
+                self.limit.succeeded(stage, sent=sent, now=now, work=work, in_flight=in_flight)
+        return self.limit.value, self.limit.decreases
+
+
+def test_latency_lowers_the_limit_where_neither_length_nor_load_explains_it():
+    traffic = Traffic(ConcurrencyLimit(64))
+    traffic.windows(1.0, in_flight=8, count=5)
+    traffic.windows(10.0, in_flight=8, work=100, count=5)  # longer requests
+    traffic.windows(40.0, in_flight=32, work=100, count=5)  # four times the load
+    assert traffic.windows(90.0, in_flight=8, work=10, count=5, stage="rollout") == (64, 0)  # another kind
+    assert traffic.windows(10.0, in_flight=8) == (64, 0)  # a pause, perhaps
+    assert traffic.windows(1.0, in_flight=8) == (64, 0)
+    assert traffic.windows(10.0, in_flight=8) == (64, 0)
+    assert traffic.windows(10.0, in_flight=8) == (5, 1)
+
+
+def test_latency_of_requests_that_are_little_of_what_a_server_does_says_nothing():
+    traffic = Traffic(ConcurrencyLimit(64))
+    traffic.windows(1.0, in_flight=8, share=0.2, count=5)
+    assert traffic.windows(10.0, in_flight=8, share=0.2, count=5) == (64, 0)
+
+
+def test_latency_leaves_a_server_the_slots_that_it_has_and_refusals_do_not():
+    limit = ConcurrencyLimit(512)
+    limit.slots = 64
+    traffic = Traffic(limit)
+    traffic.windows(1.0, in_flight=80, count=5)
+    assert traffic.windows(10.0, in_flight=80, count=2) == (64, 1)
+    limit.overloaded("HTTP 429", sent_s=traffic.s, now_s=traffic.s, in_flight=60)
+    assert limit.value == 42
+
+
+@dataclass
+class Engine:
+    """Steps as the engine of `spot-async serve` does: scores what waits, reads prompts into free slots, decodes a token
+    of each."""
+
+    score_s: float  # of one response
+    step_s: float = 0.002
+    slower: float = 1.0  # factor on every time
+    waiting: deque = field(default_factory=deque)
+    scoring: list = field(default_factory=list)
+    decoding: list = field(default_factory=list)
+    work: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, tokens):
+        done = asyncio.get_running_loop().create_future()
+        self.waiting.append([tokens, done])
+        self.work.set()
+        await done
+
+    async def score(self):
+        done = asyncio.get_running_loop().create_future()
+        self.scoring.append(done)
+        self.work.set()
+        await done
+
+    async def run(self):
+        since_read = 0
+        while True:
+            if not (self.waiting or self.scoring or self.decoding):
+                self.work.clear()
+                await self.work.wait()
+            scored, self.scoring = self.scoring, []
+            await asyncio.sleep(self.slower * self.score_s * len(scored))
+            for done in scored:
+                done.set_result(None)
+            free = SLOTS - len(self.decoding)
+            if self.waiting and (not self.decoding or len(self.waiting) >= free >= SLOTS // 8 or since_read >= 8):
+                self.decoding += [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+                await asyncio.sleep(self.slower * self.step_s)
+                since_read = 0
+            if self.decoding:
+                await asyncio.sleep(self.slower * self.step_s)
+                since_read += 1
+            for each in self.decoding:
+                each[0] -= 1
+                if not each[0]:
+                    each[1].set_result(None)
+            self.decoding = [each for each in self.decoding if each[0]]
+
+
+def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
+    """The quickstart's traffic: a batch's rollouts at once, each scored by a teacher, then its candidates, then its
+    probes; nothing while training. Returns the events that the student's limit was lowered, with their iterations."""
+
+    async def scenario():
+        rng, loop = random.Random(seed), asyncio.get_running_loop()
+        student, teacher = Engine(score_s=0.001), Engine(score_s=0.002)
+        replica = Replica("student", object, object(), max_in_flight=512)
+        replica.limit.slots = slots or 1
+        replica.life.move(State.SERVING, loop.time())
+        pool = Dispatcher([replica], None)
+
+        async def ask(stage, priority, tokens, answer):
+            lease = await pool.lease(Errand(stage, priority))
+            async with lease:
+                await answer
+                lease.work = tokens
+
+        def some_tokens(mean):
+            return 1 + min(159, int(rng.expovariate(1 / mean)))
+
+        async def supervise(ordinal):
+            tokens = some_tokens(45)
+            await ask("rollout", (ordinal,), tokens, student.generate(tokens))
+            await teacher.score()
+            await ask("candidates", (ordinal,), 30 + tokens, student.score())
+            lengths = [some_tokens(25) for _ in range(PROBES)]
+            await gather([ask("probe", (ordinal, i), n, student.generate(n)) for i, n in enumerate(lengths)])
+
+        lowered = []
+        with structlog.testing.capture_logs() as events:
+            engines = [asyncio.create_task(each.run()) for each in (student, teacher)]
+            for iteration in range(1, count + 1):
+                if iteration == slower_from:
+                    student.slower = slower
+                before = len(events)
+                await gather([supervise(iteration * BATCH + i) for i in range(BATCH)])
+                lowered += [(iteration, each) for each in events[before:]]
+                await asyncio.sleep(TRAIN_S)
+            for task in engines:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        return lowered
+
+    return run_on_virtual_time(scenario())
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_bursts_of_a_strict_run_never_lower_the_limit_of_a_server_at_constant_speed(seed):
+    """Candidates' latency, which is that of what they happen to meet, more than triples from one window to the next."""
+    assert strict_iterations(5, seed=seed) == []
+
+
+@pytest.mark.parametrize(("slots", "least"), [(None, 1), (300, 300)])
+def test_a_server_that_gets_much_slower_is_found_within_an_iteration_and_never_left_with_empty_slots(slots, least):
+    lowered = strict_iterations(6, seed=0, slots=slots, slower=4.0, slower_from=3)
+    iterations, events = zip(*lowered, strict=True)
+    assert iterations[0] == 3
+    assert (events[0]["replica"], events[0]["stage"], events[0]["before"]) == ("student", "probe", 512)
+    assert "in flight explain" in events[0]["reason"]
+    for each in events:
+        assert max(least, each["in_flight"] * 2 // 3) <= each["after"] < each["before"]
