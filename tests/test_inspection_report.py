@@ -52,11 +52,15 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
 
 def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     row = metrics_row(1) | {"teacher/entropy_nats": 0.2, "train/advantage_mean": 0.0, "train/loss_branch": 0.5}
+    row |= {"replica/student-1/limit": 64.0, "replica/student-1/mean_in_flight": 40.0, "replica/teacher/limit": 512.0}
     report = read_report(make_run(tmp_path / "run", [], [row]))
     figures = {plot.title: plot.figure for section in report.sections for plot in section.plots}
     assert "Advantage" not in figures
     assert "Teacher entropy" in figures
     assert "soft targets" in figures["Loss and its parts"]
+    let_in = figures["Servers: requests let in"]
+    assert [line in let_in for line in ("student-1: limit", "student-1: in flight", "teacher: limit")] == [True] * 3
+    assert "teacher: in flight" not in let_in
 
 
 def test_no_share_is_drawn_beyond_all(tmp_path):

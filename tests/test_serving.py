@@ -88,6 +88,7 @@ async def test_the_server_says_what_it_offers(backend: LocalBackend) -> None:
     assert found.exact_entropy
     assert found.candidate_logprobs
     assert found.weight_update
+    assert found.slots == 4
     assert len(found.vocab_fingerprint) == 64
 
 

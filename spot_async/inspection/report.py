@@ -171,6 +171,9 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
         svg.Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
         for stage in stages
     ]
+    names = sorted({name.split("/")[1] for row in rows for name in row if name.startswith("replica/")})
+    figures = {"limit": "limit", "in flight": "mean_in_flight"}
+    servers = {f"{name}: {label}": f"replica/{name}/{key}" for name in names for label, key in figures.items()}
     used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
     return Section(
         "Time",
@@ -186,6 +189,8 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
              _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, from_zero=True)),
+            ("Servers: requests let in", "Of all stages: the limit at the end of the iteration, mean in flight over it.",
+             _lines(rows, servers, from_zero=True)),
             ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest.",
              _lines(rows, {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"},
                     from_zero=True)),

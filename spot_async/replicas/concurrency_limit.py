@@ -11,13 +11,15 @@ that it has too much:
   curve is `tune`'s business. What grows beyond that does cost: memory that no longer holds what is in flight, somebody
   else's load.
 
-Latency is circumstantial, so it counts only where it means something. A short request's is that of whatever it happens
-to be served beside, so a window counts only where its stage is much of what the replica had to do meanwhile. One bad
-window may be a pause; two in a row, the second of requests that were sent after the first, are not. And it never takes
-the limit below what the server has slots for: fewer would leave them empty.
+Latency is no more than a sign, so it counts only where it means something. A short request's is that of whatever it
+happens to be served beside, so a window counts only where its stage is much of what the replica had to do meanwhile.
+One bad window may be a pause; two in a row, the second of requests that were sent after the first, are not. And it
+never takes the limit below the slots that the server has: fewer would leave some of them empty.
 
 Like TCP's, it reacts once per round trip: what was sent before the last decrease says nothing of the load since. Also
-as in TCP, a decrease is from what was in flight: a limit that nobody reached says nothing.
+as in TCP, it comes down from what was in flight, for a limit that nobody reached says nothing: at a refusal from what
+was in flight then, for latency from the most of the windows that are remembered, or a burst would find the limit that
+the end of the last one left.
 """
 
 from __future__ import annotations
@@ -58,17 +60,12 @@ class _Window:
 
 @dataclass(slots=True)
 class _Baseline:
+    """What is known of a stage from its windows so far."""
+
     seconds_per_work: float
     load: float  # mean in flight
+    most_in_flight: float  # lately
     bad_windows: int = 0  # in a row
-    too_much: int = 0  # most in flight in these
-
-    def follow(self, seconds_per_work: float, load: float) -> None:
-        self.seconds_per_work += BASELINE_SHARE * (seconds_per_work - self.seconds_per_work)
-        self.load += BASELINE_SHARE * (load - self.load)
-
-    def forgive(self) -> None:
-        self.bad_windows = self.too_much = 0
 
 
 class ConcurrencyLimit:
@@ -105,7 +102,8 @@ class ConcurrencyLimit:
         if window.requests < max(WINDOW_REQUESTS, in_flight):  # a round trip of all that is in flight
             return None
         self._windows[stage] = _Window(now)
-        if now.stage_busy_s - window.opened.stage_busy_s < MAIN_SHARE * (now.busy_s - window.opened.busy_s):
+        share_s = MAIN_SHARE * (now.busy_s - window.opened.busy_s)
+        if not window.seconds or now.stage_busy_s - window.opened.stage_busy_s < share_s:
             return None
         return self._judge(stage, window, now.s)
 
@@ -116,36 +114,36 @@ class ConcurrencyLimit:
         return self._decrease(1, now_s, in_flight, reason)
 
     def _judge(self, stage: str, window: _Window, now_s: float) -> Decrease | None:
-        seconds_per_work, load = window.seconds / window.work, window.busy_s / window.seconds
+        seconds_per_work, load = window.seconds / window.work, max(1.0, window.busy_s / window.seconds)
         baseline = self._baselines.get(stage)
         if baseline is None:
-            self._baselines[stage] = _Baseline(seconds_per_work, load)
+            self._baselines[stage] = _Baseline(seconds_per_work, load, window.most_in_flight)
             return None
         explained = baseline.seconds_per_work * max(1.0, load / baseline.load)
-        if seconds_per_work <= GROWTH * explained:
-            baseline.follow(seconds_per_work, load)
-            baseline.forgive()
+        baseline.most_in_flight = max(window.most_in_flight, (1.0 - BASELINE_SHARE) * baseline.most_in_flight)
+        is_bad = seconds_per_work > GROWTH * explained
+        baseline.bad_windows = baseline.bad_windows + 1 if is_bad else 0
+        if 0 < baseline.bad_windows < BAD_WINDOWS:  # a pause, perhaps: nothing is learnt from it
             return None
-        baseline.bad_windows += 1
-        baseline.too_much = max(baseline.too_much, window.most_in_flight)
-        if baseline.bad_windows < BAD_WINDOWS:
+        baseline.seconds_per_work += BASELINE_SHARE * (seconds_per_work - baseline.seconds_per_work)
+        baseline.load += BASELINE_SHARE * (load - baseline.load)
+        if not is_bad:
             return None
-        baseline.follow(seconds_per_work, load)  # also now: a server that stays slow is not to end at its slots
         reason = (
             f"{stage}: {1e3 * seconds_per_work:.3g} ms a token, where {load:.0f} in flight "
             f"explain {1e3 * explained:.3g} ms"
         )
-        return self._decrease(min(self.slots, self._maximum), now_s, baseline.too_much, reason)
+        return self._decrease(min(self.slots, self._maximum), now_s, round(baseline.most_in_flight), reason)
 
     def _decrease(self, least: int, now_s: float, in_flight: int, reason: str) -> Decrease | None:
-        """From what was too much: the limit itself may be far above."""
-        before = self.value
-        self._limit = min(self._limit, max(float(least), min(self._limit, in_flight) * DECREASE))
+        """From what was in flight: the limit itself may be far above."""
+        before, too_much = self.value, min(self.value, in_flight)
+        self._limit = min(self._limit, max(float(least), too_much * DECREASE))
         self._decreased_s = now_s
         self._windows.clear()
         for baseline in self._baselines.values():
-            baseline.forgive()
+            baseline.bad_windows = 0
         if self.value == before:
             return None
         self.decreases += 1
-        return Decrease(before, self.value, in_flight, reason)
+        return Decrease(before, self.value, too_much, reason)

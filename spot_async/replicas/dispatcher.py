@@ -29,6 +29,7 @@ from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import RateLimiter
+from spot_async.text import counted
 from spot_async.types import WeightVersion
 
 HTTP_ERROR = 400
@@ -189,9 +190,8 @@ class Dispatcher(Generic[B]):
         structlog.get_logger().warning("limit lowered", replica=replica, stage=stage, **lowered._asdict())
         self._lowered += 1
         if self._lowered & (self._lowered - 1) == 0:  # an endpoint that refuses for hours would fill the screen
-            self.limit_lowered(
-                f"{replica} gets {lowered.after} requests at a time at most, not {lowered.before}: {lowered.reason}"
-            )
+            most = counted(lowered.after, "request")
+            self.limit_lowered(f"{replica} gets {most} at a time at most, not {lowered.before}: {lowered.reason}")
 
 
 def _is_refusal(error: RequestError) -> bool:

@@ -93,7 +93,7 @@ class RunConsole:
         self.console.print(Text(visible(line), style="yellow"))
 
     def warn(self, line: str) -> None:
-        self.console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
+        self.console.print(Text(visible(f"warning: {line}"), style="yellow"), soft_wrap=True)
 
     def say(self, line: str) -> None:
         """One line with the time since the start."""
