@@ -189,7 +189,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
              _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, from_zero=True)),
-            ("Servers: requests let in", "Of all stages: the limit at the end of the iteration, mean in flight over it.",
+            ("Servers: requests let in", "Of all stages: the limit as the iteration ended, mean in flight during it.",
              _lines(rows, servers, from_zero=True)),
             ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest.",
              _lines(rows, {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"},

@@ -13,8 +13,8 @@ that it has too much:
 
 Latency is no more than a sign, so it counts only where it means something. A short request's is that of whatever it
 happens to be served beside, so a window counts only where its stage is much of what the replica had to do meanwhile.
-One bad window may be a pause; two in a row, the second of requests that were sent after the first, are not. And it
-never takes the limit below the slots that the server has: fewer would leave some of them empty.
+One bad window may be a pause, such as for new weights; two in a row, the second of requests that were sent after the
+first, are not. And it never takes the limit below the slots that the server has: fewer would leave some of them empty.
 
 Like TCP's, it reacts once per round trip: what was sent before the last decrease says nothing of the load since. Also
 as in TCP, it comes down from what was in flight, for a limit that nobody reached says nothing: at a refusal from what
@@ -32,7 +32,6 @@ from spot_async.replicas.occupancy import Moment
 DECREASE = 0.7  # factor
 WINDOW_REQUESTS = 16  # of one stage, at least: fewer say more of themselves than of the server
 GROWTH = 2.0  # of latency beyond what the load explains
-BAD_WINDOWS = 2  # in a row
 MAIN_SHARE = 1 / 3  # of what the replica has in flight, for a stage to count: no server has more than three large ones
 BASELINE_SHARE = 0.1  # of the newest window in the baseline: about ten windows are remembered
 
@@ -65,7 +64,11 @@ class _Baseline:
     seconds_per_work: float
     load: float  # mean in flight
     most_in_flight: float  # lately
-    bad_windows: int = 0  # in a row
+    suspect: tuple[float, float] | None = None  # figures of the last window where they were bad
+
+    def follow(self, seconds_per_work: float, load: float) -> None:
+        self.seconds_per_work += BASELINE_SHARE * (seconds_per_work - self.seconds_per_work)
+        self.load += BASELINE_SHARE * (load - self.load)
 
 
 class ConcurrencyLimit:
@@ -121,12 +124,14 @@ class ConcurrencyLimit:
             return None
         explained = baseline.seconds_per_work * max(1.0, load / baseline.load)
         baseline.most_in_flight = max(window.most_in_flight, (1.0 - BASELINE_SHARE) * baseline.most_in_flight)
-        is_bad = seconds_per_work > GROWTH * explained
-        baseline.bad_windows = baseline.bad_windows + 1 if is_bad else 0
-        if 0 < baseline.bad_windows < BAD_WINDOWS:  # a pause, perhaps: nothing is learnt from it
+        is_bad, suspect = seconds_per_work > GROWTH * explained, baseline.suspect
+        if is_bad and suspect is None:  # a pause, perhaps: the next one says
+            baseline.suspect = (seconds_per_work, load)
             return None
-        baseline.seconds_per_work += BASELINE_SHARE * (seconds_per_work - baseline.seconds_per_work)
-        baseline.load += BASELINE_SHARE * (load - baseline.load)
+        baseline.suspect = None
+        if suspect is not None:
+            baseline.follow(*suspect)
+        baseline.follow(seconds_per_work, load)  # bad ones too: pauses that keep coming are how this server is
         if not is_bad:
             return None
         reason = (
@@ -142,7 +147,7 @@ class ConcurrencyLimit:
         self._decreased_s = now_s
         self._windows.clear()
         for baseline in self._baselines.values():
-            baseline.bad_windows = 0
+            baseline.suspect = None
         if self.value == before:
             return None
         self.decreases += 1
