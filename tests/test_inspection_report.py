@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -34,6 +35,24 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
         "Calibration shift"
     }
     assert "8 trained, 1 left over" in Tags(report_page(report)).text
+
+
+def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(tmp_path):
+    shares = {1: 0.25, 2: 0.5, 3: 0.5}
+    common = {"evaluation/avg@8_standard_error": 0.125, "evaluation/hard/avg@8": 1.0, "evaluation/pass@8": 0.75}
+    rows = [metrics_row(i) | common | {"evaluation/avg@8": share} for i, share in shares.items()]
+    files = make_run(tmp_path / "run", [], [*rows, metrics_row(4)])
+    report = read_report(files)
+    (card,) = (plot for plot in report.sections[0].plots if plot.title == "Accuracy on held-out problems")
+    assert "iteration 2: Avg@8 50 %, Pass@8 75 %" in card.figure
+    assert card.figure.count('class="whisker') == 3  # Pass@8 was written without errors
+    assert card.figure.count('class="mark"') == 1
+    assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %"  # the first of equals
+    start = {"avg": {"value": 0.625, "standard_error": None}, "pass_at": {}}
+    (tmp_path / "run" / "evaluation-before.json").write_text(json.dumps({"benchmarks": {"one": start}}))
+    report = read_report(files)
+    assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %, no better than before training"
+    assert "iteration 0: Avg@8 62 %" in report.sections[0].plots[0].figure
 
 
 def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):

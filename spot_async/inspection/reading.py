@@ -129,6 +129,16 @@ class RunFiles:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: {error}") from None
 
+    def evaluation(self, label: str) -> dict[str, Any] | None:
+        """`evaluation-<label>.json` of this run: before, after, or the number of an iteration; None without it."""
+        path = self.path / f"evaluation-{label}.json"
+        if not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: {error}") from None
+
     def spending(self) -> list[dict[str, Any]]:
         """What endpoints with prices were paid so far, as it was written: `spending/records.py` says what rows hold."""
         return list(_lines(self.path / "spending.jsonl", dict[str, Any]))

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from spot_async.dead_letters import described
 from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import Verdict, judge, percent
+from spot_async.inspection.held_out import HeldOut, ResultRow, held_out, result_table
 from spot_async.inspection.reading import RunFiles
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
@@ -51,15 +52,6 @@ class Section:
 
 
 @dataclass(frozen=True)
-class ResultRow:
-    """One tier before and after, in percent with standard errors."""
-
-    tier: str
-    problems: int
-    cells: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Report:
     """Everything the page shows."""
 
@@ -79,8 +71,9 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     for sample in files.samples():
         statistics.add(sample)
     headings, results = result_table(summary)
+    evaluated = held_out(rows, config, files.evaluation("before"))
     sections = (
-        learning_section(rows),
+        learning_section(rows, evaluated),
         probing_section(rows, statistics),
         response_section(rows, statistics),
         time_section(rows, config),
@@ -90,7 +83,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     )
     return Report(
         name=files.path.resolve().name,
-        facts=facts(config, rows, summary),
+        facts=facts(config, rows, summary, evaluated),
         notes=notes(files, config, rows, summary),
         verdict=judge(run_times(rows, config)),
         result_headings=headings,
@@ -99,12 +92,13 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     )
 
 
-def learning_section(rows: Rows) -> Section:
+def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
     scored = any("teacher/entropy_nats" in row for row in rows)
     advantages = any(row.get("train/advantage_mean") for row in rows)  # none where all is soft targets
     return Section(
         "Learning",
         _present(
+            ("Accuracy on held-out problems", *((evaluated.note, evaluated.figure()) if evaluated else ("", None))),
             ("Accuracy in training", "Share of the sampled responses that are correct.",
              _lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent, most=1.0)),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
@@ -250,32 +244,9 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
     return svg.histogram(edges, series, x_name="tokens", format_y=percent)
 
 
-def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tuple[ResultRow, ...]]:
-    """Avg@k and Pass@k per tier, before and after; empty without an evaluation."""
-    found = {when: summary[when] for when in ("before", "after") if summary and summary.get(when)}
-    if not found:
-        return (), ()
-    whole = next(iter(found.values()))
-    k = whole["samples"]
-    ks = {tier: each.get("pass_k", k) for tier, each in whole["tiers"].items()}
-    is_even = set(ks.values()) <= {k}
-    headings = ["tier", "problems"]
-    headings += [f"{metric}{f'@{k}' if is_even else ''} {when}" for metric in ("Avg", "Pass") for when in found]
-    rows = []
-    for tier in whole["tiers"]:
-        figures = [each["tiers"][tier] for each in found.values()]
-        cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in ("avg", "pass") for f in figures]
-        name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
-        rows.append(ResultRow(name, int(figures[0]["problems"]), tuple(cells)))
-    return tuple(headings), tuple(rows)
-
-
-def with_error(share: float, standard_error: float | None) -> str:
-    """In percent. One problem has no standard error."""
-    return f"{100 * share:.1f}" + (f" ±{100 * standard_error:.1f}" if standard_error is not None else "")
-
-
-def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
+def facts(
+    config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None, evaluated: HeldOut | None
+) -> tuple[tuple[str, str], ...]:
     """The run in a few words."""
     training = config.get("training", {})
     prompts = (summary or {}).get("prompts", {})
@@ -285,6 +256,7 @@ def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | No
         "student": config.get("student", {}).get("model"),
         "teacher": (config.get("teacher") or {}).get("model"),
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
+        "best": evaluated and evaluated.best_words,
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,

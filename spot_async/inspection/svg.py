@@ -33,6 +33,7 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]  # ascending x
     colour: int | None = None  # of the style sheet's; default: its place among the series
+    errors: Sequence[float] = ()  # of each point, drawn to both sides of it; none where not finite
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,29 @@ def short_number(value: float) -> str:
 
 
 def line_plot(
-    series: Sequence[Series], *, format_y: Format = short_number, from_zero: bool = False, most: float = math.inf
+    series: Sequence[Series],
+    *,
+    format_y: Format = short_number,
+    from_zero: bool = False,
+    most: float = math.inf,
+    marked: float | None = None,
 ) -> Markup:
-    """Lines over iterations; a long single one with its running mean. `most` is the largest value there can be."""
+    """Lines over iterations; a long single one with its running mean.
+
+    `most` is the largest value there can be, `marked` the x of a vertical line.
+    """
     drawn = _drawn(series)
     if not drawn:
         return Markup('<p class="quiet">no data</p>')
-    ys = [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
+    ys = [y for each in drawn for _, low, high in _whiskers(each) for y in (low, min(high, most))]
+    ys += [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
     x, y, frame = _axes(_extent([x for each in drawn for x, _ in each.points]), _extent(ys), format_y, most=most)
     marks = [frame]
+    if marked is not None:
+        marks.append(_upright("mark", x(marked), TOP, HEIGHT - BOTTOM))
     for each in drawn:
+        for at, low, high in _whiskers(each):
+            marks.append(_upright(f"whisker c{each.colour}", x(at), y(low), y(min(high, most))))
         dots = len(each.points) == 1
         smooth = len(drawn) == 1 and len(each.points) >= SMOOTH_FROM
         marks.append(_path(each.points, x, y, f"line c{each.colour}{' raw' if smooth else ''}", dots=dots))
@@ -143,8 +157,7 @@ def _levels(
     _, y, frame = _axes(None, (0.0, max(y for each in drawn for _, y in each.points)), format_y, x_name)
     marks = [frame]
     if marked is not None:
-        marks.append(Markup('<line class="mark" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(
-            x(math.log2(marked)), TOP, HEIGHT - BOTTOM))  # fmt: skip
+        marks.append(_upright("mark", x(math.log2(marked)), TOP, HEIGHT - BOTTOM))
     for each in drawn:
         if len(each.points) > 1:
             marks.append(_path(each.points, x, y, f"line c{each.colour}", dots=False))
@@ -256,8 +269,23 @@ def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 def _drawn(series: Sequence[Series]) -> list[Series]:
     """Those with points, thinned, each with a colour."""
     colours = [i if each.colour is None else each.colour for i, each in enumerate(series)]
-    thin = [Series(each.name, thinned(finite(each.points)), c) for each, c in zip(series, colours, strict=True)]
+    thin = [
+        Series(each.name, thinned(finite(each.points)), colour, _thinned_errors(each))
+        for each, colour in zip(series, colours, strict=True)
+    ]
     return [each for each in thin if each.points]
+
+
+def _thinned_errors(series: Series) -> list[float]:
+    """Of the points that are left; none where there are none."""
+    known = zip(series.points, series.errors, strict=True) if series.errors else ()
+    return [error for _, error in thinned([(x, error) for (x, y), error in known if math.isfinite(y)])]
+
+
+def _whiskers(series: Series) -> list[tuple[float, float, float]]:
+    """x, low and high of each error that is known."""
+    known = zip(series.points, series.errors, strict=True) if series.errors else ()
+    return [(x, y - error, y + error) for (x, y), error in known if math.isfinite(error)]
 
 
 def _named(series: Sequence[tuple[str, Sequence[float]]]) -> list[Series]:
@@ -316,6 +344,11 @@ def _titles(
         _box("strip", x(at) - width / 2, TOP, width, HEIGHT - TOP - BOTTOM, f"{name(at)}: {', '.join(values[at])}")
         for at in xs
     )
+
+
+def _upright(style: str, x: float, start: float, end: float) -> Markup:
+    return Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2:.1f}" y2="{3:.1f}"/>').format(
+        style, x, start, end)  # fmt: skip
 
 
 def _box(style: str, x: float, y: float, width: float, height: float, title: str) -> Markup:
