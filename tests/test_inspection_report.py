@@ -6,13 +6,14 @@ import json
 import re
 
 import pytest
+import yaml
 from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 
 from spot_async.errors import DataError
 from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page
 from spot_async.inspection.report import read_report
-from spot_async.inspection.totals import run_times
+from spot_async.inspection.totals import run_times, stage_slots
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
@@ -26,7 +27,7 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
         "Student bound: the trainer waited 80 % of the time, mostly for probe (88 %) and rollout (12 %)."
     )
     assert (
-        "8 slots were mostly in use (7 probe" in report.verdict.advice[0]
+        "8 slots were mostly in use (7 probe requests in flight while the trainer waited" in report.verdict.advice[0]
     )  # 5 in flight over 10 s, in 7 s of waiting for them
     assert report.results[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0")
     assert report.notes == ()
@@ -67,6 +68,15 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
     assert notes["Advantage"] == "Mean per token, as the policy gives it."
     assert "Teacher entropy" not in notes
+
+
+@pytest.mark.parametrize(
+    ("backend", "down", "slots"),
+    [("slots: 8, replicas: 2", 0, 16), ("slots: 8, replicas: 2", 1, 8), ("slots: 8, url: [a, b]", 0, None)],
+)
+def test_slots_are_those_of_all_servers_that_run_and_known_of_servers_that_we_start(backend, down, slots):
+    config = yaml.safe_load(f"student: {{backend: {{{backend}}}}}")
+    assert stage_slots(config, "probe", down) == slots
 
 
 def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
