@@ -21,15 +21,19 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     evaluation = {"samples": 8, "tokens": 1, "tiers": {"all": tier}}
     after = evaluation | {"tiers": {"all": tier | {"avg": 0.5}}}
     summary = {"prompts": {"trained": 8, "left_over": 1}, "before": evaluation, "after": after}
+    summary["change"] = {"all": {"avg": 0.25, "avg_standard_error": 0.04}}
     files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 2, 3, 4)], map(metrics_row, (1, 2, 3, 4)), summary)
+    drawn = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.8, "evaluation.samples": 8}
+    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"settings": drawn, "benchmarks": {}}))
     report = read_report(files)
+    assert "temperature 0.6, top-p 0.8, 8 samples a problem; training draws at temperature 1, " in report.results.note
     assert report.verdict.sentence == (
         "Student bound: the trainer waited 80 % of the time, mostly for probe (88 %) and rollout (12 %)."
     )
     assert (
         "8 slots were mostly in use (7 probe requests in flight while the trainer waited" in report.verdict.advice[0]
     )  # 5 in flight over 10 s, in 7 s of waiting for them
-    assert report.results[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0")
+    assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0", "+25.0 ±4.0")
     assert report.notes == ()
     titles = {plot.title for section in report.sections for plot in section.plots}
     assert {"Loss and its parts", "Calibration shift", "Which tokens were probed", "Time per phase"} - titles == {
@@ -106,8 +110,8 @@ def test_figures_that_are_no_numbers_are_left_out(tmp_path):
         {"after": {"samples": 8, "tokens": 1, "tiers": {"x": tier, "macro": tier | {"pass_k": 4}}}},
     )
     assert "train/grad_norm" not in files.metrics()[0]
-    assert read_report(files).results[0].cells == ("25.0", "50.0")
-    assert [row.tier for row in read_report(files).results] == ["x (Pass@8)", "macro (Pass@4)"]
+    assert read_report(files).results.rows[0].cells == ("25.0", "50.0")
+    assert [row.tier for row in read_report(files).results.rows] == ["x (Pass@8)", "macro (Pass@4)"]
     (tmp_path / "run" / "metrics.jsonl").write_text('{"train/loss": 0.5}\n')
     with pytest.raises(DataError, match=r"metrics.jsonl: a line names no iteration"):
         files.metrics()

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import percent
+from spot_async.inspection.terminal import counted
 from spot_async.inspection.totals import Rows
 
 
@@ -25,6 +26,13 @@ class ResultRow:
     tier: str
     problems: int
     cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    headings: tuple[str, ...]
+    rows: tuple[ResultRow, ...]
+    note: str
 
 
 @dataclass(frozen=True)
@@ -109,27 +117,48 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tuple[ResultRow, ...]]:
-    """Avg@k and Pass@k per tier, before and after; empty without an evaluation."""
+def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTable | None:
+    """Avg@k and Pass@k per tier, before and after; None without an evaluation. `note` ends the one below it."""
     found = {when: summary[when] for when in ("before", "after") if summary and summary.get(when)}
-    if not found:
-        return (), ()
+    if summary is None or not found:
+        return None
     whole = next(iter(found.values()))
     k = whole["samples"]
     ks = {tier: each.get("pass_k", k) for tier, each in whole["tiers"].items()}
     is_even = set(ks.values()) <= {k}
-    headings = ["tier", "problems"]
-    headings += [f"{metric}{f'@{k}' if is_even else ''} {when}" for metric in ("Avg", "Pass") for when in found]
+    metrics = ("avg", "pass")[: max(ks.values(), default=k)]  # of one sample both are the same figure
+    at_k = f"@{k}" if is_even else ""
+    changes = summary.get("change") or {}
+    headings = ["tier", "problems", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
+    headings += [f"Avg{at_k} change"] if changes else []
     rows = []
     for tier in whole["tiers"]:
         figures = [each["tiers"][tier] for each in found.values()]
-        cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in ("avg", "pass") for f in figures]
+        cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in metrics for f in figures]
+        if changes:
+            change = changes[tier]
+            cells.append(with_error(change["avg"], change["avg_standard_error"], "+"))
         name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
         rows.append(ResultRow(name, int(figures[0]["problems"]), tuple(cells)))
-    return tuple(headings), tuple(rows)
+    paired = " The change is paired on problems." if changes else ""
+    return ResultTable(tuple(headings), tuple(rows), f"Percent ± one standard error over problems.{paired}{note}")
 
 
-def with_error(share: float, standard_error: float | None) -> str:
-    """In percent. One problem has no standard error."""
+def sampling_note(config: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
+    """How an evaluation's responses were drawn, and how training's are: why their accuracies may differ."""
+    settings = {name.rpartition(".")[2]: value for name, value in (evaluation or {}).get("settings", {}).items()
+                if name.count(".") == 1}  # fmt: skip
+    if "temperature" not in settings:
+        return ""
+    samples = f", {counted(settings['samples'], 'sample')} a problem" if "samples" in settings else ""
+    return f" Drawn at {_drawn_at(settings)}{samples}; training draws at {_drawn_at(config.get('sampling', {}))}."
+
+
+def _drawn_at(settings: Mapping[str, Any]) -> str:
+    return f"temperature {settings.get('temperature', 1):g}, top-p {settings.get('top_p', 1):g}"
+
+
+def with_error(share: float, standard_error: float | None, sign: str = "") -> str:
+    """In percent; `sign` is + for changes. One problem has no standard error."""
     error = _number(standard_error)
-    return f"{100 * share:.1f}" + (f" ±{100 * error:.1f}" if math.isfinite(error) else "")
+    return f"{100 * share:{sign}.1f}" + (f" ±{100 * error:.1f}" if math.isfinite(error) else "")

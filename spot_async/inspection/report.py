@@ -17,7 +17,7 @@ from markupsafe import Markup
 from spot_async.dead_letters import described
 from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import Verdict, judge, percent
-from spot_async.inspection.held_out import HeldOut, ResultRow, held_out, result_table
+from spot_async.inspection.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.inspection.reading import RunFiles
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
@@ -59,8 +59,7 @@ class Report:
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
     verdict: Verdict
-    result_headings: tuple[str, ...]
-    results: tuple[ResultRow, ...]
+    results: ResultTable | None
     sections: tuple[Section, ...]
 
 
@@ -70,8 +69,8 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     statistics = SampleStatistics()
     for sample in files.samples():
         statistics.add(sample)
-    headings, results = result_table(summary)
-    evaluated = held_out(rows, config, files.evaluation("before"))
+    before, after = files.evaluation("before"), files.evaluation("after")
+    evaluated = held_out(rows, config, before)
     sections = (
         learning_section(rows, evaluated),
         probing_section(rows, statistics),
@@ -86,8 +85,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         facts=facts(config, rows, summary, evaluated),
         notes=notes(files, config, rows, summary),
         verdict=judge(run_times(rows, config)),
-        result_headings=headings,
-        results=results,
+        results=result_table(summary, sampling_note(config, after or before)),
         sections=tuple(section for section in sections if section.plots),
     )
 
