@@ -129,7 +129,7 @@ def test_a_problem_whose_id_is_a_number_is_found_when_no_sample_has_it(tmp_path)
     assert files.sample("4492")[0] == 2
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "4492"]).output
     assert "the last sample of 4492, which has 1, 2" in shown
-    with pytest.raises(DataError, match="no samples yet"):
+    with pytest.raises(DataError, match="no samples: they are written as each"):
         make_run(tmp_path / "empty").sample("0")
 
 

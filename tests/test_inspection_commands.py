@@ -58,3 +58,29 @@ def test_the_directory_of_an_evaluation_is_named_as_such(tmp_path: Path, command
     outcome = CliRunner().invoke(app, [*command, str(tmp_path)])
     assert outcome.exit_code == 2
     assert "is an evaluation's: its figures are in summary.json" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("every", "arguments", "said"),
+    [
+        (0, [], "no samples: the run writes none (run.samples_every is 0)"),
+        (0, ["p0"], "no samples: the run writes none (run.samples_every is 0)"),
+        (1, [], "no samples: they are written as each iteration ends"),
+        (3, [], "1 iteration with samples: they are written every 3 iterations (run.samples_every)"),
+        (3, ["--iteration", "7"], "--iteration 7: it has no samples: they are written every 3 iterations"),
+        (3, ["--iteration", "8"], "the run has 1 to 7"),
+        (3, [], "1 sample of iteration 3; the run has 7 iterations"),
+    ],
+)
+def test_a_run_that_writes_few_samples_is_described_as_it_is(
+    tmp_path: Path, every: int, arguments: list[str], said: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"run: {{samples_every: {every}}}\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"iteration": {i}}}\n' for i in range(1, 8)))
+    if every == 3:
+        (tmp_path / "samples.jsonl").write_text(json.dumps({**SAMPLE, "iteration": 3}) + "\n")
+    assert said in CliRunner().invoke(app, ["inspect", str(tmp_path), *arguments]).output
+    page = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert page.exit_code == 0, page.output
+    expected = {0: "There are no samples: the run writes none", 3: "Only 1 of the 7 iterations have samples"}
+    assert expected.get(every, "There are no samples") in (tmp_path / "report.html").read_text()

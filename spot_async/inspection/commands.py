@@ -23,20 +23,26 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
     files = RunFiles(run)
     refuse_evaluation(files)
     rows: list[tuple[int, SampleSummary]] = []
-    last = 0
+    sampled: set[int] = set()  # iterations
     for number, summary in enumerate(files.samples()):
-        if iteration is None and summary.iteration > last:
+        if iteration is None and summary.iteration > max(sampled, default=0):
             rows.clear()
-        last = max(last, summary.iteration)
+        sampled.add(summary.iteration)
         if iteration in (None, summary.iteration) and verdict in (None, summary.verdict):
             rows.append((number, summary))
-    if not last:
-        raise DataError(f"{run}: no samples yet: they are written as each iteration ends")
+    if not sampled:
+        raise DataError(f"{run}: no samples: {files.samples_rhythm()}")
+    last = max(sampled | {int(row["iteration"]) for row in files.metrics()})
     if iteration is not None and not 1 <= iteration <= last:
         raise ConfigError(f"--iteration {iteration}: the run has 1 to {last}")
-    shown = last if iteration is None else iteration
+    if iteration is not None and iteration not in sampled:
+        raise ConfigError(f"--iteration {iteration}: it has no samples: {files.samples_rhythm()}")
+    shown = max(sampled) if iteration is None else iteration
     title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
     screen.print(samples_table(rows, title))
+    if len(sampled) < last:
+        words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
+        screen.print(words, style="dim", highlight=False, soft_wrap=True)
     screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
     if dead := files.dead_letters():
         screen.print(Text(visible(described(dead)), style="yellow"))

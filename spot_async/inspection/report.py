@@ -83,7 +83,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     return Report(
         name=files.path.resolve().name,
         facts=facts(config, rows, summary, evaluated),
-        notes=notes(files, config, rows, summary),
+        notes=notes(files, config, rows, summary, statistics),
         verdict=judge(run_times(rows, config)),
         results=result_table(summary, sampling_note(config, after or before)),
         sections=tuple(section for section in sections if section.plots),
@@ -264,7 +264,13 @@ def facts(
     return tuple((name, visible(str(value))) for name, value in found.items() if value is not None)
 
 
-def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[str, ...]:
+def notes(
+    files: RunFiles,
+    config: Mapping[str, Any],
+    rows: Rows,
+    summary: Mapping[str, Any] | None,
+    statistics: SampleStatistics,
+) -> tuple[str, ...]:
     """What is not on the page."""
     found = []
     if not rows:
@@ -275,6 +281,15 @@ def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mappi
         found.append("The run was not evaluated: there is no table of results.")
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
+    if rows and not statistics.iterations:
+        probing = ", of where the score looks, of where positions were probed, of which tokens"
+        missing = "lengths early and late" + (probing if any("spot/selected" in row for row in rows) else "")
+        found.append(f"There are no samples: {files.samples_rhythm()}. So there is no plot of {missing}.")
+    elif statistics.iterations and len(statistics.iterations) < len(rows):
+        found.append(
+            f"Only {len(statistics.iterations)} of the {len(rows)} iterations have samples: {files.samples_rhythm()}. "
+            "Plots by length, place and token are of these."
+        )
     dead = files.dead_letters()
     if dead:
         found.append(visible(described(dead)))

@@ -22,7 +22,7 @@ class SampleStatistics:
     """What is summed up over all samples, one at a time."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.iterations: set[int] = set()  # that have samples
         self.score_sums = [0.0] * RELATIVE_BINS
         self.score_counts = [0] * RELATIVE_BINS
         self.selected = [0] * RELATIVE_BINS
@@ -31,7 +31,7 @@ class SampleStatistics:
         self.lengths: list[tuple[int, int]] = []  # (iteration, tokens)
 
     def add(self, sample: SampleSummary) -> None:
-        self.count += 1
+        self.iterations.add(sample.iteration)
         length = len(sample.response_ids)
         self.lengths.append((sample.iteration, length))
         for position, score in enumerate((sample.acquisition_score or ())[:length]):
