@@ -18,7 +18,7 @@ from spot_async.errors import DataError
 from spot_async.inspection.pages import report_page, sample_page
 from spot_async.inspection.reading import token_texts
 from spot_async.inspection.report import read_report
-from spot_async.inspection.terminal import sample_view
+from spot_async.inspection.terminal import response_text, sample_view
 from spot_async.inspection.view import colourings, probability, shortened, verdict_text, visible
 
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
@@ -105,13 +105,23 @@ def test_a_sample_of_another_policy_shows_what_there_is(tmp_path):
     opd = {k: v for k, v in spot_sample().items() if k not in ("acquisition_score", "selected_positions", "branches")}
     grpo = {k: v for k, v in opd.items() if not k.startswith("teacher")} | {"advantage": -0.7, "left_out": None}
     bare = {"iteration": 1, "problem_id": "bare", "response_ids": [5, 7]}
-    files = make_run(tmp_path / "run", [opd, grpo, bare])
+    files = make_run(tmp_path / "run", [opd, grpo, bare, opd | {"gated_positions": [1]}])
     palettes = [
         [colouring.palette for colouring in colourings(files.sample(str(i))[1], ["a", "b", "c"])] for i in range(3)
     ]
     assert palettes == [["advantage"], ["surprise"], ["surprise"]]
     assert "advantage -0.700" in Tags(page_of(files, "1")).text
     page_of(files, "2")
+    number, eopd = files.sample("3")
+    (coloured,) = colourings(eopd, ["a", "b", "c"])
+    assert [token.is_framed for token in coloured.tokens] == [False, True, False]
+    framed = [
+        attributes for tag, attributes in Tags(page_of(files, "3")).tags if "probed" in attributes.get("class", "")
+    ]
+    assert ["gate open" in each["data-label"] for each in framed] == [True]
+    shown = terminal(sample_view(number, eopd, coloured))
+    assert "Underlined: the positions whose gate was open" in plain(shown)
+    assert [span.start for span in response_text(coloured).spans if "underline" in str(span.style)] == [1]
 
 
 def test_samples_are_found_by_number_and_by_their_latest_problem(tmp_path):

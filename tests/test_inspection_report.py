@@ -63,7 +63,8 @@ def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(
 def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     reference = {"wait/reference_s": 7.0, "stage/reference/requests": 8.0, "stage/reference/mean_in_flight": 5.6}
     row = {name: value for name, value in metrics_row(1).items() if "probe" not in name and "spot" not in name}
-    files = make_run(tmp_path / "run", [], [row | reference | {"train/advantage_mean": 0.1}])
+    signal = {"train/advantage_mean": 0.1, "grpo/no_signal": 0.25, "grpo/left_out": 0.0}
+    files = make_run(tmp_path / "run", [], [row | reference | signal])
     path = tmp_path / "run" / "config.yaml"
     path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
     report = read_report(files)
@@ -71,6 +72,8 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     assert run_times(files.metrics(), files.config()).stages["reference"].slots == 8  # a second copy of the student
     notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
     assert notes["Advantage"] == "Mean per token, as the policy gives it."
+    assert "Responses without a signal" in notes
+    assert "Gated positions" not in notes
     assert "Teacher entropy" not in notes
 
 

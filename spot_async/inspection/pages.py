@@ -12,6 +12,7 @@ from spot_async.inspection.reading import SampleRecord
 from spot_async.inspection.view import (
     Colouring,
     branch_state,
+    framed_words,
     is_sampled,
     probability,
     remarks,
@@ -40,6 +41,7 @@ def _templates() -> jinja2.Environment:
     )
     environment.globals |= {
         "branch_state": branch_state,
+        "framed_words": framed_words,
         "is_sampled": is_sampled,
         "remarks": remarks,
         "sampled_shares": sampled_shares,

@@ -104,6 +104,12 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
                            "reference": "train/loss_reference"})),
             ("Advantage", ADVANTAGE_OF_TEACHER if scored else "Mean per token, as the policy gives it.",
              _lines(rows, {"mean advantage": "train/advantage_mean"}) if advantages else None),
+            ("Gated positions", "Share whose teacher entropy exceeds policy.tau_nats, where the forward KL is on; "
+             "uncertain: those whose entropy is known only within bounds that hold it.",
+             _lines(rows, {"gated": "eopd/gated", "uncertain": "eopd/uncertain"}, percent, most=1.0)),
+            ("Responses without a signal", "Share of those trained whose group's rewards are all equal (advantage 0), "
+             "and share of all that were left out for want of a verdict.",
+             _lines(rows, {"advantage 0": "grpo/no_signal", "left out": "grpo/left_out"}, percent, most=1.0)),
             ("Teacher entropy", "Nats per token, mean.",
              _lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
         ),

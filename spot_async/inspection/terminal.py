@@ -14,6 +14,7 @@ from spot_async.inspection.view import (
     Colouring,
     TokenView,
     branch_state,
+    framed_words,
     is_sampled,
     probability,
     remarks,
@@ -72,6 +73,8 @@ def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> Rend
     parts: list[RenderableType] = [head, about, problem, answer, Text()]
     if sample.response_ids:
         parts += [legend(colouring), response_text(colouring)]
+        if framed := framed_words(sample, "Underlined"):
+            parts.append(Text(framed, style="dim"))
     elif sample.response:
         parts.append(Text(visible(sample.response)))
     for mark, branch in enumerate(sample.branches, start=1):
@@ -89,7 +92,7 @@ def legend(colouring: Colouring) -> Text:
 
 
 def response_text(colouring: Colouring) -> Text:
-    """The response's tokens on their colours; probed ones underlined and numbered."""
+    """The response's tokens on their colours; those that the method chose underlined, probed ones numbered."""
     text = Text()
     for token in colouring.tokens:
         text.append(token.text, style=_token_style(colouring, token))
@@ -160,7 +163,7 @@ def _verdict(verdict: str) -> Text:
 
 def _token_style(colouring: Colouring, token: TokenView) -> str:
     style = _style(colouring, token.level)
-    return f"bold underline {style}".strip() if token.mark is not None else style
+    return f"bold underline {style}".strip() if token.is_framed else style
 
 
 def _style(colouring: Colouring, level: float) -> str:

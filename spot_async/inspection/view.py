@@ -39,6 +39,7 @@ class TokenView:
     level: float  # -1 to 1: strength of the colour, its sign in diverging palettes
     label: str  # the numbers behind it
     mark: int | None = None  # number of the branch that probes it, from 1
+    is_framed: bool = False  # as those are that the method chose
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,14 @@ def colourings(sample: SampleRecord, texts: Sequence[str], selection: str = "sco
     """Every way this sample can be coloured, the one its policy is about first. `selection` is the policy's."""
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
+    gated = frozenset(sample.gated_positions)
     labels = [token_label(sample, position, texts[position]) for position in range(length)]
 
     def tokens(levels: Sequence[float]) -> tuple[TokenView, ...]:
-        return tuple(TokenView(t, visible(texts[t]), levels[t], labels[t], marks.get(t)) for t in range(length))
+        return tuple(
+            TokenView(t, visible(texts[t]), levels[t], labels[t], marks.get(t), t in marks or t in gated)
+            for t in range(length)
+        )
 
     found: list[Colouring] = []
     scores, student, teacher, entropy = (per_token(sample, name) for name in PER_TOKEN)
@@ -116,6 +121,15 @@ def remarks(sample: SampleRecord) -> list[str]:
     if sample.left_out is not None:
         found.append(f"not trained: {visible(sample.left_out)}")
     return found
+
+
+def framed_words(sample: SampleRecord, framed: str) -> str:
+    """What it means that tokens are `framed`, as the terminal or the page draws it; empty where none is."""
+    if sample.branches:
+        return f"{framed} and numbered: the positions that were probed."
+    if sample.gated_positions:
+        return f"{framed}: the positions whose gate was open, the teacher's entropy being above policy.tau_nats."
+    return ""
 
 
 def branch_state(branch: Branch) -> tuple[str, str]:
