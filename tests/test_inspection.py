@@ -19,7 +19,7 @@ from spot_async.inspection.pages import report_page, sample_page
 from spot_async.inspection.reading import token_texts
 from spot_async.inspection.report import read_report
 from spot_async.inspection.terminal import response_text, sample_view
-from spot_async.inspection.view import colourings, probability, shortened, verdict_text, visible
+from spot_async.inspection.view import PolicySettings, colourings, probability, shortened, verdict_text, visible
 
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
 
@@ -161,7 +161,9 @@ def test_a_sample_no_student_wrote_is_coloured_by_the_teacher(tmp_path):
 
 def test_scores_are_named_after_what_chose_the_positions(tmp_path):
     record = make_run(tmp_path / "run", [spot_sample()]).sample("0")[1]
-    titles = [colourings(record, "abc", selection)[0].title for selection in ("score", "random", "entropy")]
+    titles = [
+        colourings(record, "abc", PolicySettings(selection))[0].title for selection in ("score", "random", "entropy")
+    ]
     assert titles == [
         "Acquisition score (root scale)",
         "Random scores that chose the positions (root scale)",
@@ -170,6 +172,31 @@ def test_scores_are_named_after_what_chose_the_positions(tmp_path):
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: random}"))
     assert "Random scores" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+    assert "random score 0.04" in (tmp_path / "run" / "inspect-0.html").read_text()
+
+
+def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)])
+    assert "probed" in Tags(report_page(read_report(files))).text
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(
+        path.read_text().replace("{kind: spot}", "{kind: spot, selection: random, verifier_guidance: false}")
+    )
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+    assert "Underlined and numbered: the positions that were selected." in shown
+    page = (tmp_path / "run" / "inspect-0.html").read_text()
+    assert "the teacher's own prior" in page
+    titles = {plot.title for section in read_report(files).sections for plot in section.plots}
+    assert {"Positions selected", "Where positions were selected"} <= titles
+    assert not titles & {
+        "Accuracy of probes",
+        "Calibration shift",
+        "Where the score looks",
+        "Positions probed and kept",
+    }
+    for text in (shown, Tags(page).text.partition("Branches")[2]):
+        assert "value" not in text
+        assert "before" not in text
 
 
 def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):

@@ -53,18 +53,18 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     from spot_async.inspection.pages import sample_page
     from spot_async.inspection.reading import token_texts
     from spot_async.inspection.terminal import sample_view
-    from spot_async.inspection.view import colourings, visible
+    from spot_async.inspection.view import PolicySettings, colourings, visible
 
     files = RunFiles(run)
     refuse_evaluation(files)
     number, sample = files.sample(wanted)
-    selection = str((files.config().get("policy") or {}).get("selection"))
-    found = colourings(sample, token_texts(files, sample.response_ids), selection)
-    screen.print(sample_view(number, sample, found[0]))
+    policy = PolicySettings.of(files.config())
+    found = colourings(sample, token_texts(files, sample.response_ids), policy)
+    screen.print(sample_view(number, sample, found[0], policy))
     if wanted != str(number) and len(numbers := files.numbers_of(sample.problem_id)) > 1:
         listed = ", ".join(map(str, numbers))
         screen.print(Text(f"the last sample of {visible(sample.problem_id)}, which has {listed}", style="dim"))
-    write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found))
+    write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found, policy))
 
 
 def write_report(screen: Console, run: Path, html: Path | None, tuning: Path | None) -> None:

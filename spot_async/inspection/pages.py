@@ -10,7 +10,9 @@ import jinja2
 
 from spot_async.inspection.reading import SampleRecord
 from spot_async.inspection.view import (
+    GUIDED,
     Colouring,
+    PolicySettings,
     branch_state,
     framed_words,
     is_sampled,
@@ -56,10 +58,12 @@ def _templates() -> jinja2.Environment:
     return environment
 
 
-def sample_page(number: int, sample: SampleRecord, colourings: Sequence[Colouring]) -> str:
+def sample_page(
+    number: int, sample: SampleRecord, colourings: Sequence[Colouring], policy: PolicySettings = GUIDED
+) -> str:
     """One rollout: problem, response in every colouring, branches."""
     template = _templates().get_template("sample.html")
-    return template.render(number=number, sample=sample, colourings=colourings, long_text=LONG_TEXT)
+    return template.render(number=number, sample=sample, colourings=colourings, policy=policy, long_text=LONG_TEXT)
 
 
 def report_page(report: Report) -> str:

@@ -28,7 +28,7 @@ from spot_async.inspection.totals import (
     stage_names,
     total,
 )
-from spot_async.inspection.view import visible
+from spot_async.inspection.view import PolicySettings, visible
 from spot_async.spending.records import spending_words
 
 LENGTH_BINS = 16
@@ -73,7 +73,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     evaluated = held_out(rows, config, before)
     sections = (
         learning_section(rows, evaluated),
-        probing_section(rows, statistics),
+        probing_section(rows, statistics, PolicySettings.of(config)),
         response_section(rows, statistics),
         time_section(rows, config),
         optimiser_section(rows),
@@ -116,7 +116,7 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
     )  # fmt: skip
 
 
-def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
+def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySettings) -> Section:
     if not any("spot/selected" in row for row in rows):
         return Section("Probing", ())
     tokens = [token for token, _ in statistics.probed_tokens.most_common(TOP_TOKENS)]
@@ -129,21 +129,29 @@ def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
     place = "percent of the response"
     probed = sum(statistics.selected)
     shares = [count / probed for count in statistics.selected] if probed else []
+    looks = {
+        "score": ("Where the score looks", "Mean acquisition score by place in the response."),
+        "entropy": ("Where the teacher is uncertain", "Mean entropy, share of the largest possible, by place."),
+    }.get(policy.selection)  # random scores look nowhere
+    counts = {"probed": "spot/selected", "kept": "spot/retained"} if policy.guided else {"selected": "spot/selected"}
+    kept = [("kept", retained), ("left out", dropped)] if policy.guided else [("", retained)]
     return Section(
-        "Probing",
+        "Probing" if policy.guided else "Positions",
         _present(
             ("Positions probed and kept", "Per rollout. Kept (B+): at least one candidate led to a correct answer.",
-             _lines(rows, {"probed": "spot/selected", "kept": "spot/retained"}, from_zero=True)),
+             _lines(rows, counts, from_zero=True)) if policy.guided else
+            ("Positions selected", "Per rollout. All are trained, none is probed: policy.verifier_guidance is false.",
+             _lines(rows, counts, from_zero=True)),
             ("Accuracy of probes", "Share of continuations that end correct.",
-             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent, most=1.0)),
+             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent, most=1.0)
+             if any("probe/accuracy" in row for row in rows) else None),
             ("Calibration shift", "How far outcomes move the target from the teacher's prior: total variation, 0 to 1.",
-             _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True)),
-            ("Where the score looks", "Mean acquisition score by place in the response.",
-             svg.histogram(edges, [("", means)], x_name=place) if any(means) else None),
-            ("Where positions were probed", "Share of probed positions by place in the response.",
+             _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True) if policy.guided else None),
+            (*(looks or ("", "")), svg.histogram(edges, [("", means)], x_name=place) if looks and any(means) else None),
+            (f"Where positions were {policy.chosen}", f"Share of {policy.chosen} positions by place in the response.",
              svg.histogram(edges, [("", shares)], x_name=place, format_y=percent) if shares else None),
-            ("Which tokens were probed", "The student's token at the position, most frequent first.",
-             svg.row_plot(names, [("kept", retained), ("left out", dropped)]) if names else None),
+            (f"Which tokens were {policy.chosen}", "The student's token at the position, most frequent first.",
+             svg.row_plot(names, kept) if names else None),
         ),
     )  # fmt: skip
 

@@ -11,7 +11,9 @@ from rich.text import Text
 
 from spot_async.inspection.reading import Branch, Candidate, SampleRecord, SampleSummary
 from spot_async.inspection.view import (
+    GUIDED,
     Colouring,
+    PolicySettings,
     TokenView,
     branch_state,
     framed_words,
@@ -61,7 +63,9 @@ def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Tabl
     return table
 
 
-def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> RenderableType:
+def sample_view(
+    number: int, sample: SampleRecord, colouring: Colouring, policy: PolicySettings = GUIDED
+) -> RenderableType:
     """A whole sample: problem, coloured response, branches."""
     head = Text.assemble((f"sample {number}", "bold"), f" · {visible(sample.problem_id)}")
     if sample.tier:
@@ -73,12 +77,12 @@ def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> Rend
     parts: list[RenderableType] = [head, about, problem, answer, Text()]
     if sample.response_ids:
         parts += [legend(colouring), response_text(colouring)]
-        if framed := framed_words(sample, "Underlined"):
+        if framed := framed_words(sample, "Underlined", policy):
             parts.append(Text(framed, style="dim"))
     elif sample.response:
         parts.append(Text(visible(sample.response)))
     for mark, branch in enumerate(sample.branches, start=1):
-        parts += [Text(), branch_view(mark, branch, sample)]
+        parts += [Text(), branch_view(mark, branch, sample, policy)]
     return Group(*parts)
 
 
@@ -105,8 +109,8 @@ def mark_symbol(mark: int) -> str:
     return chr(0x2460 + mark - 1) if mark <= 20 else f"({mark})"
 
 
-def branch_view(mark: int, branch: Branch, sample: SampleRecord) -> RenderableType:
-    """One probed position: each candidate's probabilities, target before and after, and its probes."""
+def branch_view(mark: int, branch: Branch, sample: SampleRecord, policy: PolicySettings) -> RenderableType:
+    """One position that was chosen: each candidate's probabilities, target before and after, and its probes."""
     shares = sampled_shares(sample, branch.position)
     state, tone = branch_state(branch)
     head = Text.assemble(
@@ -117,22 +121,27 @@ def branch_view(mark: int, branch: Branch, sample: SampleRecord) -> RenderableTy
     rows: list[RenderableType] = [head, Text(f"  {shares}", style="dim")] if shares else [head]
     if branch.score_parts:
         rows.append(Text("  " + ", ".join(score_parts(branch)), style="dim"))
-    return Group(*rows, candidates_table(branch, sample), *probe_lines(branch))
+    return Group(*rows, candidates_table(branch, sample, policy), *probe_lines(branch))
 
 
-def candidates_table(branch: Branch, sample: SampleRecord) -> Table:
-    """Probabilities of teacher and student, mean reward, and the target before and after the tilt."""
+def candidates_table(branch: Branch, sample: SampleRecord, policy: PolicySettings) -> Table:
+    """Probabilities of teacher and student, mean reward, and the target before and after the tilt.
+
+    Without probes there is neither a reward nor a tilt.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for heading in ("", "candidate", "teacher", "student", "value", "target before", "after"):
+    probed = ("value", "target before", "after") if policy.guided else ("target",)
+    for heading in ("", "candidate", "teacher", "student", *probed):
         table.add_column(heading, justify="right" if heading in ("teacher", "student", "value") else "left")
     for candidate in branch.candidates:
+        value = "–" if candidate.value is None else f"{candidate.value:g}"
+        prior = "–" if candidate.prior is None else Text(bar(candidate.prior, "░"), style="dim")
         table.add_row(
             "▸" if is_sampled(sample, branch, candidate) else "",
             candidate_name(candidate),
             probability(candidate.teacher),
             probability(candidate.student),
-            "–" if candidate.value is None else f"{candidate.value:g}",
-            "–" if candidate.prior is None else Text(bar(candidate.prior, "░"), style="dim"),
+            *((value, prior) if policy.guided else ()),
             "–" if candidate.target is None else Text(bar(candidate.target, "█")),
         )
     return table

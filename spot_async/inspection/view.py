@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from spot_async.inspection.reading import Branch, Candidate, SampleRecord
 
@@ -21,6 +21,7 @@ SELECTION_TITLES = {  # of policy.selection: what the scores are that chose the 
     "random": "Random scores that chose the positions",
     "entropy": "Teacher entropy, as a share of the largest possible",
 }
+SCORE_NAMES = {"random": "random score", "entropy": "entropy share"}  # likewise, of one token
 PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
 PER_TOKEN: tuple[PerToken, ...] = (
     "acquisition_score",
@@ -28,6 +29,27 @@ PER_TOKEN: tuple[PerToken, ...] = (
     "teacher_logprobs",
     "teacher_entropy_nats",
 )
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy's own settings say about its positions, as far as words about them depend on it."""
+
+    selection: str = "score"  # by what it chose them
+    guided: bool = True  # whether each was probed, and its target tilted by what came of that
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> PolicySettings:
+        settings = config.get("policy") or {}
+        return cls(str(settings.get("selection", "score")), bool(settings.get("verifier_guidance", True)))
+
+    @property
+    def chosen(self) -> str:
+        """What became of the positions, in a word."""
+        return "probed" if self.guided else "selected"
+
+
+GUIDED = PolicySettings()
 
 
 @dataclass(frozen=True)
@@ -59,12 +81,13 @@ def per_token(sample: SampleRecord, name: PerToken) -> list[float | None] | None
     return numbers if numbers is not None and len(numbers) == len(sample.response_ids) else None
 
 
-def colourings(sample: SampleRecord, texts: Sequence[str], selection: str = "score") -> list[Colouring]:
-    """Every way this sample can be coloured, the one its policy is about first. `selection` is the policy's."""
+def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySettings = GUIDED) -> list[Colouring]:
+    """Every way this sample can be coloured, the one its policy is about first."""
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
     gated = frozenset(sample.gated_positions)
-    labels = [token_label(sample, position, texts[position]) for position in range(length)]
+    name = SCORE_NAMES.get(policy.selection, "score")
+    labels = [token_label(sample, position, texts[position], name) for position in range(length)]
 
     def tokens(levels: Sequence[float]) -> tuple[TokenView, ...]:
         return tuple(
@@ -78,7 +101,7 @@ def colourings(sample: SampleRecord, texts: Sequence[str], selection: str = "sco
     if scores is not None and highest > 0:
         # Scores spread over orders of magnitude; the root keeps the middle ones visible.
         levels = [max(0.0, (score or 0.0) / highest) ** 0.5 for score in scores]
-        title = f"{SELECTION_TITLES.get(selection, 'Acquisition score')} (root scale)"
+        title = f"{SELECTION_TITLES.get(policy.selection, 'Acquisition score')} (root scale)"
         found.append(Colouring("score", title, "0", f"{highest:.3g}", tokens(levels)))
     if teacher is not None and student is not None:
         advantages = [0.0 if t is None or s is None else t - s for t, s in zip(teacher, student, strict=True)]
@@ -123,10 +146,10 @@ def remarks(sample: SampleRecord) -> list[str]:
     return found
 
 
-def framed_words(sample: SampleRecord, framed: str) -> str:
+def framed_words(sample: SampleRecord, framed: str, policy: PolicySettings = GUIDED) -> str:
     """What it means that tokens are `framed`, as the terminal or the page draws it; empty where none is."""
     if sample.branches:
-        return f"{framed} and numbered: the positions that were probed."
+        return f"{framed} and numbered: the positions that were {policy.chosen}."
     if sample.gated_positions:
         return f"{framed}: the positions whose gate was open, the teacher's entropy being above policy.tau_nats."
     return ""
@@ -142,13 +165,13 @@ def branch_state(branch: Branch) -> tuple[str, str]:
     return f"left out: nothing correct here{doubt}", "quiet"
 
 
-def token_label(sample: SampleRecord, position: int, text: str) -> str:
+def token_label(sample: SampleRecord, position: int, text: str, score_name: str = "score") -> str:
     """All numbers of one token, in words."""
     parts = [f"position {position}", f"“{visible(text)}”"]
     arrays = (per_token(sample, name) for name in PER_TOKEN)
     score, student, teacher, entropy = (None if array is None else array[position] for array in arrays)
     if per_token(sample, "acquisition_score") is not None:
-        parts.append("masked" if score is None else f"score {score:.4g}")
+        parts.append("masked" if score is None else f"{score_name} {score:.4g}")
     if student is not None:
         parts.append(f"log student {student:.3f}")
     if teacher is not None:
