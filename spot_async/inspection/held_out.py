@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import percent
+from spot_async.inspection.series import Series
 from spot_async.inspection.terminal import counted
 from spot_async.inspection.totals import Rows
 
@@ -76,7 +77,7 @@ class HeldOut:
         )
 
     def figure(self) -> Markup:
-        series = [svg.Series(curve.name, curve.points, errors=curve.errors) for curve in self.curves]
+        series = [Series(curve.name, curve.points, errors=curve.errors) for curve in self.curves]
         marked = self.criterion.points[self.best][0]
         return svg.line_plot(series, format_y=percent, most=1.0, marked=marked)
 

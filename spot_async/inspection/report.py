@@ -19,6 +19,7 @@ from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import Verdict, judge, percent
 from spot_async.inspection.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.inspection.reading import RunFiles
+from spot_async.inspection.series import Series, short_number
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
     Rows,
@@ -76,7 +77,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         probing_section(rows, statistics, PolicySettings.of(config)),
         response_section(rows, statistics),
         time_section(rows, config),
-        optimiser_section(rows),
+        optimiser_section(rows, config),
         spending_section(rows),
         *more,
     )
@@ -174,7 +175,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     stages = stage_names(rows)
     limits = {stage: stage_limit(config, stage) for stage in stages}
     utilisation = [
-        svg.Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
+        Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
         for stage in stages
     ]
     used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
@@ -201,12 +202,17 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     )  # fmt: skip
 
 
-def optimiser_section(rows: Rows) -> Section:
+def optimiser_section(rows: Rows, config: Mapping[str, Any]) -> Section:
+    most = config.get("training", {}).get("max_grad_norm")
+    norms = [norm for _, norm in _points(rows, "train/grad_norm")]
+    level = None  # one far above all norms would leave them no room
+    if most is not None and norms and most <= 2 * max(norms):
+        level = (f"max_grad_norm: {short_number(most)}", float(most))
     return Section(
         "Optimiser",
         _present(
-            ("Gradient norm", "Before clipping, mean over the iteration's updates.",
-             _lines(rows, {"norm": "train/grad_norm"}, from_zero=True)),
+            ("Gradient norm", "Before it is scaled down to training.max_grad_norm, mean over the iteration's updates.",
+             _lines(rows, {"norm": "train/grad_norm"}, from_zero=True, level=level)),
             ("Ratio of new to old policy", "Per token; the mean stays near 1, the largest shows outliers.",
              _lines(rows, {"mean": "train/ratio_mean", "largest": "train/ratio_max"})),
             ("Server against trainer", "Mean difference of the two's log-probabilities of one token, same weights.",
@@ -214,7 +220,7 @@ def optimiser_section(rows: Rows) -> Section:
             ("Clipped tokens", "Share of tokens whose gradient the clip removed.",
              _lines(rows, {"clipped": "train/clip_fraction"}, lambda share: f"{100 * share:.2g} %", from_zero=True)),
             ("Learning rate", "Of the iteration's updates.",
-             _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True)),
+             _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True, smooth=False)),
         ),
     )  # fmt: skip
 
@@ -319,18 +325,22 @@ def _present(*plots: tuple[str, str, Markup | None]) -> tuple[Plot, ...]:
 def _lines(
     rows: Rows,
     names: Mapping[str, str],
-    format_y: Callable[[float], str] = svg.short_number,
+    format_y: Callable[[float], str] = short_number,
     *,
     from_zero: bool = False,
     most: float = math.inf,
+    level: tuple[str, float] | None = None,
+    smooth: bool = True,
 ) -> Markup | None:
     """A line per metric that is there; those that are zero throughout only when nothing else is."""
-    series = [svg.Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
+    series = [Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
     series = [each for each in series if each.points]
     moving = [each for each in series if any(value for _, value in each.points)]
     if not series:
         return None
-    return svg.line_plot(moving or series[:1], format_y=format_y, from_zero=from_zero, most=most)
+    return svg.line_plot(
+        moving or series[:1], format_y=format_y, from_zero=from_zero, most=most, level=level, smooth=smooth
+    )
 
 
 def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
@@ -338,7 +348,7 @@ def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
     if not with_times:
         return None
     series = [
-        svg.Series(name, [(row["iteration"], row.get(metric, 0.0)) for row in with_times], i)
+        Series(name, [(row["iteration"], row.get(metric, 0.0)) for row in with_times], i)
         for i, (name, metric) in enumerate(names.items())
         if total(rows, metric) > 0
     ]
