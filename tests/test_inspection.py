@@ -96,7 +96,19 @@ def test_a_sample_shows_scores_candidates_probes_and_targets(tmp_path):
     assert "masked" in found[0].tokens[2].label
 
     for shown in (plain(terminal(sample_view(number, record, found[0]))), Tags(page_of(files)).text):
-        for expected in ("position 0", "five", "50 %", "7 %", "60 %", "80 %", "✓ correct", "✗ wrong", "\\boxed{2}"):
+        for expected in (
+            "position 0",
+            "five",
+            "50 %",
+            "7 %",
+            "60 %",
+            "80 %",
+            "✓ correct",
+            "✗ wrong",
+            "\\boxed{2}",
+            "entropy H (share of log V) 0.3",
+            "mean reward of the candidate's probes",
+        ):
             assert expected.lower() in shown.lower(), expected
     assert re.search(r"▸ +“six”", plain(terminal(sample_view(number, record, found[0]))))
 
@@ -223,7 +235,7 @@ def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):
         ({"response_ids": [5, 6], "behavior_logprobs": [-1.0, -1.0], "teacher_logprobs": [-1.0]}, "teacher_logprobs n"),
         ({"response_ids": [5, 6], "acquisition_score": [-1.0, 2.0]}, "Acquisition score"),
         ({"response_ids": [5, 6], "acquisition_score": [-1.0, None]}, "Nothing recorded"),
-        ({"branches": [{"position": 0, "score_parts": {"gap": None}, "candidates": [{"token_id": 5}]}]}, "gap –"),
+        ({"branches": [{"position": 0, "score_parts": {"gap": None}, "candidates": [{"token_id": 5}]}]}, "gap G –"),
     ],
 )
 def test_whatever_a_policy_leaves_out_or_gets_wrong_is_still_shown(tmp_path, record, said):

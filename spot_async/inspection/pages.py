@@ -13,6 +13,7 @@ from spot_async.inspection.view import (
     GUIDED,
     Colouring,
     PolicySettings,
+    branch_legend,
     branch_state,
     framed_words,
     is_sampled,
@@ -42,6 +43,7 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals |= {
+        "branch_legend": branch_legend,
         "branch_state": branch_state,
         "framed_words": framed_words,
         "is_sampled": is_sampled,

@@ -15,6 +15,7 @@ from spot_async.inspection.view import (
     Colouring,
     PolicySettings,
     TokenView,
+    branch_legend,
     branch_state,
     framed_words,
     is_sampled,
@@ -83,6 +84,8 @@ def sample_view(
         parts.append(Text(visible(sample.response)))
     for mark, branch in enumerate(sample.branches, start=1):
         parts += [Text(), branch_view(mark, branch, sample, policy)]
+    if legend_of_branches := branch_legend(sample, policy):
+        parts += [Text(), Text(legend_of_branches, style="dim")]
     return Group(*parts)
 
 

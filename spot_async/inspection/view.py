@@ -22,6 +22,20 @@ SELECTION_TITLES = {  # of policy.selection: what the scores are that chose the 
     "entropy": "Teacher entropy, as a share of the largest possible",
 }
 SCORE_NAMES = {"random": "random score", "entropy": "entropy share"}  # likewise, of one token
+PART_LABELS = {  # of `score_parts`, with the method's symbols; policies may record others
+    "score": "score s",
+    "entropy": "entropy H (share of log V)",
+    "mass": "teacher mass C",
+    "coverage": "student mass A",
+    "divergence": "JS",
+    "gap": "gap G",
+}
+PARTS_LEGEND = (
+    "s = H C G, of which policy.score_variant may leave out factors. H: the teacher's entropy as a share of log V. "
+    "C and A: what teacher and student give to the teacher's top candidates together. JS: how differently they share "
+    "it among these, 0 to 1. G: weighted mean of 1 - A and JS, the student's distance from the teacher."
+)
+VALUE_LEGEND = "Value: mean reward of the candidate's probes, 1 where all end correct."
 PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
 PER_TOKEN: tuple[PerToken, ...] = (
     "acquisition_score",
@@ -221,11 +235,18 @@ def sampled_shares(sample: SampleRecord, position: int) -> str:
 
 
 def score_parts(branch: Branch) -> list[str]:
-    """The factors of a position's score, each with its name."""
+    """What a position's score is made of, each part with its name."""
     return [
-        f"{visible(name)} {'–' if value is None else format(value, '.3g')}"
+        f"{PART_LABELS.get(name) or visible(name)} {'–' if value is None else format(value, '.3g')}"
         for name, value in branch.score_parts.items()
     ]
+
+
+def branch_legend(sample: SampleRecord, policy: PolicySettings = GUIDED) -> str:
+    """What the numbers of this sample's branches are; empty where there are none."""
+    scored = any(branch.score_parts.keys() & PART_LABELS for branch in sample.branches)
+    parts = [PARTS_LEGEND] * scored + [VALUE_LEGEND] * (policy.guided and bool(sample.branches))
+    return " ".join(parts)
 
 
 def is_sampled(sample: SampleRecord, branch: Branch, candidate: Candidate) -> bool:
