@@ -48,6 +48,7 @@ def test_a_policy_that_records_no_tokens_still_shows_its_response(run: Path) -> 
 
 def test_one_of_a_thing_is_not_spoken_of_in_the_plural(run: Path) -> None:
     listed = CliRunner().invoke(app, ["inspect", str(run), "--iteration", "1"]).output
+    assert "retained" not in listed  # whose policy has no positions
     assert listed.startswith("1 sample of iteration 1; the run has 2 iterations")
 
 

@@ -12,7 +12,7 @@ from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 from spot_async.errors import DataError
 from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page
-from spot_async.inspection.report import read_report
+from spot_async.inspection.report import length_histogram, read_report
 from spot_async.inspection.totals import run_times, stage_slots
 
 
@@ -93,6 +93,23 @@ def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     assert "Advantage" not in figures
     assert "Teacher entropy" in figures
     assert "soft targets" in figures["Loss and its parts"]
+
+
+def test_bins_of_lengths_are_round_and_hold_every_response():
+    figure = length_histogram([(1, 0), (1, 146), (2, 146), (2, 10)])
+    shares = dict(re.findall(r"<title>(\d+ to \d+) tokens: all (\d+) %", figure))
+    assert {bin_: share for bin_, share in shares.items() if share != "0"} == {
+        "0 to 10": "25", "10 to 20": "25", "140 to 150": "50"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("p99", "named"), [(0.2, "p99 and longest"), (0.1, "longest")])
+def test_of_few_ticks_the_longest_lag_is_drawn_once(tmp_path, p99, named):
+    lags = {"loop/lag_p50_s": 0.01, "loop/lag_p99_s": p99, "loop/lag_max_s": 0.2}
+    report = read_report(make_run(tmp_path / "run", [], [metrics_row(i) | lags for i in (1, 2)]))
+    (figure,) = (plot.figure for each in report.sections for plot in each.plots if plot.title == "Event loop: lag")
+    assert f"</svg>{named}</span>" in figure
+    assert figure.count("<polyline") == (2 if p99 == 0.2 else 3)
 
 
 def test_no_share_is_drawn_beyond_all(tmp_path):

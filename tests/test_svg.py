@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.inspection import svg
-from spot_async.inspection.series import MAX_POINTS, Scale, Series, nice_ticks, running_mean, short_number, thinned
+from spot_async.inspection.series import (
+    MAX_POINTS,
+    Scale,
+    Series,
+    nice_ticks,
+    running_mean,
+    seconds,
+    short_number,
+    thinned,
+    tick_labels,
+)
 
 
 def parsed(markup):
@@ -83,6 +93,11 @@ def test_few_or_missing_points_still_draw(points):
     parsed(svg.stacked_plot([Series("a", points)]))
 
 
+def test_the_labels_of_an_axis_are_of_one_kind():
+    assert tick_labels([0.0, 0.0005, 0.001, 0.0015], seconds) == ["0 s", "5e-4 s", "1e-3 s", "1.5e-3 s"]
+    assert tick_labels([0.0, 0.05, 0.1], short_number) == ["0", "0.05", "0.1"]
+
+
 def test_only_a_long_single_line_is_smoothed_and_the_legend_says_so():
     rates = Series("rate", [(i, float(i % 3)) for i in range(1, 31)])
     assert "thick: running mean" in svg.line_plot([rates])
@@ -127,7 +142,7 @@ def test_long_lines_are_averaged_and_their_mean_stays():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.25, "0.25"), (5000, "5k"), (15_300, "15.3k"), (2e6, "2M"), (0.00012, "1.2e-04")]
+    ("value", "text"), [(0, "0"), (0.25, "0.25"), (5000, "5k"), (15_300, "15.3k"), (2e6, "2M"), (0.00012, "1.2e-4")]
 )
 def test_numbers_are_short(value, text):
     assert short_number(value) == text

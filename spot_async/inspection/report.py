@@ -19,7 +19,7 @@ from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import Verdict, judge, percent
 from spot_async.inspection.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.inspection.reading import RunFiles
-from spot_async.inspection.series import Series, short_number
+from spot_async.inspection.series import Series, nice_ticks, seconds, short_number
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
     Rows,
@@ -32,7 +32,7 @@ from spot_async.inspection.totals import (
 from spot_async.inspection.view import PolicySettings, visible
 from spot_async.spending.records import spending_words
 
-LENGTH_BINS = 16
+LENGTH_BINS = 20  # about, of round widths
 TOP_TOKENS = 14
 ADVANTAGE_OF_TEACHER = "Teacher minus student, nats per token. Rises towards 0 as student meets teacher."
 
@@ -163,7 +163,8 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
         _present(
             ("Length of responses", "Mean tokens per response.",
              _lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
-            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run.",
+            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run; of "
+             "fewer than three iterations, of all.",
              length_histogram(statistics.lengths)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
              _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
@@ -178,6 +179,9 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
         Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
         for stage in stages
     ]
+    lags = {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"}
+    if 2 * sum(row.get(lags["p99"]) == row.get(lags["longest"]) for row in rows) > len(rows):
+        lags = {"p50": lags["p50"], "p99 and longest": lags["longest"]}
     used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
     return Section(
         "Time",
@@ -185,17 +189,17 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
             ("Time per phase", "Seconds of each iteration, as the trainer spends them.",
              _stacked(rows, {"wait for batch": "time/wait_for_batch_s", "train": "time/train_s",
                              "update weights": "time/update_weights_s", "evaluate": "time/evaluate_s"})),
-            ("What the trainer waited for", "The wait by the stage that most prompts were at.",
+            ("What the trainer waited for", "Seconds of each iteration, by the stage that most prompts were at.",
              _stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
             ("Stages: use of their limits", "Mean requests in flight over the stage's limit.",
              used),
             ("Stages: queues", "Mean requests that waited for their turn.",
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
-             _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, from_zero=True)),
-            ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest.",
-             _lines(rows, {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"},
-                    from_zero=True)),
+             _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True)),
+            ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest. "
+             "Of few events the last two are one.",
+             _lines(rows, lags, seconds, from_zero=True)),
             ("Tokens generated per second", "Rollouts and probes, over the whole iteration.",
              _lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
         ),
@@ -251,14 +255,15 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
     parts = {"first third": (1, last // 3), "last third": (last - last // 3 + 1, last)}
     if last < 3:
         parts = {"all": (1, last)}
+    edges = [round(tick) for tick in nice_ticks(0.0, max(longest, LENGTH_BINS), LENGTH_BINS)]
+    width = edges[1]
     series = []
     for name, (begin, end) in parts.items():
-        counts = [0] * LENGTH_BINS
+        counts = [0] * (len(edges) - 1)
         for iteration, tokens in lengths:
             if begin <= iteration <= end:
-                counts[min(LENGTH_BINS - 1, tokens * LENGTH_BINS // longest)] += 1
+                counts[min(len(counts) - 1, tokens // width)] += 1
         series.append((name, [count / max(1, sum(counts)) for count in counts]))
-    edges = [i * longest // LENGTH_BINS for i in range(LENGTH_BINS + 1)]
     return svg.histogram(edges, series, x_name="tokens", format_y=percent)
 
 
@@ -344,6 +349,7 @@ def _lines(
 
 
 def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
+    """Times on top of each other."""
     with_times = [row for row in rows if any(metric in row for metric in names.values())]
     if not with_times:
         return None
@@ -352,7 +358,7 @@ def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
         for i, (name, metric) in enumerate(names.items())
         if total(rows, metric) > 0
     ]
-    return svg.stacked_plot(series)
+    return svg.stacked_plot(series, format_y=seconds)
 
 
 def _points(rows: Rows, metric: str) -> list[tuple[float, float]]:

@@ -65,7 +65,28 @@ def short_number(value: float) -> str:
         return f"{value / 1e6:.3g}M"
     if size >= 1e3:
         return f"{value / 1e3:.3g}k"
-    return f"{value:.1e}" if size < 1e-3 else f"{value:.3g}"
+    return scientific(value) if size < 1e-3 else f"{value:.3g}"
+
+
+def scientific(value: float) -> str:
+    """Two digits and a power of ten: 5e-4."""
+    mantissa, _, power = f"{value:.1e}".partition("e")
+    return f"{float(mantissa):g}e{int(power)}"
+
+
+def seconds(value: float) -> str:
+    return f"{short_number(value)} s"
+
+
+def tick_labels(ticks: Sequence[float], format_y: Format) -> list[str]:
+    """Of one axis: where one needs a power of ten, all but zero have it."""
+    labels = [format_y(tick) for tick in ticks]
+    if not any(short_number(tick) in label and "e-" in label for tick, label in zip(ticks, labels, strict=True)):
+        return labels
+    return [
+        label.replace(short_number(tick), scientific(tick)) if tick else label
+        for tick, label in zip(ticks, labels, strict=True)
+    ]
 
 
 def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

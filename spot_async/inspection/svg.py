@@ -21,6 +21,7 @@ from spot_async.inspection.series import (
     nice_ticks,
     running_mean,
     short_number,
+    tick_labels,
     whiskers,
 )
 
@@ -223,11 +224,11 @@ def _axes(
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     x = Scale(*(xs or (0.0, 1.0)), LEFT, WIDTH - RIGHT)
     marks: list[Markup] = []
-    for tick in ticks:
+    for tick, label in zip(ticks, tick_labels(ticks, format_y), strict=True):
         at = y(tick)
         marks.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
             LEFT, WIDTH - RIGHT, at, at))  # fmt: skip
-        marks.append(_text(LEFT - 5, at + 4, format_y(tick), "end"))
+        marks.append(_text(LEFT - 5, at + 4, label, "end"))
     if xs is not None:
         whole = sorted({round(tick) for tick in nice_ticks(*xs) if xs[0] <= round(tick) <= xs[1]} | {round(xs[0])})
         for number in whole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -41,25 +41,29 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Table:
-    """One line per sample. Retained positions are those of B+."""
+def samples_table(rows: Sequence[tuple[int, SampleSummary]], title: str) -> Table:
+    """One line per sample. Retained positions are those of B+; policies without branches have no positions."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("sample", justify="right")
     table.add_column("iteration", justify="right")
     table.add_column("problem", overflow="fold")
     table.add_column("verdict")
     table.add_column("tokens", justify="right")
-    table.add_column("positions")
-    table.add_column("retained")
+    has_branches = any(row.branches for _, row in rows)
+    for heading in ("positions", "retained") if has_branches else ():
+        table.add_column(heading)
     for number, row in rows:
+        positions = (
+            " ".join(str(branch.position) for branch in row.branches),
+            " ".join(str(branch.position) for branch in row.branches if branch.retained),
+        )
         table.add_row(
             str(number),
             str(row.iteration),
             Text(visible(row.problem_id)),
             _verdict(row.verdict),
             f"{len(row.response_ids) or '–'}{' cut' if row.finish_reason == 'length' else ''}",
-            " ".join(str(branch.position) for branch in row.branches),
-            " ".join(str(branch.position) for branch in row.branches if branch.retained),
+            *(positions if has_branches else ()),
         )
     return table
 
