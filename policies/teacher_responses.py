@@ -14,18 +14,24 @@ from pathlib import Path
 import msgspec
 
 from spot_async import wire
+from spot_async.end_tokens import swap_tokens
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.types import Generation, IntArray, PolicyContext, TokenScores, Verdict
 from spot_async.vocabulary import tokenizer_fingerprint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LENGTH = struct.Struct("<I")
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must agree with, and where the responses come from."""
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """What the header has in every version."""
 
     format_version: int
+
+
+class Header(Format, frozen=True, kw_only=True):
+    """What a reader must agree with, and where the responses come from."""
+
     vocab_fingerprint: str
     top_k: int
     temperature: float  # of sampling and of all log-probabilities
@@ -35,13 +41,28 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the teacher wrote for one problem, and how it scores its own tokens."""
+    """What the teacher wrote for one problem, and how it scores its own tokens.
+
+    Kept with the teacher's end token, since another run's student may end with another one than this run's.
+    """
 
     problem_id: str
     prompt_ids: IntArray  # (P,) as it was rendered
+    end_token_id: int  # the teacher's
     response: Generation
     scores: TokenScores | None  # None when no log-probabilities were asked for
     verdict: Verdict
+
+    def respelled(self, end_token_id: int) -> TeacherResponse:
+        """As kept, from what stages gave for a student that ends with `end_token_id`; and for such a student again."""
+        tokens = swap_tokens(self.response.token_ids, end_token_id, self.end_token_id)
+        scores = self.scores
+        if scores is not None:
+            topk_ids = swap_tokens(scores.topk_ids, end_token_id, self.end_token_id)
+            scores = msgspec.structs.replace(scores, topk_ids=topk_ids)
+        return msgspec.structs.replace(
+            self, response=msgspec.structs.replace(self.response, token_ids=tokens), scores=scores
+        )
 
 
 class ResponseFile:
@@ -108,6 +129,7 @@ class ResponseFile:
             raise ConfigError(f"{self._key}: cannot read {self._path}: {error.strerror}") from None
         try:
             head, *frames = list(_frames(data)) or [memoryview(b"")]
+            self._check_format(wire.decode(head, Format))
             header = wire.decode(head, Header)
             responses = [wire.decode(frame, TeacherResponse) for frame in frames]
         except (msgspec.DecodeError, ValueError, TypeError) as error:
@@ -115,12 +137,15 @@ class ResponseFile:
         self._unfinished_bytes = len(data) - sum(LENGTH.size + len(frame) for frame in [head, *frames])
         return header, responses
 
+    def _check_format(self, found: Format) -> None:
+        if found.format_version != FORMAT_VERSION:
+            raise DataError(
+                f"{self._key}: {self._path} has format {found.format_version}, this version reads {FORMAT_VERSION}; "
+                "write another with policy.save"
+            )
+
     def _check(self, found: Header) -> None:
         ours = self._header
-        if found.format_version != ours.format_version:
-            raise DataError(
-                f"policy.load: {self._path} has format {found.format_version}, this version reads {ours.format_version}"
-            )
         if found.vocab_fingerprint != ours.vocab_fingerprint:
             raise DataError(f"policy.load: {self._path} was written with another vocabulary than the student's")
         if found.top_k < ours.top_k:

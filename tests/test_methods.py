@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spot_async.end_tokens import EndTokens
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -62,6 +63,7 @@ class ModelStages:
     """`PromptStages` of one prompt over real models; served log-probabilities are a little off, as after an update."""
 
     student = teacher = None  # nobody said what they offer
+    ends = EndTokens((2,), (2,), "replace")
 
     def __init__(self, prompt: Prompt, student: Any, teacher: Any) -> None:
         self.prompt, self.models = prompt, (student, teacher)

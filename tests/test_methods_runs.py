@@ -12,6 +12,7 @@ import pytest
 
 import spot_async
 from spot_async.config_loading import load_config
+from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError, DataError
 from spot_async.preflight import plan_training
 from spot_async.types import Generation, TokenScores, Verdict, VersionSpan, WeightVersion
@@ -88,6 +89,8 @@ def test_without_a_reference_kl_grpo_serves_no_reference():
 
 class Written:
     """Stages on which a teacher writes the same two tokens to every problem."""
+
+    ends = EndTokens((1,), (1,), "replace")
 
     async def teacher_response(self):
         return Generation(
