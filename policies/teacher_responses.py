@@ -37,7 +37,8 @@ class Header(Format, frozen=True, kw_only=True):
     temperature: float  # of sampling and of all log-probabilities
     top_p: float
     max_response_tokens: int
-    teacher: str | None  # name of its model
+    teacher: str | None  # its model's directory
+    teacher_identity: str | None  # as `PolicyContext` has it, for who goes on with the file
 
 
 class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +71,7 @@ class ResponseFile:
 
     def __init__(self, path: Path, context: PolicyContext, top_k: int, key: str = "policy.load") -> None:
         """`key` is the setting that names the file, for errors."""
+        identify = context.teacher_identity if key == "policy.save" else None  # a reader takes any teacher's
         self._path = path
         self._key = key
         self._unfinished_bytes = 0  # at its end, of a writer that was interrupted
@@ -82,6 +84,7 @@ class ResponseFile:
             top_p=sampling.top_p,
             max_response_tokens=sampling.max_response_tokens,
             teacher=context.teacher,
+            teacher_identity=identify and identify(),
         )
 
     @classmethod
@@ -95,7 +98,14 @@ class ResponseFile:
 
     def _saved(self) -> dict[str, TeacherResponse]:
         header, responses = self._decoded()
-        if header != self._header:
+        ours = self._header
+        if header.teacher_identity != ours.teacher_identity:
+            raise ConfigError(
+                f"policy.save: {self._path} holds responses of another teacher ({header.teacher or 'unnamed'}) than "
+                f"teacher.model={ours.teacher}: weights, served_model or request_fields differ; train from it with "
+                "policy.load or give another file"
+            )
+        if msgspec.structs.replace(header, teacher=ours.teacher) != ours:  # the same teacher may have been moved
             raise ConfigError(
                 f"policy.save: {self._path} exists already with responses {_origin(header)} and its top-{header.top_k} "
                 "that are not this run's; train from it with policy.load or give another"
