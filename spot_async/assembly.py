@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from spot_async.config import Config, ModelConfig
 from spot_async.cores import CoreShares
+from spot_async.deadlines import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.orchestrator import (
-    WEIGHT_UPDATE_TIMEOUT_S,
     LiveEvaluation,
     Orchestrator,
     OrchestratorSettings,

@@ -19,6 +19,7 @@ import numpy as np
 from spot_async.actor import Stage
 from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.deadlines import VERIFY_ATTEMPTS
 from spot_async.end_tokens import EndTokens, with_summed_last
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.mailbox import Priority
@@ -56,7 +57,6 @@ STAGE_SERVERS = {
     "teacher_response": "teacher",
     "reference": "reference",
 }  # whose time a stage's requests take
-VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
 
 
 @dataclass(frozen=True)

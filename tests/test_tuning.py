@@ -20,7 +20,7 @@ from spot_async.config_loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.simulation.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.spending.account import Ledger
+from spot_async.spending.account import SpendingLedger
 from spot_async.stages import Services, Stages
 from spot_async.tuning.measurement import Level, Ramp, StageLoad
 from spot_async.tuning.mix import Template, by_server, endless, note_requests
@@ -275,7 +275,7 @@ def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs(
     check_options(config, TuneOptions(1.0, limit_requests=10, is_paid=True))
     account = config.teacher.backend.open_account("teacher")  # type: ignore[union-attr]
     assert account is not None
-    account.ledgers["teacher"] = Ledger(requests=4, money=0.5)
+    account.ledgers["teacher"] = SpendingLedger(requests=4, money=0.5)
     template = Template("score", next(prompts()), lambda stages: stages.rollout(), tokens=40)
     said = announcement("teacher", [template], RampLimits(20.0, 64, requests=1000), account)
     assert said == (
