@@ -166,6 +166,10 @@ class BoundStages:
     def teacher(self) -> Capabilities | None:
         return self._stages.capabilities.get("teacher")
 
+    @property
+    def ends(self) -> EndTokens:
+        return self._stages.ends
+
     async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
         nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
         return await self._generate(
