@@ -38,6 +38,7 @@ import numpy as np
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.weight_files import delete_weights
 
 DECIMALS = 6  # of numbers in arrays: what people read
 RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
@@ -182,7 +183,7 @@ class RunDirectory:
             raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
         self._point("best", kept)
         for each in previous:
-            shutil.rmtree(each)
+            delete_weights(each)
 
     def _point(self, name: str, directory: Path) -> None:
         new = self.path / f".{name}.new"

@@ -16,8 +16,8 @@ from markupsafe import Markup
 from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import percent
 from spot_async.inspection.series import Series
-from spot_async.inspection.terminal import counted
 from spot_async.inspection.totals import Rows
+from spot_async.text import counted
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from spot_async.dead_letters import described
 from spot_async.inspection import svg
-from spot_async.inspection.bottleneck import Verdict, judge, percent
+from spot_async.inspection.bottleneck import BottleneckVerdict, judge, percent
 from spot_async.inspection.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.inspection.reading import RunFiles
 from spot_async.inspection.series import Series, nice_ticks, seconds, short_number
@@ -29,8 +29,9 @@ from spot_async.inspection.totals import (
     stage_names,
     total,
 )
-from spot_async.inspection.view import PolicySettings, visible
+from spot_async.inspection.view import PolicySettings
 from spot_async.spending.records import spending_words
+from spot_async.text import visible
 
 LENGTH_BINS = 20  # about, of round widths
 TOP_TOKENS = 14
@@ -59,7 +60,7 @@ class Report:
     name: str
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
-    verdict: Verdict
+    verdict: BottleneckVerdict
     results: ResultTable | None
     sections: tuple[Section, ...]
 
