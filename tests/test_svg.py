@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.inspection import svg
+from spot_async.inspection.bottleneck import percent
 from spot_async.inspection.series import (
     MAX_POINTS,
     Scale,
@@ -95,6 +96,7 @@ def test_few_or_missing_points_still_draw(points):
 
 def test_the_labels_of_an_axis_are_of_one_kind():
     assert tick_labels([0.0, 0.0005, 0.001, 0.0015], seconds) == ["0 s", "5e-4 s", "1e-3 s", "1.5e-3 s"]
+    assert tick_labels([0.098, 0.1, 0.102], percent) == ["9.8 %", "10 %", "10.2 %"]
     assert tick_labels([0.0, 0.05, 0.1], short_number) == ["0", "0.05", "0.1"]
 
 

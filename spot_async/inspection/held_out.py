@@ -99,7 +99,7 @@ def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None) -> C
     found = [(row["iteration"], row[metric], row.get(f"{metric}_standard_error", math.nan))
              for row in rows if metric in row]  # fmt: skip
     start = _overall(before or {}, name, k)
-    if start is not None:
+    if start is not None and found:
         found.insert(0, (0.0, start["value"], _number(start["standard_error"])))
     points = tuple((iteration, value) for iteration, value, _ in found)
     return Curve(f"{name.capitalize()}@{k}", points, tuple(error for *_, error in found))

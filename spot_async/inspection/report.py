@@ -19,7 +19,7 @@ from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import BottleneckVerdict, judge, percent
 from spot_async.inspection.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.inspection.reading import RunFiles
-from spot_async.inspection.series import Series, nice_ticks, seconds, short_number
+from spot_async.inspection.series import Series, fine_percent, nice_ticks, seconds, short_number
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
     Rows,
@@ -108,7 +108,7 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
              _lines(rows, {"mean advantage": "train/advantage_mean"}) if advantages else None),
             ("Gated positions", "Share whose teacher entropy exceeds policy.tau_nats, where the forward KL is on; "
              "uncertain: those whose entropy is known only within bounds that hold it.",
-             _lines(rows, {"gated": "eopd/gated", "uncertain": "eopd/uncertain"}, percent, most=1.0)),
+             _lines(rows, {"gated": "eopd/gated", "uncertain": "eopd/uncertain"}, fine_percent, most=1.0)),
             ("Responses without a signal", "Share of those trained whose group's rewards are all equal (advantage 0), "
              "and share of all that were left out for want of a verdict.",
              _lines(rows, {"advantage 0": "grpo/no_signal", "left out": "grpo/left_out"}, percent, most=1.0)),
@@ -223,7 +223,7 @@ def optimiser_section(rows: Rows, config: Mapping[str, Any]) -> Section:
             ("Server against trainer", "Mean difference of the two's log-probabilities of one token, same weights.",
              _lines(rows, {"mean": "train/mismatch_mean"}, from_zero=True)),
             ("Clipped tokens", "Share of tokens whose gradient the clip removed.",
-             _lines(rows, {"clipped": "train/clip_fraction"}, lambda share: f"{100 * share:.2g} %", from_zero=True)),
+             _lines(rows, {"clipped": "train/clip_fraction"}, fine_percent, from_zero=True)),
             ("Learning rate", "Of the iteration's updates.",
              _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True, smooth=False)),
         ),

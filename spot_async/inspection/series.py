@@ -78,9 +78,16 @@ def seconds(value: float) -> str:
     return f"{short_number(value)} s"
 
 
+def fine_percent(value: float) -> str:
+    """Of shares that may all be small or close together."""
+    return f"{100 * value:.3g} %"
+
+
 def tick_labels(ticks: Sequence[float], format_y: Format) -> list[str]:
-    """Of one axis: where one needs a power of ten, all but zero have it."""
+    """Of one axis: no two alike, and where one needs a power of ten, all but zero have it."""
     labels = [format_y(tick) for tick in ticks]
+    if len(set(labels)) < len(labels) and all(label.endswith(" %") for label in labels):
+        return [fine_percent(tick) for tick in ticks]
     if not any(short_number(tick) in label and "e-" in label for tick, label in zip(ticks, labels, strict=True)):
         return labels
     return [
