@@ -91,6 +91,7 @@ def _check_numbers(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) 
 
 
 def _check_shape(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    _require(isinstance(values, np.ndarray), f"{name} are a {type(values).__name__} instead of an array")
     _require(values.shape == shape, f"{name} have shape {values.shape} instead of {shape}")
 
 

@@ -20,6 +20,7 @@ from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, plan_benchmarks
 from spot_async.model_files import ModelFiles, read_model
+from spot_async.plugin_contract import check_policy
 from spot_async.prompts import PromptRenderer, PromptSchedule, render_all
 from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.supervision_queue import worst_case_bytes
@@ -135,6 +136,7 @@ def make_policy(config: Config, model: ModelFiles) -> Policy:
         reference_kl=config.training.reference_kl > 0,
     )
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
+    check_policy(policy, config.policy.kind)
     return policy
 
 
