@@ -65,6 +65,15 @@ class _RunFile(msgspec.Struct):
     command: Purpose | None = None  # whose directory it is; None of one that does not say
 
 
+def refuse_newer(path: Path) -> None:
+    """For all that read what a run wrote. Raises DataError where `run.json` names a format that this program has not.
+
+    Files without it beside them are read: a copy of some of a run's files is one.
+    """
+    if (path / "run.json").exists():
+        RunDirectory.open(path)
+
+
 class RunDirectory:
     """Made by `create`, or found by `open`; append-only but for the links `student` and `best`."""
 

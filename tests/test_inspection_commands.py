@@ -58,3 +58,13 @@ def test_the_directory_of_an_evaluation_is_named_as_such(tmp_path: Path, command
     outcome = CliRunner().invoke(app, [*command, str(tmp_path)])
     assert outcome.exit_code == 2
     assert "is an evaluation's: its figures are in summary.json" in outcome.output
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "0"], ["report"], ["compare"]])
+def test_a_run_of_a_newer_format_is_refused_in_one_line(run: Path, command: list[str]) -> None:
+    (run / "run.json").write_text('{"format": 99}')
+    (run / "evaluation-after.json").write_text("{}")
+    outcome = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
+    assert outcome.exit_code == 2
+    assert outcome.output.count("\n") == 1
+    assert f"{run} has format 99, newer than this spot-async can read (1)" in outcome.output

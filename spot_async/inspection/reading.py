@@ -15,6 +15,7 @@ import yaml
 
 from spot_async.dead_letters import FILE_NAME, DeadLetter
 from spot_async.errors import DataError
+from spot_async.run_directory import refuse_newer
 
 T = TypeVar("T")
 
@@ -88,11 +89,12 @@ class SampleSummary(msgspec.Struct, kw_only=True):
 
 
 class RunFiles:
-    """The files of one run directory. Raises DataError when there is no such run."""
+    """The files of one run directory. Raises DataError when there is no such run, or a newer program's."""
 
     def __init__(self, path: Path) -> None:
         if not (path / "config.yaml").is_file():
             raise DataError(f"{path} is no run directory: it holds no config.yaml")
+        refuse_newer(path)
         self.path = path
 
     @property
