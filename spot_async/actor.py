@@ -97,15 +97,16 @@ class Stage(Generic[S]):
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
-        self._leasing = 0  # of them, wait for a server
 
     @property
     def waiting(self) -> int:
-        return len(self._mailbox) + self._leasing
+        """Requests that no server has yet, for want of a turn or of a server. For any thread."""
+        return sum(each.replica is None for each in tuple(self.open))
 
     @property
     def in_flight(self) -> int:
-        return self._slots_taken - self._leasing
+        """Requests that are not `waiting`; a hedged one counts once, wherever its second sending is."""
+        return sum(each.replica is not None for each in tuple(self.open))
 
     @property
     def prompts(self) -> int:
@@ -223,12 +224,8 @@ class Stage(Generic[S]):
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        self._leasing += 1
-        try:
-            this.replica = None
-            lease = await self._pool.lease(this.errand)
-        finally:
-            self._leasing -= 1
+        this.replica = None
+        lease = await self._pool.lease(this.errand)
         this.attempts += 1
         this.replica = lease.replica
         granted = loop.time()

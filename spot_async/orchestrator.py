@@ -32,7 +32,6 @@ from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
-WEIGHT_UPDATE_TIMEOUT_S = 600.0
 LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
@@ -40,7 +39,7 @@ UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in 
 
 @dataclass(frozen=True)
 class OrchestratorSettings:
-    """The numbers that decide pace; all of them come from the configuration."""
+    """The numbers that decide pace: of the configuration, of what was planned from it, and a time-out."""
 
     iterations: int
     batch_size: int

@@ -38,6 +38,7 @@ import numpy as np
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.weight_files import delete_weights
 
 DECIMALS = 6  # of numbers in arrays: what people read
 RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
@@ -66,9 +67,9 @@ class _RunFile(msgspec.Struct):
 
 
 def refuse_newer(path: Path) -> None:
-    """For all that read what a run wrote. Raises DataError where `run.json` names a format that this program has not.
+    """For what reads a single file of a run. Raises DataError where `run.json` beside it names a newer format.
 
-    Files without it beside them are read: a copy of some of a run's files is one.
+    A file without one is read: people copy figures elsewhere.
     """
     if (path / "run.json").exists():
         RunDirectory.open(path)
@@ -191,7 +192,7 @@ class RunDirectory:
             raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
         self._point("best", kept)
         for each in previous:
-            shutil.rmtree(each)
+            delete_weights(each)
 
     def _point(self, name: str, directory: Path) -> None:
         new = self.path / f".{name}.new"

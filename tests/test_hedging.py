@@ -57,9 +57,8 @@ class Pool:
         return next((each for each in self.replicas if each.replica not in errand.failed_on), self.replicas[0])
 
 
-def ask(pool, *, after_s=3.0, timeout_s=60.0):
-    """The answer, the seconds that it took, and the stage's counters."""
-    stage = Stage(
+def stage_of(pool, *, after_s=3.0, timeout_s=60.0):
+    return Stage(
         "score",
         pool,
         concurrency=1,
@@ -69,6 +68,11 @@ def ask(pool, *, after_s=3.0, timeout_s=60.0):
         jitter=lambda: 0.0,
         hedge_after_s=after_s,
     )
+
+
+def ask(pool, **times):
+    """The answer, the seconds that it took, and the stage's counters."""
+    stage = stage_of(pool, **times)
 
     async def run():
         started = asyncio.get_running_loop().time()
@@ -108,6 +112,22 @@ def test_the_only_server_is_asked_again():
 def test_waiting_for_a_server_is_no_slowness_of_its_own():
     _, taken_s, counters = ask(Pool(Replica("a", 2.0), wait_s=30.0))
     assert (taken_s, counters.hedged) == (pytest.approx(32.0), 0)
+
+
+def test_a_request_is_in_flight_once_wherever_its_second_sending_is():
+    pool = Pool(Replica("a", 50.0), Replica("b", 2.0), wait_s=5.0)
+    stage = stage_of(pool)
+
+    async def run():
+        asking = asyncio.create_task(stage.ask((0,), lambda replica, deadline: replica.ask()))
+        seen = []
+        for _ in range(3):  # waits for a server; is sent, and its second waits for one; both are sent
+            await asyncio.sleep(4.5)
+            seen.append((stage.in_flight, stage.waiting))
+        assert await asking == "b"
+        return seen
+
+    assert run_on_virtual_time(run()) == [(0, 1), (1, 0), (1, 0)]
 
 
 def test_a_failure_before_the_second_is_the_requests():

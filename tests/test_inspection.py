@@ -19,7 +19,8 @@ from spot_async.inspection.pages import report_page, sample_page
 from spot_async.inspection.reading import token_texts
 from spot_async.inspection.report import read_report
 from spot_async.inspection.terminal import sample_view
-from spot_async.inspection.view import colourings, probability, shortened, verdict_text, visible
+from spot_async.inspection.view import colourings, probability, shortened, verdict_text
+from spot_async.text import visible
 
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
 

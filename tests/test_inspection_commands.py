@@ -16,6 +16,7 @@ SAMPLE = {"iteration": 2, "problem_id": "p0", "problem": "1+1", "answer": "2", "
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of two iterations whose policy recorded a text but no tokens."""
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     (tmp_path / "config.yaml").write_text("policy: {kind: mine}\n")
     rows = [{**SAMPLE, "iteration": 1}, SAMPLE]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -53,11 +54,13 @@ def test_one_of_a_thing_is_not_spoken_of_in_the_plural(run: Path) -> None:
 
 @pytest.mark.parametrize("command", [["inspect"], ["report"]])
 def test_the_directory_of_an_evaluation_is_named_as_such(tmp_path: Path, command: list[str]) -> None:
+    """Also of one that still runs or was stopped."""
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "eval"}')
     (tmp_path / "config.yaml").write_text("{}")
-    (tmp_path / "evaluation.jsonl").write_text("{}\n")
+    (tmp_path / "evaluation.jsonl.partial").write_text("{}\n")
     outcome = CliRunner().invoke(app, [*command, str(tmp_path)])
     assert outcome.exit_code == 2
-    assert "is an evaluation's: its figures are in summary.json" in outcome.output
+    assert "is an evaluation's: once it is complete, its figures are in summary.json" in outcome.output
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["inspect", "0"], ["report"], ["compare"]])

@@ -9,6 +9,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import structlog
 
 from spot_async.config_loading import validate
 from spot_async.errors import ConfigError, DataError
@@ -82,6 +83,19 @@ def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals
     assert (history.best.iteration, history.best.value) == (3, 0.5)
     assert history.result_after(5) is results[4]
     assert history.result_after(6) is None
+
+
+def test_earlier_best_weights_that_cannot_be_deleted_end_nothing(run, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    kept = [publish(run, step) for step in (1, 2)]
+    run.keep_best(kept[0])
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
+        patch.setattr(shutil, "rmtree", refuse)
+        run.keep_best(kept[1])
+    assert "best-000001" in logs[0]["directory"]
+    assert (run.path / "best" / "model.safetensors").read_text() == "weights of 2"
 
 
 @pytest.mark.parametrize(

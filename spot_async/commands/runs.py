@@ -15,8 +15,8 @@ from spot_async.commands.outcomes import exit_code, fail, hung, run_until_stoppe
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.inspection.terminal import counted
 from spot_async.run_directory import RunDirectory, name_of
+from spot_async.text import counted
 
 
 def train(

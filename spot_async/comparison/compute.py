@@ -56,7 +56,7 @@ def read_compute(figures: Path, model: Path) -> Compute | None:
 
 def _until(run: Path, iteration: int | None) -> Compute | None:
     """Of the run's first `iteration`, or of all. None where the directory is no training run any more."""
-    if not (run / "config.yaml").is_file():
+    if not (run / "run.json").is_file():
         return None
     files = RunFiles(run)
     every = files.metrics()

@@ -10,13 +10,13 @@ from rich.text import Text
 from spot_async.dead_letters import described
 from spot_async.errors import ConfigError, DataError
 from spot_async.inspection.reading import RunFiles, SampleSummary
+from spot_async.text import counted, visible
 from spot_async.types import Verdict
 
 
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
     """Print the samples of one iteration, the last one when none is named. Raises DataError without any."""
-    from spot_async.inspection.terminal import counted, samples_table
-    from spot_async.inspection.view import visible
+    from spot_async.inspection.terminal import samples_table
 
     if verdict is not None and verdict not in list(Verdict):
         raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
@@ -47,7 +47,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     from spot_async.inspection.pages import sample_page
     from spot_async.inspection.reading import token_texts
     from spot_async.inspection.terminal import sample_view
-    from spot_async.inspection.view import colourings, visible
+    from spot_async.inspection.view import colourings
 
     files = RunFiles(run)
     refuse_evaluation(files)
@@ -78,8 +78,8 @@ def refuse_evaluation(files: RunFiles) -> None:
     """Raises DataError for the directory of `spot-async eval`: nothing was sampled for training there."""
     if files.is_evaluation:
         raise DataError(
-            f"{files.path} is an evaluation's: its figures are in summary.json, each judged response in "
-            "evaluation.jsonl; this command is for a training run"
+            f"{files.path} is an evaluation's: once it is complete, its figures are in summary.json and each judged "
+            "response in evaluation.jsonl; this command is for a training run"
         )
 
 

@@ -19,8 +19,8 @@ from spot_async.inspection.view import (
     score_parts,
     verdict_text,
     verdict_tone,
-    visible,
 )
+from spot_async.text import visible
 
 if TYPE_CHECKING:
     from spot_async.inspection.report import Report

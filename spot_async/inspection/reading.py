@@ -15,7 +15,7 @@ import yaml
 
 from spot_async.dead_letters import FILE_NAME, DeadLetter
 from spot_async.errors import DataError
-from spot_async.run_directory import refuse_newer
+from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
 
@@ -89,18 +89,11 @@ class SampleSummary(msgspec.Struct, kw_only=True):
 
 
 class RunFiles:
-    """The files of one run directory. Raises DataError when there is no such run, or a newer program's."""
+    """The files of one run directory. Raises DataError when there is no such run, or one newer than this program."""
 
     def __init__(self, path: Path) -> None:
-        if not (path / "config.yaml").is_file():
-            raise DataError(f"{path} is no run directory: it holds no config.yaml")
-        refuse_newer(path)
         self.path = path
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether this is the directory of `spot-async eval`."""
-        return (self.path / "evaluation.jsonl").exists()
+        self.is_evaluation = RunDirectory.open(path).purpose == "eval"
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from spot_async.dead_letters import described
 from spot_async.inspection import svg
-from spot_async.inspection.bottleneck import Verdict, judge, percent
+from spot_async.inspection.bottleneck import BottleneckVerdict, judge, percent
 from spot_async.inspection.reading import RunFiles
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
@@ -27,8 +27,8 @@ from spot_async.inspection.totals import (
     stage_names,
     total,
 )
-from spot_async.inspection.view import visible
 from spot_async.spending.records import spending_words
+from spot_async.text import visible
 
 LENGTH_BINS = 16
 TOP_TOKENS = 14
@@ -66,7 +66,7 @@ class Report:
     name: str
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
-    verdict: Verdict
+    verdict: BottleneckVerdict
     result_headings: tuple[str, ...]
     results: tuple[ResultRow, ...]
     sections: tuple[Section, ...]

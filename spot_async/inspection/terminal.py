@@ -21,8 +21,8 @@ from spot_async.inspection.view import (
     score_parts,
     shortened,
     verdict_text,
-    visible,
 )
+from spot_async.text import visible
 
 BAR_WIDTH = 10
 STATE_STYLES = {"correct": "green", "timeout": "yellow", "quiet": "dim"}
@@ -30,11 +30,6 @@ VERDICT_STYLES = {"correct": "green", "wrong": "red"}
 # Palette ends as RGB: legible with white or black on them, and told apart by the colour-blind.
 HOT, GOOD, BAD = (217, 95, 2), (33, 113, 181), (203, 75, 22)
 WEAK = 0.08  # fainter colours are left out
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Table:

@@ -6,12 +6,12 @@ The terminal and the page draw the same views. Text that a model wrote passes th
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from spot_async.inspection.reading import Branch, Candidate, SampleRecord
+from spot_async.text import counted, visible
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # differences beyond have full colour
@@ -105,7 +105,7 @@ def remarks(sample: SampleRecord) -> list[str]:
     """What concerns the whole response."""
     tokens = len(sample.response_ids)
     found = [f"iteration {sample.iteration}" + (f", weights {visible(sample.version)}" if sample.version else "")]
-    recorded = f"{tokens} token{'' if tokens == 1 else 's'}" if tokens else "no tokens recorded (response_ids)"
+    recorded = counted(tokens, "token") if tokens else "no tokens recorded (response_ids)"
     found.append(recorded + (f", ended by {visible(sample.finish_reason)}" if sample.finish_reason else ""))
     for name in PER_TOKEN:
         numbers = getattr(sample, name)
@@ -146,25 +146,6 @@ def token_label(sample: SampleRecord, position: int, text: str) -> str:
     if entropy is not None:
         parts.append(f"teacher entropy {entropy:.3f} nats")
     return " · ".join(parts)
-
-
-def visible(text: str) -> str:
-    """Text whose every character shows: control and direction characters become symbols.
-
-    A terminal obeys escape sequences and a browser obeys direction overrides, whoever wrote them.
-    """
-    return "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    if character in "\n\t":
-        return character
-    category = unicodedata.category(character)
-    if category == "Cc":
-        return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "�"
-    if category in ("Cf", "Cs", "Zl", "Zp") and character != "\u200d":  # the joiner makes emoji, and harms nobody
-        return "�"
-    return character
 
 
 def shortened(text: str, head: int = 160, tail: int = 240) -> str:

@@ -10,15 +10,17 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import structlog
 
 from spot_async.actor import Stage
-from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, Verdict, judge, stage_load
+from spot_async.inspection.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import ReplicaStatus
 from spot_async.stages import STAGE_SERVERS
+from spot_async.telemetry.replica_metrics import Pool
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
 
 PHASE_OF_WAIT: dict[str, Phase] = {
@@ -30,38 +32,9 @@ PHASE_OF_WAIT: dict[str, Phase] = {
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
 
 
-class ReplicaState(Protocol):
-    """What is read of a pool's replica."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    @property
-    def limit(self) -> int:
-        """Requests that it is sent at a time."""
-        ...
-
-    @property
-    def restarts(self) -> int: ...
-
-
-@runtime_checkable
-class Replicated(Protocol):
-    """A backend that is a pool."""
-
-    @property
-    def replicas(self) -> Sequence[ReplicaState]: ...
-
-
-def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaState]]:
+def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaStatus]]:
     """Of those backends, by role, that are pools."""
-    return {role: each.replicas for role, each in backends.items() if isinstance(each, Replicated)}
+    return {role: each.replicas for role, each in backends.items() if isinstance(each, Pool)}
 
 
 def replica_lines(backends: Mapping[str, object]) -> list[str]:
@@ -148,7 +121,7 @@ class LiveVerdict:
         *,
         every_s: float,
         batch_size: int,
-        replicas: Callable[[], Mapping[str, Sequence[ReplicaState]]] = dict,
+        replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict,
         slots: Mapping[str, int] | None = None,
     ) -> None:
         """`replicas` by role, as their pools have them now; `slots` by stage, of each of its servers that says so.
@@ -176,7 +149,7 @@ class LiveVerdict:
                 self._say(verdict.brief)
                 structlog.get_logger().info("bottleneck", verdict=verdict.sentence, advice=verdict.advice)
 
-    def judge(self) -> Verdict:
+    def judge(self) -> BottleneckVerdict:
         """On the time since the last one."""
         now_s = asyncio.get_running_loop().time()
         phases, waited_for = self._clock.take(PHASE_OF_WAIT.get(self._orchestrator.state.waiting_for), now_s)
@@ -232,7 +205,7 @@ class LiveVerdict:
         return {stage.name: StageReading.of(stage, now_s) for stage in self._orchestrator.stages.all}
 
 
-def server_use(replicas: Sequence[ReplicaState]) -> ServerUse:
+def server_use(replicas: Sequence[ReplicaStatus]) -> ServerUse:
     """Of one role's."""
     up = [each for each in replicas if each.state not in DOWN]
     return ServerUse(len(replicas), len(replicas) - len(up), sum(each.limit for each in up))
