@@ -244,6 +244,7 @@ def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatc
 def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypatch):
     run, _ = finished_run
     assert_refused(invoke(monkeypatch, *arguments(run)), "run.directory", "not empty")
+    assert (run / ".lock").read_text().startswith("process ")  # nor while it goes on
 
 
 def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):
@@ -291,7 +292,7 @@ def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
     assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path):
+def test_a_port_that_is_taken_is_one_line_and_the_same_command_goes_through_once_it_is_free(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = train(tmp_path / "run", f"teacher.backend.port={port}")
@@ -300,6 +301,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
     (line,) = error_lines(err)
     assert str(port) in line
     command.assert_nothing_left()
+    assert invoke(monkeypatch, *arguments(tmp_path / "run", f"teacher.backend.port={port}"), "--dry-run").exit_code == 0
 
 
 def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path):
