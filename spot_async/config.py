@@ -205,8 +205,13 @@ class TrainingConfig(Section):
                 f"importance_cap={self.importance_cap:g} needs behavior=recomputed: with the served pi_old there is "
                 "nothing to weigh it against"
             )
-        if (self.epochs is None) == (self.iterations is None):
-            raise ValueError("give exactly one of epochs and iterations")
+        if self.epochs is None and self.iterations is None:
+            raise ValueError("give exactly one of epochs and iterations; both are missing")
+        if self.epochs is not None and self.iterations is not None:
+            raise ValueError(
+                f"give exactly one of epochs and iterations, not both epochs={self.epochs} and "
+                f"iterations={self.iterations}: take one away by training.iterations=null or training.epochs=null"
+            )
         if self.iterations is not None and self.warmup_iterations >= self.iterations:
             raise ValueError(
                 f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"

@@ -18,7 +18,7 @@ from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set
 from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError
-from spot_async.evaluation.benchmarks import Benchmark, plan_benchmarks
+from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.model_files import ModelFiles, read_model
 from spot_async.plugin_contract import check_policy
 from spot_async.prompts import PromptRenderer, PromptSchedule, render_all
@@ -98,6 +98,7 @@ def plan_training(config: Config) -> TrainPlan:
         epochs=config.training.epochs,
         iterations=config.training.iterations,
     )
+    check_eval_every(config, schedule.iterations)
     if isinstance(policy, ScheduleChecker):
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)

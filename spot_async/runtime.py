@@ -167,7 +167,8 @@ async def train(
                 if not evaluation_is_due(config, iteration):
                     return None
                 result = await evaluated(f"{iteration:06d}", directory.weights_after(iteration))
-                phases.begin(f"training with {config.policy.kind}", orchestrator)
+                if iteration < plan.schedule.iterations:  # else it is over
+                    phases.begin(f"training with {config.policy.kind}", orchestrator)
                 return result
 
             reached.before = await evaluated("before", plan.student.directory)

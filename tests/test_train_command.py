@@ -169,6 +169,7 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     assert re.search(r"before +after +before +after +change", out)
     assert re.search(r"all +6( +[+-]?[\d.]+ ±[\d.]+){5}", out)
     assert "2 iterations; prompts: 16 trained" in out
+    assert out.count("training with spot") == 2  # before each iteration, and not once more after the last evaluation
     trained = AutoModelForCausalLM.from_pretrained(run / "student").state_dict()
     initial = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student").state_dict()
     assert any(not (trained[name] == initial[name]).all() for name in initial)
@@ -277,6 +278,10 @@ def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused
     data = tmp_path / "train.jsonl"
     data.write_text("\n".join([*good, line, good[0]]) + "\n")
     refused(f"data.train={data}", "train.jsonl:3:", expected)
+
+
+def test_an_evaluation_that_would_never_be_due_is_one_line(refused):
+    refused("evaluation={problems: examples/running_sum/data/heldout.jsonl, eval_every: 3}", "ends after iteration 2")
 
 
 def test_responses_beyond_the_context_are_one_line(refused):
