@@ -89,3 +89,13 @@ def test_a_run_that_writes_few_samples_is_described_as_it_is(
     assert page.exit_code == 0, page.output
     expected = {0: "There are no samples: the run writes none", 3: "Only 1 of the 7 iterations have samples"}
     assert expected.get(every, "There are no samples") in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "0"], ["report"], ["compare"]])
+def test_a_run_of_a_newer_format_is_refused_in_one_line(run: Path, command: list[str]) -> None:
+    (run / "run.json").write_text('{"format": 99}')
+    (run / "evaluation-after.json").write_text("{}")
+    outcome = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
+    assert outcome.exit_code == 2
+    assert outcome.output.count("\n") == 1
+    assert f"{run} has format 99, newer than this spot-async can read (1)" in outcome.output
