@@ -140,6 +140,8 @@ class LocalBackend:
             error.exchange = self._endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
             return error
 
+        # On the event loop, however large: requests that leave together are probes and samples of a group, of which
+        # no method here asks for a top-k, and 4,096 tokens without one take 20 µs. With a top-20 it would be 0.6 ms.
         def read(part: bytes) -> None:
             received.extend(part)
             try:
@@ -300,7 +302,7 @@ def _take_frames(received: bytearray) -> Iterator[bytes]:
         end = header.size + length
         if len(received) < end:
             return
-        frame = bytes(received[header.size : end])
+        frame = bytes(memoryview(received)[header.size : end])
         if zlib.crc32(frame) != checksum:
             raise PoisonedReplyError("a reply changed on its way")
         yield frame

@@ -155,7 +155,8 @@ class Stage(Generic[S]):
         finally:
             ended = loop.time()
             started = ended if this.started_s is None else this.started_s
-            self.timeline.request_ended(RequestSpan(self.name, errand.priority, this.asked_s, started, ended, outcome))
+            span = RequestSpan(self.name, errand.priority, this.asked_s, started, ended, outcome, this.replica or "")
+            self.timeline.request_ended(span)
             self._release()
             self.counters.busy_s += ended - started
         self.counters.completed += 1
@@ -198,7 +199,10 @@ class Stage(Generic[S]):
         async def second() -> T:
             self.counters.hedged += 1
             this.errand.failed_on.update(asked_of)
-            return await self._send_leased(replace(this), request)  # of one errand: what it is to blame for adds up
+            again = replace(this)  # of one errand: what it is to blame for adds up
+            result = await self._send_leased(again, request)
+            this.replica = again.replica  # whose answer it is
+            return result
 
         return await hedged(first, second, after_s)
 

@@ -100,6 +100,7 @@ def _check_ids(name: str, ids: npt.NDArray[Any], shape: tuple[int, ...], limit: 
 
 
 def _check_array(name: str, values: npt.NDArray[Any], shape: tuple[int, ...], kind: str) -> None:
+    _require(isinstance(values, np.ndarray), f"{name} are a {type(values).__name__} instead of an array")
     _require(values.shape == shape, f"{name} have shape {values.shape} instead of {shape}")
     _require(values.dtype.kind == kind, f"{name} are {values.dtype}")
 

@@ -23,6 +23,7 @@ from spot_async.deadlines import VERIFY_ATTEMPTS
 from spot_async.end_tokens import EndTokens, with_summed_last
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.mailbox import Priority
+from spot_async.plugin_contract import verify
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
 from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.retry import RetryPolicy
@@ -165,6 +166,10 @@ class BoundStages:
     @property
     def teacher(self) -> Capabilities | None:
         return self._stages.capabilities.get("teacher")
+
+    @property
+    def ends(self) -> EndTokens:
+        return self._stages.ends
 
     async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
         nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
@@ -348,7 +353,7 @@ async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Probl
     for _ in range(VERIFY_ATTEMPTS):
         try:
             verdict = await stage.ask(
-                priority, lambda verifier, deadline: verifier.verify(problem, response_text, deadline=deadline)
+                priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
             )
         except DeadlineExceededError:
             verdict = Verdict.TIMEOUT

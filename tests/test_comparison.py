@@ -360,3 +360,6 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     assert narrow.count("12,000,000,000") == 4
     assert narrow.count("Compute of training") == 2  # in two parts, side by side they do not fit
     assert "…" not in narrow
+    (training / "run.json").write_text('{"format": 99}')
+    with pytest.raises(DataError, match="has format 99"):
+        found_for(elsewhere, training / "best")

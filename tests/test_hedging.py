@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,6 +181,7 @@ class Teacher(Replica):
 
 def test_a_pools_other_server_gets_the_second_request():
     teachers = {"teacher-1": Teacher("teacher-1", 50.0, 50.0), "teacher-2": Teacher("teacher-2", 2.0, 2.0)}
+    spans = []
 
     async def run():
         pool = ReplicaPool("teacher", {name: lambda it=it: it for name, it in teachers.items()})
@@ -194,6 +196,7 @@ def test_a_pools_other_server_gets_the_second_request():
                 jitter=lambda: 0.0,
                 hedge_after_s=3.0,
             )
+            stage.timeline = SimpleNamespace(request_ended=spans.append)
             # of one session, so both go to the same server first
             return [await stage.ask((0,), lambda it, deadline: it.ask(), session="p") for _ in range(2)], stage.counters
 
@@ -201,3 +204,4 @@ def test_a_pools_other_server_gets_the_second_request():
     assert "teacher-2" in answers
     assert teachers["teacher-1"].answered == 0
     assert counters.hedged >= 1
+    assert [span.replica for span in spans] == answers  # the one that answered

@@ -124,6 +124,40 @@ def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one
         RunDirectory.open(tmp_path)
 
 
+def test_a_start_that_came_to_nothing_does_not_block_its_directory_and_is_kept(run):
+    for n in (1, 2):
+        (run.path / "logs" / "run.jsonl").write_text(f"failure {n}")
+        (run.path / "trainer.json").write_text("{}")
+        (run.path / "weights").mkdir()
+        with run.locked(), pytest.raises(ConfigError, match="not empty"):  # it still goes on
+            RunDirectory.create(run.path, validate(CONFIG))
+        RunDirectory.create(run.path, validate(CONFIG))
+        assert sorted(each.name for each in (run.path / "logs").iterdir()) == []
+        assert (run.path / f"failed-start-{n}" / "logs" / "run.jsonl").read_text() == f"failure {n}"
+        assert not (run.path / "trainer.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "samples.jsonl",
+        "evaluation-before.jsonl.partial",
+        "spending.jsonl",
+        "weights/step-000001",
+        "notes.txt",
+        "run.json",
+    ],
+)
+def test_a_directory_with_anything_of_value_is_refused(run, name):
+    (run.path / name).parent.mkdir(exist_ok=True)
+    (run.path / name).write_text('{"format": 1, "command": "eval"}' if name == "run.json" else "something")
+    (run.path / ".lock").touch()
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(ConfigError, match="not empty"):
+        RunDirectory.create(run.path, validate(CONFIG))
+    assert sorted(run.path.rglob("*")) == before
+
+
 def test_fewer_weights_than_the_student_link_needs_are_refused():
     with pytest.raises(ConfigError, match="keep_weights: input should be greater than or equal to 2"):
         validate({**CONFIG, "training": {**CONFIG["training"], "keep_weights": 1}})

@@ -29,7 +29,7 @@ class StageUse:
     in_flight: float  # mean requests
     queued: float  # mean requests that waited for their turn
     limit: int
-    slots: int | None = None  # what the server takes at once, where it says so
+    slots: int | None = None  # what its servers take at once, all together, where that is known
     asked_per_s: float | None = None  # requests that came in
     latency_s: float | None = None  # mean of a request, from its turn to its answer
     throttled_share: float = 0.0  # of what was sent: refused for now (429, 503)
@@ -173,7 +173,7 @@ def _remedy(stage: str, use: StageUse, batch_size: int) -> str:
     server = STAGE_SERVERS[stage]
     more = "raise verifier.workers" if server == "verifier" else f"add {server} replicas ({server}.backend)"
     if use.has_full_slots:
-        return f"the server's {use.slots} slots are full: {more}"
+        return f"the {server}'s {use.slots} slots are full: {more}"
     if use.has_full_limit:
         up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
         return f"{more} or raise stages.{stage}.concurrency{up_to}"
@@ -189,24 +189,25 @@ def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
     if use.has_full_slots:
         assert use.slots is not None
         return (
-            f"the server's {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
-            f"({use.in_flight:.0f} {stage} requests in flight on average): "
+            f"the {STAGE_SERVERS[stage]}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
+            f"({use.in_flight:.0f} {stage} requests in flight while the trainer waited for them): "
             "a higher limit would only make them wait there",
         )
     if use.has_full_limit:
         return (
             f"the limit of {use.limit} requests was {_fullness(use.in_flight, use.limit)} "
-            f"({use.in_flight:.0f} in flight, {use.queued:.0f} waiting on average): "
+            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, while the trainer waited for them): "
             f"if the server can take more, raise stages.{stage}.concurrency",
         )
     if use.has_stragglers(times.batch_size):
         return (
-            f"only {use.in_flight:.1f} {stage} requests were in flight on average: a few long ones hold each batch up; "
+            f"only {use.in_flight:.1f} {stage} requests were in flight while the trainer waited for them: "
+            "a few long ones hold each batch up; "
             "a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",
         )
     return (
-        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight on average): "
-        "the server itself is at its speed",
+        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight while the trainer "
+        "waited for them): the server itself is at its speed",
     )
 
 

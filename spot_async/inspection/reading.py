@@ -103,6 +103,15 @@ class RunFiles:
             raise DataError(f"{self.path / 'config.yaml'}: cannot be read: {error}") from None
         return loaded if isinstance(loaded, dict) else {}
 
+    def samples_rhythm(self) -> str:
+        """When samples are written, by the run's own configuration."""
+        every = (self.config().get("run") or {}).get("samples_every", 1)
+        if every == 0:
+            return "the run writes none (run.samples_every is 0)"
+        if every == 1:
+            return "they are written as each iteration ends"
+        return f"they are written every {every} iterations (run.samples_every)"
+
     def metrics(self) -> list[dict[str, float]]:
         """One mapping per finished iteration, without figures that are not numbers (written as null)."""
         path = self.path / "metrics.jsonl"
@@ -117,6 +126,16 @@ class RunFiles:
     def summary(self) -> dict[str, Any] | None:
         """The figures at the end of the run; None when it has not come to its end."""
         path = self.path / "summary.json"
+        if not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: {error}") from None
+
+    def evaluation(self, label: str) -> dict[str, Any] | None:
+        """`evaluation-<label>.json` of this run: before, after, or the number of an iteration; None without it."""
+        path = self.path / f"evaluation-{label}.json"
         if not path.exists():
             return None
         try:
@@ -153,7 +172,7 @@ class RunFiles:
                 by_problem = number, offset
         found = by_number or by_problem
         if found is None and count == 0:
-            raise DataError(f"{path}: no samples yet: they are written as each iteration ends")
+            raise DataError(f"{path}: no samples: {self.samples_rhythm()}")
         if found is None:
             raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {count - 1}, or a problem's id")
         number, offset = found

@@ -94,7 +94,9 @@ class ConcurrencyLimit:
             return None
         if self._limit < self._maximum and in_flight >= self.value:  # else it was not the limit that went well
             self._limit = min(self._maximum, self._limit + 1.0 / self._limit)
-        window = self._windows.setdefault(stage, _Window(sent))
+        window = self._windows.get(stage)
+        if window is None:
+            window = self._windows[stage] = _Window(sent)
         if sent.s < window.opened.s:
             return None
         window.requests += 1

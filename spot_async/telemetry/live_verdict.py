@@ -122,11 +122,10 @@ class LiveVerdict:
         every_s: float,
         batch_size: int,
         replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict,
-        slots: Mapping[str, int] | None = None,
+        slots: Callable[[str, int], int | None] = lambda stage, down: None,
     ) -> None:
-        """`replicas` by role, as their pools have them now; `slots` by stage, of each of its servers that says so.
-
-        Made on the running loop.
+        """`replicas` by role, as their pools have them now; `slots` says what a stage's servers
+        take at once without so many that are down. Made on the running loop.
         """
         now_s = asyncio.get_running_loop().time()
         self._orchestrator = orchestrator
@@ -134,7 +133,7 @@ class LiveVerdict:
         self._every_s = every_s
         self._batch_size = batch_size
         self._replicas = replicas
-        self._slots = slots or {}
+        self._slots = slots
         self._clock = TrainerClock(orchestrator.stages.all, now_s)
         self._read_s = now_s
         self._readings = self._read(now_s)
@@ -187,15 +186,12 @@ class LiveVerdict:
         in_flight, queued = stage_load(
             after.busy_s - before.busy_s, after.queued_s - before.queued_s, waited_for[stage.name], limit
         )
-        slots = self._slots.get(stage.name)
-        if slots is not None and server is not None:
-            slots *= max(1, server.replicas - server.down)
         answered, sent = after.answered - before.answered, after.sent - before.sent
         return StageUse(
             in_flight,
             queued,
             limit,
-            slots,
+            self._slots(stage.name, 0 if server is None else server.down),
             asked_per_s=(after.asked - before.asked) / elapsed_s,
             latency_s=(after.answered_busy_s - before.answered_busy_s) / answered if answered else None,
             throttled_share=min(1.0, (after.throttled - before.throttled) / sent) if sent > 0 else 0.0,
