@@ -73,8 +73,8 @@ class Traffic:
         self.s = self.busy_s = 0.0
         self.stages_busy_s = Counter()
 
-    def windows(self, seconds, *, in_flight, work=10, count=1, stage="probe", share=1.0):
-        """`share` of what is in flight is the stage's."""
+    def windows(self, seconds, *, in_flight, work=10, count=1, stage="probe", share=1.0, left=None):
+        """`share` of what is in flight is the stage's; `left` of it are in flight as they are answered."""
         for _ in range(count):
             sent = Moment(self.s, self.busy_s, self.stages_busy_s[stage])
             self.s += seconds
@@ -82,7 +82,7 @@ class Traffic:
             self.stages_busy_s[stage] += seconds * in_flight * share
             now = Moment(self.s, self.busy_s, self.stages_busy_s[stage])
             for _ in range(max(WINDOW_REQUESTS, in_flight)):
-                self.limit.succeeded(stage, sent=sent, now=now, work=work, in_flight=in_flight)
+                self.limit.succeeded(stage, sent=sent, now=now, work=work, in_flight=left or in_flight)
         return self.limit.value, self.limit.decreases
 
 
@@ -103,6 +103,27 @@ def test_latency_lowers_the_limit_from_the_last_burst_and_not_from_what_is_left_
     traffic.windows(1.0, in_flight=8, count=5)
     traffic.windows(1.0, in_flight=100)
     assert traffic.windows(10.0, in_flight=8, count=2) == (56, 1)  # 0.7 x 0.9 x 0.9 x 100
+
+
+def test_the_load_that_explains_latency_is_what_requests_met_and_not_what_is_left_as_they_end():
+    traffic = Traffic(ConcurrencyLimit(64))
+    traffic.windows(1.0, in_flight=8, count=5)
+    assert traffic.windows(4.0, in_flight=32, left=4, count=5) == (64, 0)
+
+
+def test_a_server_that_stays_slow_is_lowered_a_few_times_and_then_taken_as_it_is():
+    traffic = Traffic(ConcurrencyLimit(100))
+    traffic.windows(1.0, in_flight=50, count=5)
+    assert traffic.windows(4.0, in_flight=50, left=20, count=40)[1] == 2
+
+
+def test_a_bad_window_before_a_refusal_says_nothing_of_the_load_after_it():
+    limit = ConcurrencyLimit(64)
+    traffic = Traffic(limit)
+    traffic.windows(1.0, in_flight=20, count=5)
+    traffic.windows(10.0, in_flight=20)
+    limit.overloaded("HTTP 429", sent_s=traffic.s, now_s=traffic.s, in_flight=20)
+    assert traffic.windows(10.0, in_flight=10) == (14, 1)
 
 
 def test_latency_of_requests_that_are_little_of_what_a_server_does_says_nothing():
@@ -248,7 +269,7 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_bursts_of_a_strict_run_never_lower_the_limit_of_a_server_at_constant_speed(seed):
-    """Candidates' latency, which is that of what they happen to meet, more than triples from one window to the next."""
+    """Candidates' latency, which is that of what they happen to meet, more than doubles beyond what the load explains."""
     assert strict_iterations(5, seed=seed) == ([], [])
 
 
