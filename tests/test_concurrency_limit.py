@@ -22,7 +22,8 @@ from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities
 
 BATCH, PROBES, SLOTS = 64, 8, 64
-TRAIN_S = 0.25
+CONCURRENCY = {"rollout": 64, "candidates": 64, "probe": 256}  # as the defaults of `stages`
+TRAIN_S, VERIFY_S = 0.25, 0.005
 
 
 def answer(limit, sent_s, now_s, *, in_flight):
@@ -178,7 +179,8 @@ class Engine:
             for done in scored:
                 done.set_result(None)
             free = SLOTS - len(self.decoding)
-            if self.waiting and (not self.decoding or len(self.waiting) >= free >= SLOTS // 8 or since_read >= 8):
+            is_due = not self.decoding or len(self.waiting) >= free >= SLOTS // 8 or since_read >= 8
+            if self.waiting and free and is_due:
                 self.decoding += [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
                 await asyncio.sleep(self.slower * self.step_s)
                 since_read = 0
@@ -230,11 +232,14 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
         lines: list[str] = []
         pool.tell_of_limits(lines.append)
 
+        turns = {stage: asyncio.Semaphore(most) for stage, most in CONCURRENCY.items()}
+
         async def ask(stage, priority, tokens, answer):
-            lease = await pool.lease(Errand(stage, priority))
-            async with lease:
-                await answer
-                lease.work = tokens
+            async with turns[stage]:
+                lease = await pool.lease(Errand(stage, priority))
+                async with lease:
+                    await answer
+                    lease.work = tokens
 
         def some_tokens(mean):
             return 1 + min(159, int(rng.expovariate(1 / mean)))
@@ -243,6 +248,7 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
             tokens = some_tokens(45)
             await ask("rollout", (ordinal,), tokens, student.generate(tokens))
             await teacher.score()
+            await asyncio.sleep(VERIFY_S)
             await ask("candidates", (ordinal,), 30 + tokens, student.score())
             lengths = [some_tokens(25) for _ in range(PROBES)]
             await gather([ask("probe", (ordinal, i), n, student.generate(n)) for i, n in enumerate(lengths)])
@@ -267,10 +273,11 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
         return run_on_virtual_time(scenario())
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, 3, 29])
 def test_bursts_of_a_strict_run_never_lower_the_limit_of_a_server_at_constant_speed(seed):
-    """Candidates' latency, which is that of what they happen to meet, more than doubles beyond what the load explains."""
-    assert strict_iterations(5, seed=seed) == ([], [])
+    """In these, some window's latency is more than twice what the load at its answers explains: of candidates, which
+    take as long as what they happen to meet, and of the last probes of an iteration."""
+    assert strict_iterations(4, seed=seed) == ([], [])
 
 
 @pytest.mark.parametrize(("slots", "least"), [(None, 1), (300, 300)])
