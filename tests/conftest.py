@@ -267,8 +267,8 @@ def dense_loss() -> Callable[..., torch.Tensor]:
                         surrogate = max(surrogate, torch.tensor(training.dual_clip * advantage))
                     token_loss = token_loss - surrogate
                 if training.reference_kl:
-                    log_ratio = float(sample.reference_logprobs[t]) - logprob
-                    token_loss = token_loss + training.reference_kl * (log_ratio.exp() - 1 - log_ratio)
+                    log_ratio = (float(sample.reference_logprobs[t]) - logprob).clamp(-20, 20)
+                    token_loss = token_loss + training.reference_kl * (log_ratio.exp() - 1 - log_ratio).clamp(max=10)
                 token_losses.append(token_loss)
             trajectory_loss = sum(token_losses) / len(response)
             if sample.soft_targets is not None:
