@@ -21,7 +21,7 @@ import torch
 from spot_async.alignment import decision_row, decision_rows
 from spot_async.errors import PoisonedReplyError, SpotError, TransientError, VersionMismatchError
 from spot_async.serving.api import CandidateReply, CandidateRequest, ScoreRequest
-from spot_async.serving.cache import bucketed
+from spot_async.serving.cache import bucketed, decode_width
 from spot_async.serving.limits import Limits
 from spot_async.serving.model import CausalModel, padded_rows
 from spot_async.serving.sampling import sample
@@ -174,7 +174,7 @@ class Engine:
         table = self._table
         rows = slice(0, table.active)
         padded = padded_rows(table.active)
-        width = bucketed(int(table.length[rows].max()) + 1)
+        width = decode_width(int(table.length[rows].max()) + 1)
         try:
             hidden = self._model.decode(
                 self._tensor(table.last_token[:padded]), self._tensor(table.length[:padded]), width, self._cache
