@@ -319,6 +319,25 @@ def test_long_prompts_wait_for_their_turn_between_decode_steps(
     assert not running.future.done()
 
 
+def test_a_request_with_more_alternatives_joins_others_that_run(
+    random_architecture: Models, engine_for: Engines
+) -> None:
+    requests = [generate_request(prompts([4])[0], seed=i, top_k=k, max_tokens=30) for i, k in enumerate((0, 2, 5, 0))]
+    engine = engine_for(random_architecture())
+    tasks = []
+    for request in requests:
+        tasks.append(submit(engine, request))
+        for _ in range(DECODES_BETWEEN_PREFILLS + 1):
+            engine.step()
+    finish(engine)
+    for request, task in zip(requests, tasks, strict=True):
+        (alone,) = run_all(engine_for(random_architecture()), [request])
+        reply = task.future.result(timeout=0)
+        np.testing.assert_array_equal(reply.logprobs, alone.logprobs)
+        for name in ("topk_ids", "topk_logprobs") if request.top_k else ():
+            np.testing.assert_array_equal(getattr(reply, name), getattr(alone, name))
+
+
 def test_prompts_that_come_one_by_one_are_read_together_after_a_few_decodes(
     random_architecture: Models, engine_for: Engines
 ) -> None:
