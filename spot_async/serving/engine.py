@@ -154,9 +154,10 @@ class Engine:
             self._padded_prefix,
             tokens=self._settings.prefill_tokens,
             rows=self._settings.slots - self._table.active,
+            text=lambda task: task.prefix().tobytes(),
         )
         places: dict[bytes, int] = {}
-        prefixes = [task.context()[:-1] for task in group]
+        prefixes = [task.prefix() for task in group]
         sources = np.array([places.setdefault(prefix.tobytes(), len(places)) for prefix in prefixes])
         token_ids = np.zeros((len(places), self._padded_prefix(group[0])), np.int64)
         for place, prefix in zip(sources, prefixes, strict=True):
