@@ -23,7 +23,7 @@ from spot_async.vocabulary import first_line
 
 # Rows are computed in multiples of this, so that a row's bits do not depend on how many there are: matrix
 # products of 1 to 3 rows take another path, and element-wise functions treat the last few numbers of an array,
-# those that fill no vector, apart.
+# those that fill no vector, apart. 8 rows of a multiple of 4 numbers fill vectors.
 ROW_MULTIPLE = 8
 PROBE_TOKENS = 12
 PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
