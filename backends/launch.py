@@ -24,7 +24,7 @@ import pydantic
 import structlog
 from pydantic import Field
 
-from spot_async.concurrency import first_error
+from spot_async.concurrency import while_alive
 from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.processes import ChildProcess, foreign_environment
@@ -210,19 +210,12 @@ class LaunchedServer:
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which asks the server something. Where the server ends of it, that is raised."""
         try:
-            async with asyncio.TaskGroup() as group:
-                watcher = group.create_task(self.watch())
-                result = await work
-                watcher.cancel()
-        except ExceptionGroup as failures:
-            error = first_error(failures)
-        else:
-            return result
-        if isinstance(error, TransientError):  # a server's last reply comes before its end
+            return await while_alive(work, self.watch)
+        except TransientError:  # a server's last reply comes before its end
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_REPLY_S):
                     await self.watch()
-        raise error
+            raise
 
     async def until_ready(self, ask: Ask) -> None:
         """Return once it answers. Raises `ProcessDiedError` when it ends instead, or takes too long."""

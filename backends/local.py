@@ -41,8 +41,7 @@ from .held_weights import HeldWeights
 from .http import HttpEndpoint
 from .local_server import LocalServer, LocalSettings
 from .replies import check_candidates, check_generation, check_scores
-
-LARGE_REPLY_BYTES = 1 << 20  # reading more than this would hold up the event loop
+from .stepwise import read_aside
 
 T = TypeVar("T")
 
@@ -141,6 +140,8 @@ class LocalBackend:
             error.exchange = self._endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
             return error
 
+        # On the event loop, however large: requests that leave together are probes and samples of a group, of which
+        # no method here asks for a top-k, and 4,096 tokens without one take 20 µs. With a top-20 it would be 0.6 ms.
         def read(part: bytes) -> None:
             received.extend(part)
             try:
@@ -236,19 +237,19 @@ class LocalBackend:
     async def _post(
         self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], T], deadline: float
     ) -> T:
-        """What `check` returns of the reply; a large one is read beside the event loop."""
+        """What `check` returns of the reply; a large one is read and checked in a thread."""
         sent = wire.encode(request)
-        body = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
+        reply = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
 
-        def read() -> T:
-            reply = self._decode(body, kind)
+        def read(body: bytes) -> T:
+            message = self._decode(body, kind)
             with self._naming(path):
-                return check(reply)
+                return check(message)
 
         try:
-            return await asyncio.to_thread(read) if len(body) > LARGE_REPLY_BYTES else read()
+            return await read_aside(reply, read)
         except RequestError as error:
-            error.exchange = self._endpoint.exchange("POST", path, sent, received=body)
+            error.exchange = self._endpoint.exchange("POST", path, sent, received=reply)
             raise
 
     def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
@@ -301,7 +302,7 @@ def _take_frames(received: bytearray) -> Iterator[bytes]:
         end = header.size + length
         if len(received) < end:
             return
-        frame = bytes(received[header.size : end])
+        frame = bytes(memoryview(received)[header.size : end])
         if zlib.crc32(frame) != checksum:
             raise PoisonedReplyError("a reply changed on its way")
         yield frame

@@ -20,6 +20,7 @@ from typing import NamedTuple, Self
 import pydantic
 from pydantic import Field
 
+from spot_async.concurrency import while_alive
 from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.processes import ChildProcess
@@ -146,12 +147,9 @@ class LocalServer:
     async def _ready(self, child: ChildProcess, notifications: socket.socket) -> None:
         """Wait for the child's word."""
         try:
-            async with asyncio.timeout(self._settings.start_timeout_s), asyncio.TaskGroup() as group:
-                watcher = group.create_task(child.watch())
-                await asyncio.get_running_loop().sock_recv(notifications, READY_MESSAGE_BYTES)
-                watcher.cancel()
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the watcher's
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                notified = asyncio.get_running_loop().sock_recv(notifications, READY_MESSAGE_BYTES)
+                await while_alive(notified, child.watch)
         except TimeoutError:
             raise ProcessDiedError(
                 f"{self._name} (pid {child.pid}) was not ready after {self._settings.start_timeout_s:g} s: raise "

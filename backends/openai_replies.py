@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.entropy import entropy_bounds, plogp
 from spot_async.errors import PermanentError, PoisonedReplyError, TransientError
-from spot_async.policies.acquisition import entropy_bounds
 from spot_async.types import (
     BoolArray,
     FloatArray,
@@ -58,8 +58,6 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None  # generated, of vLLM and SGLang
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None  # vLLM
-    stop_reason: int | str | None = None  # vLLM: the stop token that matched
-    matched_stop: int | str | None = None  # the same of SGLang
 
 
 class Usage(msgspec.Struct):
@@ -196,14 +194,10 @@ def served_entropy_bounds(shown: Doubles, lost: BoolArray, vocab_size: int) -> t
     probabilities = np.exp(shown[lost])
     unseen = vocab_size - np.isfinite(shown[lost]).sum(axis=-1)
     missing = np.clip(1.0 - probabilities.sum(axis=-1), 0.0, 1.0)
-    entropy = _minus_plogp(probabilities).sum(axis=-1) + _minus_plogp(missing)
+    entropy = -plogp(probabilities).sum(axis=-1) - plogp(missing)
     lower[lost] = entropy
     upper[lost] = entropy + missing * np.log(np.maximum(unseen, 1))
     return lower, upper
-
-
-def _minus_plogp(p: Doubles) -> Doubles:
-    return -p * np.log(np.where(p > 0.0, p, 1.0))
 
 
 def _without_extra(ids: IntArray, values: Doubles, own: Doubles, served_k: int) -> tuple[Doubles, BoolArray]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from spot_async.probes import NOISE_MARGIN
 from spot_async.types import FloatArray, Generation, IntArray, LogprobTemperature
 
-NOISE_MARGIN = 2.0  # a short probe sees less of it than a long run
 LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities: rows that were equal once need not be again
 
 

@@ -1,7 +1,7 @@
 """A remote inference server as its adapter uses it: attached to or started, spoken to in JSON.
 
 Knows no server's dialect. Adapters compose it: they give paths and bodies, and a function that reads a reply.
-Replies are read beside the event loop when they are large. Every failure is one of `spot_async.errors`.
+Large replies do not hold up the event loop (`stepwise`). Every failure is one of `spot_async.errors`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ from .failures import UNREADABLE, classify
 from .http import HttpEndpoint, ReadError
 from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_together
 from .metering import Meter, MeteredSettings
-from .stepwise import StepRunner, Steps, run_at_once
-
-LARGE_REPLY_BYTES = 1 << 18  # reading more than this would hold up the event loop
+from .stepwise import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
 
 T = TypeVar("T")
 
@@ -243,7 +241,7 @@ class RemoteServer:
         sent = msgspec.json.encode(body)
         reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=resend, size=size)
         with self._naming("POST", path, sent, reply):
-            return await asyncio.to_thread(decode, reply) if len(reply) > LARGE_REPLY_BYTES else decode(reply)
+            return await read_aside(reply, decode)
 
     async def ask_in_steps(
         self,
@@ -254,7 +252,7 @@ class RemoteServer:
         deadline: float,
         size: Size | None = None,
     ) -> T:
-        """As `ask`, but a large reply is read on the loop, one step of all those under way a turn (see `stepwise`)."""
+        """As `ask`, but a large reply is read on the loop, one step of all those under way a turn."""
         sent = msgspec.json.encode(body)
         reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=True, size=size)
         with self._naming("POST", path, sent, reply):

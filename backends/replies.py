@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.errors import PoisonedReplyError
-from spot_async.types import BoolArray, FloatArray, Generation, IntArray, SamplingSettings, ScoredPositions, TokenScores
+from spot_async.types import BoolArray, FloatArray, Generation, IntArray, SamplingSettings, TokenScores
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
 LEAST_NATS = -1e4  # of a token that was chosen or given: a loss takes its exponential
@@ -70,18 +70,6 @@ def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, voca
     ordered = (reply.entropy_lower <= reply.entropy) & (reply.entropy <= reply.entropy_upper)
     if not ordered.all():
         raise PoisonedReplyError("entropy lies outside its own bounds")
-    return reply
-
-
-def check_scored_positions(
-    reply: ScoredPositions, positions: IntArray, *, top_k: int, vocab_size: int
-) -> ScoredPositions:
-    """One row per position that was asked for. Returns it."""
-    check_topk(reply.topk_ids, reply.topk_logprobs, (len(positions), top_k), vocab_size)
-    for name in ("entropy_lower", "entropy_upper"):
-        _check_entropy(name, getattr(reply, name), (len(positions),), vocab_size)
-    if not (reply.entropy_lower <= reply.entropy_upper).all():
-        raise PoisonedReplyError("entropy_lower exceeds entropy_upper")
     return reply
 
 

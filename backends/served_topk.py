@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from spot_async.policies.acquisition import entropy_bounds
+from spot_async.entropy import entropy_bounds
 from spot_async.types import FloatArray, IntArray, ScoredPositions, TokenScores, WeightVersion
 
 from .replies import check_logprobs

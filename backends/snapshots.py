@@ -18,6 +18,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from spot_async.errors import DataError
+from spot_async.model_files import files_signature
 from spot_async.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers cast these into one another while they load
@@ -48,7 +49,7 @@ async def check_snapshot(directory: str | Path, like: str | Path) -> Layout:
 
 def _check(directory: Path, like: Path) -> Layout:
     found = _read_layout(directory, _snapshot_files(directory))
-    expected, tied = _model_layout(like, _signature(weight_files(like)))
+    expected, tied = _model_layout(like, files_signature(weight_files(like)))
     compare(directory, found, expected, tied=tied)
     return found
 
@@ -92,13 +93,6 @@ def _ties_embeddings(directory: Path) -> bool:
         return bool(config.get("text_config", config).get("tie_word_embeddings", False))
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{directory}: cannot read config.json: {error}") from None
-
-
-def _signature(files: Sequence[Path]) -> object:
-    try:
-        return tuple((path, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files)
-    except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
 def _snapshot_files(directory: Path) -> list[Path]:

@@ -158,7 +158,10 @@ class VllmClient:
     async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:
         """The top-k after a prefix. The likeliest token is sampled, so it takes no place of the others."""
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-        return await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
+        sampled = await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
+        if len(sampled.token_ids) != 1:
+            raise PoisonedReplyError(f"{self.server.name}: {len(sampled.token_ids)} tokens where one was asked for")
+        return sampled
 
     async def chosen(
         self,

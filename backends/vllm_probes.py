@@ -16,8 +16,9 @@ import structlog
 from spot_async.alignment import decision_row
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
+from spot_async.probes import NOISE_MARGIN
 
-from .probing import NOISE_MARGIN, noise_nats
+from .probing import noise_nats
 from .vllm_client import NoSuchRouteError, VllmClient
 from .vllm_weights import DEVELOPER_MODE
 

@@ -20,10 +20,10 @@ from spot_async.types import FloatArray, IntArray, VersionSpan
 
 from .held_weights import SentNames
 from .stepwise import Steps
+from .token_texts import TOKEN_ID_PREFIX
 
 ROWS_PER_STEP = 256  # half a millisecond at 16 log-probabilities a row
 CLAMPED = -9000.0  # vLLM writes -9999 in place of -inf and NaN
-TOKEN_ID_PREFIX = "token_id:"
 NPY_HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|\x02\x00....)\{'descr': '<f4', 'fortran_order': False, "
     rb"'shape': \((?P<rows>[0-9]{1,9}), (?P<columns>[0-9]{1,9})\), \} *\n",

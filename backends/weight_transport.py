@@ -22,9 +22,9 @@ import zmq.asyncio
 from pydantic import Field
 
 from spot_async import wire
-from spot_async.concurrency import first_error
+from spot_async.concurrency import while_alive
 from spot_async.config import Section
-from spot_async.errors import DeadlineExceededError, TransientError
+from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
 from spot_async.processes import ChildProcess
 from spot_async.types import WeightSnapshot
 
@@ -231,14 +231,12 @@ class WeightSender:
 
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, Answer], what: str, deadline: float) -> Answer:
         try:
-            async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as group:
-                watching = group.create_task(self._child.watch())
-                answer = await conversation
-                watching.cancel()
+            async with asyncio.timeout_at(deadline):
+                answer = await while_alive(conversation, self._child.watch)
         except TimeoutError:
             raise DeadlineExceededError(f"{self._name}: did not {what} before the deadline") from None
-        except ExceptionGroup as failures:
-            raise TransientError(str(first_error(failures))) from None  # the watcher's
+        except ProcessDiedError as died:
+            raise TransientError(str(died)) from None
         if isinstance(answer, Failure):
             raise TransientError(f"{self._name}: cannot {what}: {answer.message}")
         return answer

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spot_async.comparison.bootstrap import macro, percentile_interval, resampled_means
-from spot_async.comparison.figures import pass_at_k_values
+from spot_async.evaluation.metrics import pass_at_k_of_counts
 
 Floats = npt.NDArray[np.float64]
 
@@ -96,7 +96,7 @@ def _values(random: np.random.Generator, each: Population, evaluations: int, sam
     first = random.beta(*each.beta, size=shape)
     other = np.where(random.random(shape) < each.shared, first, random.beta(*each.beta, size=shape))
     counts = [random.binomial(samples, chances) for chances in (first, other)]
-    figures = [np.stack([pass_at_k_values(c, samples, k) for k in (1, samples)], axis=1) for c in counts]
+    figures = [np.stack([pass_at_k_of_counts(c, samples, k) for k in (1, samples)], axis=1) for c in counts]
     return np.concatenate([figures[0], figures[1] - figures[0]], axis=1)
 
 

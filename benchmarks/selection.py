@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from report import show
 
-from spot_async.policies.acquisition import entropy_bounds
+from spot_async.entropy import entropy_bounds
 from spot_async.policies.certainty import Evidence
 from spot_async.policies.score_bounds import ScoreRule, TeacherRows, served_student
 from spot_async.types import ScoredPositions

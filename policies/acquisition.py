@@ -4,7 +4,7 @@ Pure numpy in float64, from log-probabilities that a caller has already gathered
 samples nothing. What to do at a chosen position (probing, targets) is decided elsewhere. Definitions
 are method.md section 1 and, in the paper, Eqs. (2) and (5)-(7).
 
-Axes: T response positions, k candidates, K served top-k, V vocabulary.
+Axes: T response positions, k candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.entropy import plogp
 from spot_async.types import BoolArray
 
 if TYPE_CHECKING:
@@ -98,30 +99,6 @@ def random_scores(count: int, seed: int) -> npt.NDArray[np.float64]:
     return 1.0 - np.random.default_rng(seed).random(count)
 
 
-def entropy_bounds(
-    topk_logprobs: npt.ArrayLike, vocab_size: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Lower and upper bound (T,), in nats, of the entropy of rows whose top-K log-probabilities (T, K) are known.
-
-    The mass that is not shown lies on V - K tokens, none likelier than the K-th. The entropy is
-    largest when it is spread evenly and smallest when it is packed into as few tokens as that cap
-    allows (method.md section 1). Widen the bounds by the server's numerical noise before relying on them.
-    """
-    probabilities = np.exp(np.asarray(topk_logprobs, dtype=np.float64))  # (T, K)
-    unseen = vocab_size - probabilities.shape[-1]
-    if unseen < 0:
-        raise ValueError(f"{probabilities.shape[-1]} log-probabilities a row exceed the vocabulary of {vocab_size}")
-    shown_entropy = -_plogp(probabilities).sum(axis=-1)
-    cap = probabilities.min(axis=-1)
-    # The upper limit changes nothing in exact rows. It keeps rounding out of the bounds and makes
-    # K = V and a K-th probability of 0 ordinary: nothing can be missing there.
-    missing = np.clip(1.0 - probabilities.sum(axis=-1), 0.0, unseen * cap)
-    upper = shown_entropy - _plogp(missing) + missing * np.log(max(unseen, 1))
-    full_tokens, remainder = np.divmod(missing, np.where(cap > 0.0, cap, 1.0))
-    lower = shown_entropy - full_tokens * _plogp(cap) - _plogp(remainder)
-    return lower, upper
-
-
 def probeable_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> BoolArray:
     """Which token ids (V,) may stand at a probed position.
 
@@ -158,12 +135,7 @@ def _renormalized(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _jensen_shannon_bits(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """JS (T,) of rows (T, k) in [0, 1]; 1 where either has no mass at all."""
-    mixture_entropy = -_plogp((p + q) / 2.0).sum(axis=-1)
-    mean_entropy = -(_plogp(p) + _plogp(q)).sum(axis=-1) / 2.0
+    mixture_entropy = -plogp((p + q) / 2.0).sum(axis=-1)
+    mean_entropy = -(plogp(p) + plogp(q)).sum(axis=-1) / 2.0
     divergence = np.clip((mixture_entropy - mean_entropy) / np.log(2.0), 0.0, 1.0)
     return np.where(p.any(axis=-1) & q.any(axis=-1), divergence, 1.0)
-
-
-def _plogp(p: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """p log p with 0 log 0 = 0."""
-    return p * np.log(np.where(p > 0.0, p, 1.0))

@@ -1,7 +1,7 @@
 """Which positions are the M best when scores are only known within intervals, and what to ask to find out.
 
 A state machine: evidence goes in, questions come out, and at any time the best choice with what is certain of it. No
-servers, no tasks, no clock. What intervals are is `score_bounds`' business, how questions are put is `refinement`'s.
+servers, no tasks, no clock. What intervals are is `score_bounds`' business, how questions are put is `selection`'s.
 
 The exact selection is the one of `acquisition.select_positions` from the rows that count: those a server gives when it
 is asked for a position on purpose (a wide top-k of the teacher, candidates of the student). Everything else is evidence

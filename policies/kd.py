@@ -66,7 +66,7 @@ class KdPolicy:
     def __init__(self, settings: KdSettings, context: PolicyContext) -> None:
         self.settings = settings
         self._top_k = settings.top_k if settings.forward_kl_weight > 0 else 0  # 0: cross-entropy alone, no scores
-        self._responses: dict[str, TeacherResponse] = {}  # by problem
+        self._responses: dict[str, TeacherResponse] = {}  # by problem, with the teacher's end token
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # epochs may overlap
         self._file: ResponseFile | None = None
         if settings.load is not None:
@@ -115,13 +115,15 @@ class KdPolicy:
             raise PermanentError(f"policy.load: {self.settings.load} has no response to problem {prompt.problem.id!r}")
         response = await stages.teacher_response()
         scores, verdict = await both(self._score(response, stages), stages.verify(response.token_ids))
-        taught = TeacherResponse(
+        given = TeacherResponse(
             problem_id=prompt.problem.id,
             prompt_ids=prompt.token_ids,
+            end_token_id=stages.ends.theirs,
             response=response,
             scores=scores,
             verdict=verdict,
         )
+        taught = given.respelled(stages.ends.ours)
         self._responses[prompt.problem.id] = taught
         if self._file is not None:
             self._file.append(taught)
@@ -131,6 +133,7 @@ class KdPolicy:
         return await stages.score(response.token_ids, top_k=self._top_k) if self._top_k else None
 
     def _sample(self, prompt: Prompt, stages: PromptStages, taught: TeacherResponse) -> Sample:
+        taught = taught.respelled(stages.ends.ours)
         response, scores = taught.response, taught.scores
         supervision = Supervision(
             prompt_ordinal=prompt.ordinal,

@@ -14,34 +14,56 @@ from pathlib import Path
 import msgspec
 
 from spot_async import wire
+from spot_async.end_tokens import swap_tokens
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.types import Generation, IntArray, PolicyContext, TokenScores, Verdict
 from spot_async.vocabulary import tokenizer_fingerprint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LENGTH = struct.Struct("<I")
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must agree with, and where the responses come from."""
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """What the header has in every version."""
 
     format_version: int
+
+
+class Header(Format, frozen=True, kw_only=True):
+    """What a reader must agree with, and where the responses come from."""
+
     vocab_fingerprint: str
     top_k: int
     temperature: float  # of sampling and of all log-probabilities
     top_p: float
     max_response_tokens: int
-    teacher: str | None  # name of its model
+    teacher: str | None  # its model's directory
+    teacher_identity: str | None  # as `PolicyContext` has it, for who goes on with the file
 
 
 class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the teacher wrote for one problem, and how it scores its own tokens."""
+    """What the teacher wrote for one problem, and how it scores its own tokens.
+
+    Kept with the teacher's end token, since another run's student may end with another one than this run's.
+    """
 
     problem_id: str
     prompt_ids: IntArray  # (P,) as it was rendered
+    end_token_id: int  # the teacher's
     response: Generation
     scores: TokenScores | None  # None when no log-probabilities were asked for
     verdict: Verdict
+
+    def respelled(self, end_token_id: int) -> TeacherResponse:
+        """As kept, from what stages gave for a student that ends with `end_token_id`; and for such a student again."""
+        tokens = swap_tokens(self.response.token_ids, end_token_id, self.end_token_id)
+        scores = self.scores
+        if scores is not None:
+            topk_ids = swap_tokens(scores.topk_ids, end_token_id, self.end_token_id)
+            scores = msgspec.structs.replace(scores, topk_ids=topk_ids)
+        return msgspec.structs.replace(
+            self, response=msgspec.structs.replace(self.response, token_ids=tokens), scores=scores
+        )
 
 
 class ResponseFile:
@@ -49,6 +71,7 @@ class ResponseFile:
 
     def __init__(self, path: Path, context: PolicyContext, top_k: int, key: str = "policy.load") -> None:
         """`key` is the setting that names the file, for errors."""
+        identify = context.teacher_identity if key == "policy.save" else None  # a reader takes any teacher's
         self._path = path
         self._key = key
         self._unfinished_bytes = 0  # at its end, of a writer that was interrupted
@@ -61,6 +84,7 @@ class ResponseFile:
             top_p=sampling.top_p,
             max_response_tokens=sampling.max_response_tokens,
             teacher=context.teacher,
+            teacher_identity=identify and identify(),
         )
 
     @classmethod
@@ -74,7 +98,14 @@ class ResponseFile:
 
     def _saved(self) -> dict[str, TeacherResponse]:
         header, responses = self._decoded()
-        if header != self._header:
+        ours = self._header
+        if header.teacher_identity != ours.teacher_identity:
+            raise ConfigError(
+                f"policy.save: {self._path} holds responses of another teacher ({header.teacher or 'unnamed'}) than "
+                f"teacher.model={ours.teacher}: weights, served_model or request_fields differ; train from it with "
+                "policy.load or give another file"
+            )
+        if msgspec.structs.replace(header, teacher=ours.teacher) != ours:  # the same teacher may have been moved
             raise ConfigError(
                 f"policy.save: {self._path} exists already with responses {_origin(header)} and its top-{header.top_k} "
                 "that are not this run's; train from it with policy.load or give another"
@@ -108,6 +139,7 @@ class ResponseFile:
             raise ConfigError(f"{self._key}: cannot read {self._path}: {error.strerror}") from None
         try:
             head, *frames = list(_frames(data)) or [memoryview(b"")]
+            self._check_format(wire.decode(head, Format))
             header = wire.decode(head, Header)
             responses = [wire.decode(frame, TeacherResponse) for frame in frames]
         except (msgspec.DecodeError, ValueError, TypeError) as error:
@@ -115,12 +147,15 @@ class ResponseFile:
         self._unfinished_bytes = len(data) - sum(LENGTH.size + len(frame) for frame in [head, *frames])
         return header, responses
 
+    def _check_format(self, found: Format) -> None:
+        if found.format_version != FORMAT_VERSION:
+            raise DataError(
+                f"{self._key}: {self._path} has format {found.format_version}, this version reads {FORMAT_VERSION}; "
+                "write another with policy.save"
+            )
+
     def _check(self, found: Header) -> None:
         ours = self._header
-        if found.format_version != ours.format_version:
-            raise DataError(
-                f"policy.load: {self._path} has format {found.format_version}, this version reads {ours.format_version}"
-            )
         if found.vocab_fingerprint != ours.vocab_fingerprint:
             raise DataError(f"policy.load: {self._path} was written with another vocabulary than the student's")
         if found.top_k < ours.top_k:

@@ -97,15 +97,16 @@ class Stage(Generic[S]):
         self._mailbox = Mailbox(mailbox_capacity)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
-        self._leasing = 0  # of them, wait for a server
 
     @property
     def waiting(self) -> int:
-        return len(self._mailbox) + self._leasing
+        """Requests that no server has yet, for want of a turn or of a server. For any thread."""
+        return sum(each.replica is None for each in tuple(self.open))
 
     @property
     def in_flight(self) -> int:
-        return self._slots_taken - self._leasing
+        """Requests that are not `waiting`; a hedged one counts once, wherever its second sending is."""
+        return sum(each.replica is not None for each in tuple(self.open))
 
     @property
     def prompts(self) -> int:
@@ -154,7 +155,8 @@ class Stage(Generic[S]):
         finally:
             ended = loop.time()
             started = ended if this.started_s is None else this.started_s
-            self.timeline.request_ended(RequestSpan(self.name, errand.priority, this.asked_s, started, ended, outcome))
+            span = RequestSpan(self.name, errand.priority, this.asked_s, started, ended, outcome, this.replica or "")
+            self.timeline.request_ended(span)
             self._release()
             self.counters.busy_s += ended - started
         self.counters.completed += 1
@@ -197,7 +199,10 @@ class Stage(Generic[S]):
         async def second() -> T:
             self.counters.hedged += 1
             this.errand.failed_on.update(asked_of)
-            return await self._send_leased(replace(this), request)  # of one errand: what it is to blame for adds up
+            again = replace(this)  # of one errand: what it is to blame for adds up
+            result = await self._send_leased(again, request)
+            this.replica = again.replica  # whose answer it is
+            return result
 
         return await hedged(first, second, after_s)
 
@@ -219,12 +224,8 @@ class Stage(Generic[S]):
         """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        self._leasing += 1
-        try:
-            this.replica = None
-            lease = await self._pool.lease(this.errand)
-        finally:
-            self._leasing -= 1
+        this.replica = None
+        lease = await self._pool.lease(this.errand)
         this.attempts += 1
         this.replica = lease.replica
         granted = loop.time()

@@ -15,13 +15,12 @@ import msgspec
 from spot_async import probes
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, RequestError
-from spot_async.probes import Asked
+from spot_async.probes import NOISE_MARGIN, Asked
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.types import Capabilities
 
 TOP_K = 16
-NOISE_MARGIN = 2.0  # a short probe sees less of it than a long run
 NOISY_NATS = 0.05  # bfloat16 is within it
 OTHER_ROWS_NATS = 1.0  # more than rounding makes of one row: these are other rows
 

@@ -5,15 +5,15 @@ Nothing is started here; `runtime.py` enters what this makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from spot_async.config import Config, ModelConfig
 from spot_async.cores import CoreShares
+from spot_async.deadlines import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.orchestrator import (
-    WEIGHT_UPDATE_TIMEOUT_S,
     LiveEvaluation,
     Orchestrator,
     OrchestratorSettings,
@@ -22,6 +22,7 @@ from spot_async.orchestrator import (
 from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.retry import RetryPolicy
 from spot_async.run_directory import RunDirectory
 from spot_async.servers import backend_factories
 from spot_async.spending.account import Account
@@ -100,7 +101,13 @@ def make_backends(
     return Backends(backends["student"], backends.get("teacher"), backends.get("reference"))
 
 
-def make_stages(config: Config, plan: TrainPlan, backends: Backends, verifier: Verifier) -> Stages:
+def make_stages(
+    config: Config,
+    plan: TrainPlan,
+    backends: Backends,
+    verifier: Verifier,
+    retry: Callable[[int], RetryPolicy] = RetryPolicy,
+) -> Stages:
     student, teacher, needs = backends.student, backends.teacher, plan.policy.needs
     return Stages(
         Services(
@@ -119,6 +126,7 @@ def make_stages(config: Config, plan: TrainPlan, backends: Backends, verifier: V
         max_running_prompts=config.queue_capacity_prompts,
         max_probes_per_prompt=needs.probes_per_prompt,
         max_samples_per_prompt=needs.samples_per_prompt,
+        retry=retry,
     )
 
 

@@ -29,6 +29,28 @@ async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) ->
     return results[0], results[1]
 
 
+async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them to their end, also when others fail: then one failure is raised by itself, several as a group.
+
+    For what must not be cut short, such as leaving. A cancellation from outside reaches all of them.
+    """
+    failures: list[Exception] = []
+
+    async def settled(coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        except Exception as error:  # noqa: BLE001 - raised once all have ended
+            failures.append(error)
+
+    async with asyncio.TaskGroup() as group:
+        for coroutine in coroutines:
+            group.create_task(settled(coroutine))
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise ExceptionGroup("several failed", failures)
+
+
 @asynccontextmanager
 async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
     """Each of them runs while inside, and is cancelled on leaving. What one raises ends the inside, as a group."""
@@ -41,7 +63,7 @@ async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIte
                 task.cancel()
 
 
-async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaitable[None]]]) -> T:
+async def watched(run: Awaitable[T], watches: list[Callable[[], Awaitable[None]]]) -> T:
     """Run while children live; the first that dies by itself cancels everything with its `ProcessDiedError`."""
     async with asyncio.TaskGroup() as group:
 
@@ -53,6 +75,14 @@ async def watched(run: Coroutine[Any, Any, T], watches: list[Callable[[], Awaita
         for task in watching:
             task.cancel()
     return result
+
+
+async def while_alive(run: Awaitable[T], watch: Callable[[], Awaitable[None]]) -> T:
+    """`watched` by one. The first failure of either is raised by itself, not in a group."""
+    try:
+        return await watched(run, [watch])
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
 
 
 @asynccontextmanager
@@ -71,7 +101,7 @@ async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator
         await gather(enter(resource) for resource in resources)
         yield
     finally:
-        await gather(leave(resource) for resource in entered)
+        await settle(leave(resource) for resource in entered)
 
 
 def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -66,7 +66,11 @@ CONFIG_VERSION = 1  # of the schema below; raised when a file of the version bef
 class RunConfig(Section):
     """Where the run writes, and its seed."""
 
-    directory: str | None = Field(None, description="run directory, new or empty; default `runs/<config name>/<time>`")
+    directory: str | None = Field(
+        None,
+        description="run directory, new, empty, or that of a run which failed before anything was trained or "
+        "evaluated (its files are kept in failed-start-1/); default `runs/<config name>/<time>`",
+    )
     seed: int = Field(0, ge=0, description="every seed of the run derives from it")
     samples_every: int = Field(
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
@@ -201,8 +205,13 @@ class TrainingConfig(Section):
                 f"importance_cap={self.importance_cap:g} needs behavior=recomputed: with the served pi_old there is "
                 "nothing to weigh it against"
             )
-        if (self.epochs is None) == (self.iterations is None):
-            raise ValueError("give exactly one of epochs and iterations")
+        if self.epochs is None and self.iterations is None:
+            raise ValueError("give exactly one of epochs and iterations; both are missing")
+        if self.epochs is not None and self.iterations is not None:
+            raise ValueError(
+                f"give exactly one of epochs and iterations, not both epochs={self.epochs} and "
+                f"iterations={self.iterations}: take one away by training.iterations=null or training.epochs=null"
+            )
         if self.iterations is not None and self.warmup_iterations >= self.iterations:
             raise ValueError(
                 f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from spot_async.errors import RequestError
+from spot_async.text import counted
 from spot_async.types import Prompt
 
 FILE_NAME = "dead_letters.jsonl"
@@ -60,6 +61,4 @@ def described(letters: Sequence[DeadLetter]) -> str:
     """How many prompts were given up, over what, and where to read on: one line."""
     kinds = Counter(f"{each.failure} failures at {each.stage}" if each.stage else each.failure for each in letters)
     said = ", ".join(f"{count} over {kind}" for kind, count in kinds.most_common() if kind)
-    return (
-        f"{len(letters)} prompt{'' if len(letters) == 1 else 's'} given up{f' ({said})' if said else ''}: {FILE_NAME}"
-    )
+    return f"{counted(len(letters), 'prompt')} given up{f' ({said})' if said else ''}: {FILE_NAME}"

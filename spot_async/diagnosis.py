@@ -19,6 +19,7 @@ from spot_async import probes
 from spot_async.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
+from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import ConfigError, RequestError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.model_files import ModelFiles
@@ -30,7 +31,6 @@ from spot_async.spending.teacher_cache import ReplayedTeacher
 from spot_async.types import Capabilities, IntArray, LogprobTemperature, WeightVersion
 from spot_async.vocabulary import Vocabulary
 
-CAPABILITIES_TIMEOUT_S = 60.0
 PROMPTS = 3
 RESPONSE_TOKENS = 24
 SLOW_ROUND_TRIP_S = 0.25

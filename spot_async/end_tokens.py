@@ -20,9 +20,9 @@ class EndTokens:
     """The end tokens of both models, the one that each writes by itself first."""
 
     def __init__(self, student: Sequence[int], teacher: Sequence[int], score: EndScore) -> None:
-        self._ours, self._theirs = student[0], teacher[0]
+        self.ours, self.theirs = student[0], teacher[0]
         # A teacher that only tolerates the student's token among its stop ids would score it as nearly impossible.
-        self._foreign = ({*student} - {*teacher} | {self._ours}) - {self._theirs}
+        self._foreign = ({*student} - {*teacher} | {self.ours}) - {self.theirs}
         self._others = np.array(teacher[1:] if score == "sum" else (), np.int32)
 
     @property
@@ -34,24 +34,26 @@ class EndTokens:
         """What the teacher is asked to score (T,): an end token only the student has is the teacher's (`replace`)."""
         if not self._ends_foreign(response_ids):
             return response_ids
-        return np.concatenate([response_ids[:-1], np.array([self._theirs])], dtype=np.int32)
+        return np.concatenate([response_ids[:-1], np.array([self.theirs])], dtype=np.int32)
 
     def summed_with_last(self, response_ids: IntArray) -> IntArray:
         """The teacher's further end tokens (E,) that `sum` adds to the one that `as_teachers` put last."""
         return self._others if self._ends_foreign(response_ids) else self._others[:0]
 
     def swapped(self, token_ids: IntArray) -> IntArray:
-        """What the teacher says of its own end token, said of the student's: candidates, targets, KD's responses.
-
-        A swap, so that candidates stay different from one another when the teacher's top-k holds both.
-        """
-        if self._ours == self._theirs:
-            return token_ids
-        others = np.where(token_ids == self._ours, self._theirs, token_ids)
-        return np.where(token_ids == self._theirs, self._ours, others).astype(np.int32)
+        """What the teacher says of its own end token, said of the student's: candidates, targets, KD's responses."""
+        return swap_tokens(token_ids, self.ours, self.theirs)
 
     def _ends_foreign(self, response_ids: IntArray) -> bool:
         return len(response_ids) > 0 and int(response_ids[-1]) in self._foreign
+
+
+def swap_tokens(token_ids: IntArray, one: int, other: int) -> IntArray:
+    """Each in the other's place (any shape), so that candidates stay different from one another; its own inverse."""
+    if one == other:
+        return token_ids
+    others = np.where(token_ids == one, other, token_ids)
+    return np.where(token_ids == other, one, others).astype(np.int32)
 
 
 def with_summed_last(scores: TokenScores, logprobs: FloatArray) -> TokenScores:

@@ -121,6 +121,10 @@ class TrainerError(SpotError):
     """The trainer stopped: non-finite loss or gradient, full disk, or a bug in a rank."""
 
 
+class PluginError(SpotError):
+    """Somebody's policy or verifier does not keep its contract; its author's to mend. The trace is in the run's log."""
+
+
 class ReplayMissError(SpotError):
     """A run without its teacher needs what the cache does not hold."""
 

@@ -37,23 +37,42 @@ def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVer
             ) from None
 
 
-def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
+def check_arrays(each: Supervision, vocab_size: int) -> None:
+    """Raises `ValueError` unless shapes, types and ids belong together. Other numbers are not looked at.
+
+    The trainer asks the same of every sample it is sent, whoever sent it.
+    """
     tokens = (len(each.response_ids),)
     _require(len(each.prompt_ids) > 0 and tokens[0] > 0, "prompt or response is empty")
     _check_ids("prompt_ids", each.prompt_ids, (len(each.prompt_ids),), vocab_size)
     _check_ids("response_ids", each.response_ids, tokens, vocab_size)
+    for name in ("behavior_logprobs", "teacher_logprobs", "reference_logprobs", "advantages"):
+        values = getattr(each, name)
+        if values is not None:
+            _check_array(name, values, tokens, "f")
+    _require(each.teacher_logprobs is None or each.advantages is None, "both teacher_logprobs and advantages are given")
+    if each.policy_mask is not None:
+        _check_array("policy_mask", each.policy_mask, tokens, "b")
+    if (targets := each.soft_targets) is not None:
+        count, candidates = len(targets.positions), targets.token_ids.shape[-1]
+        _check_ids("soft_targets.positions", targets.positions, (count,), tokens[0])
+        _check_ids("soft_targets.token_ids", targets.token_ids, (count, candidates), vocab_size)
+        _check_array("soft_targets.probabilities", targets.probabilities, (count, candidates), "f")
+        _check_array("soft_targets.weights", targets.weights, (count,), "f")
+        if targets.offsets is not None:
+            _check_array("soft_targets.offsets", targets.offsets, (count,), "f")
+
+
+def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
+    check_arrays(each, vocab_size)
     for name in ("behavior_logprobs", "teacher_logprobs", "reference_logprobs"):
         values = getattr(each, name)
         if values is not None:
-            _check_numbers(name, values, tokens)
+            _check_finite(name, values)
             inside = (values >= LEAST_NATS) & (values <= MOST_NATS)
             _require(bool(inside.all()), f"{name} hold what is no log-probability")
     if each.advantages is not None:
-        _check_numbers("advantages", each.advantages, tokens)
-    _require(each.teacher_logprobs is None or each.advantages is None, "advantages are given twice")
-    if each.policy_mask is not None:
-        _check_shape("policy_mask", each.policy_mask, tokens)
-        _require(each.policy_mask.dtype.kind == "b", f"policy_mask is {each.policy_mask.dtype}")
+        _check_finite("advantages", each.advantages)
     if each.version is not None:
         lag = live.step - each.version.step
         _require(
@@ -61,37 +80,33 @@ def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_stalenes
             f"sampled by weights {each.version} where {live} are live and max_staleness is {max_staleness}",
         )
     if each.soft_targets is not None:
-        _check_targets(each.soft_targets, tokens[0], vocab_size)
+        _check_targets(each.soft_targets)
 
 
-def _check_targets(targets: SoftTargets, tokens: int, vocab_size: int) -> None:
-    count, candidates = len(targets.positions), targets.token_ids.shape[-1]
-    _check_ids("soft_targets.positions", targets.positions, (count,), tokens)
-    _check_ids("soft_targets.token_ids", targets.token_ids, (count, candidates), vocab_size)
-    _check_numbers("soft_targets.probabilities", targets.probabilities, (count, candidates))
+def _check_targets(targets: SoftTargets) -> None:
+    _check_finite("soft_targets.probabilities", targets.probabilities)
     _require(bool((targets.probabilities >= 0).all()), "soft_targets.probabilities hold one below 0")
     sums = targets.probabilities.sum(axis=1, dtype=np.float64)
     _require(bool((np.abs(sums - 1.0) <= SUM_SLACK).all()), "soft_targets.probabilities do not sum to 1")
-    _check_numbers("soft_targets.weights", targets.weights, (count,))
+    _check_finite("soft_targets.weights", targets.weights)
     _require(bool((targets.weights >= 0).all()), "soft_targets.weights hold one below 0")
     if targets.offsets is not None:
-        _check_numbers("soft_targets.offsets", targets.offsets, (count,))
+        _check_finite("soft_targets.offsets", targets.offsets)
 
 
 def _check_ids(name: str, ids: npt.NDArray[Any], shape: tuple[int, ...], limit: int) -> None:
-    _check_shape(name, ids, shape)
-    _require(ids.dtype.kind == "i", f"{name} are {ids.dtype}")
+    _check_array(name, ids, shape, "i")
     _require(not ids.size or bool(ids.min() >= 0 and ids.max() < limit), f"{name} are not all in 0 to {limit - 1}")
 
 
-def _check_numbers(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    _check_shape(name, values, shape)
-    _require(values.dtype.kind == "f", f"{name} are {values.dtype}")
-    _require(bool(np.isfinite(values).all()), f"{name} hold what is no finite number")
-
-
-def _check_shape(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+def _check_array(name: str, values: npt.NDArray[Any], shape: tuple[int, ...], kind: str) -> None:
+    _require(isinstance(values, np.ndarray), f"{name} are a {type(values).__name__} instead of an array")
     _require(values.shape == shape, f"{name} have shape {values.shape} instead of {shape}")
+    _require(values.dtype.kind == kind, f"{name} are {values.dtype}")
+
+
+def _check_finite(name: str, values: npt.NDArray[Any]) -> None:
+    _require(bool(np.isfinite(values).all()), f"{name} hold what is no finite number")
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spot_async.config import ModelConfig
+from spot_async.deadlines import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.protocols import WeightSink
 from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
-
-TIMEOUT_S = 600.0
 
 
 async def send_initial_weights(
@@ -23,7 +22,8 @@ async def send_initial_weights(
     if found.version is not None or not found.weight_update:
         return
     announce("sending the student's weights to its server")
-    await student.update_weights(initial_weights(model), deadline=asyncio.get_running_loop().time() + TIMEOUT_S)
+    deadline = asyncio.get_running_loop().time() + WEIGHT_UPDATE_TIMEOUT_S
+    await student.update_weights(initial_weights(model), deadline=deadline)
 
 
 def initial_weights(model: ModelConfig) -> WeightSnapshot:

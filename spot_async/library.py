@@ -18,7 +18,7 @@ from spot_async import runtime
 from spot_async.concurrency import root_cause
 from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config_loading import config_from, load_config
-from spot_async.errors import SpotError
+from spot_async.errors import ConfigError, SpotError
 from spot_async.preflight import plan_training
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
 from spot_async.run_directory import RunDirectory, name_of
@@ -128,6 +128,8 @@ def stages_for(
 
 def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:
     """The configuration, and a name for its run directory."""
+    if isinstance(overrides, str):  # whose letters would be taken for overrides
+        raise ConfigError(f"overrides is a list of strings: give [{overrides!r}] in place of {overrides!r}")
     match source:
         case Config():
             config = config_from(source.model_dump(mode="json"), overrides) if overrides else source

@@ -5,6 +5,8 @@ Read from files only. A remote server's model needs no weights here, but its tok
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,11 @@ class ModelFiles:
 
 
 def read_model(role: str, name: str) -> ModelFiles:
-    """Read a Hugging Face directory's configuration and tokenizer."""
+    """Read a Hugging Face directory's configuration and tokenizer.
+
+    A large tokenizer takes a second to read, which happens once in a process as long as the files stay as they are: a
+    run reads its models before its servers, and every server that is made again finds them read.
+    """
     directory = Path(name)
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: no directory {name!r}; give the path of a Hugging Face model directory")
@@ -52,5 +58,19 @@ def read_model(role: str, name: str) -> ModelFiles:
         directory=directory,
         vocab_size=int(text_config["vocab_size"]),
         max_context_tokens=int(context),
-        vocabulary=Vocabulary.load(directory),
+        vocabulary=_vocabulary(directory, files_signature(filter(Path.is_file, directory.resolve().iterdir()))),
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _vocabulary(directory: Path, signature: object) -> Vocabulary:
+    """`signature` tells changed files."""
+    return Vocabulary.load(directory)
+
+
+def files_signature(files: Iterable[Path]) -> object:
+    """Equal, and hashable, for the same files as long as none of them is replaced or written to."""
+    try:
+        return tuple((path, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(files))
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None

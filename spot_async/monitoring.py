@@ -47,13 +47,11 @@ def make_live_verdict(
     config: Config, orchestrator: Orchestrator, backends: Mapping[str, object], screen: RunConsole
 ) -> LiveVerdict:
     """Of a run that is about to begin; `backends` by role."""
-    tree = config.model_dump()
-    slots = {stage.name: stage_slots(tree, stage.name) for stage in orchestrator.stages.all}
     return LiveVerdict(
         orchestrator,
         screen.say,
         every_s=config.run.verdict_every_s,
         batch_size=config.training.batch_size,
         replicas=partial(replica_states, backends),
-        slots={stage: count for stage, count in slots.items() if count is not None},
+        slots=partial(stage_slots, config.model_dump()),
     )

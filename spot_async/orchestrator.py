@@ -20,18 +20,18 @@ import structlog
 from spot_async.admission import AdmissionGate, Credits
 from spot_async.concurrency import gather
 from spot_async.dead_letters import FILE_NAME
-from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError, TransientError
+from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.feed_guard import check_feed
+from spot_async.feed_guard import WrongSupervisionError, check_feed
 from spot_async.ledger import Ledger, PromptState
+from spot_async.plugin_contract import is_ours, supervise
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.retry import RetryPolicy
 from spot_async.stages import Stages
 from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
-from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import Prompt, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
-WEIGHT_UPDATE_TIMEOUT_S = 600.0
 LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
@@ -39,7 +39,7 @@ UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in 
 
 @dataclass(frozen=True)
 class OrchestratorSettings:
-    """The numbers that decide pace; all of them come from the configuration."""
+    """The numbers that decide pace: of the configuration, of what was planned from it, and a time-out."""
 
     iterations: int
     batch_size: int
@@ -174,7 +174,7 @@ class Orchestrator:
         started = loop.time()
         self.state.running[prompt.ordinal] = prompt
         try:
-            samples = await self._policy.supervise(prompt, self.stages.for_prompt(prompt))
+            samples = await supervise(self._policy, prompt, self.stages.for_prompt(prompt))
         except RequestError as error:
             self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
             self._bury(prompt, error)
@@ -243,10 +243,7 @@ class Orchestrator:
             started = loop.time()
             self.state.waiting_for = "the trainer"
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
-            settings = self._settings
-            check_feed(
-                trained, vocab_size=settings.vocab_size, live=self._version, max_staleness=settings.max_staleness
-            )
+            self._check_feed(trained)
             async with self._asleep():
                 report = await self._trainer.train(iteration, trained)
             times.train = self._phase_ended(iteration, "train", started, ordinals)
@@ -274,6 +271,17 @@ class Orchestrator:
             self.state.iteration = iteration + 1
             self._gate_changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
+
+    def _check_feed(self, trained: Sequence[Supervision]) -> None:
+        settings = self._settings
+        try:
+            check_feed(
+                trained, vocab_size=settings.vocab_size, live=self._version, max_staleness=settings.max_staleness
+            )
+        except WrongSupervisionError as wrong:
+            if is_ours(self._policy):
+                raise
+            raise PluginError(f"policy {type(self._policy).__name__}: {wrong}") from wrong
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import msgspec
 
@@ -18,10 +18,12 @@ from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set
 from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError
-from spot_async.evaluation.benchmarks import Benchmark, plan_benchmarks
+from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.model_files import ModelFiles, read_model
+from spot_async.plugin_contract import check_policy
 from spot_async.prompts import PromptRenderer, PromptSchedule, render_all
 from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
+from spot_async.spending.teacher_cache import teacher_model
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import Capabilities, PolicyNeeds
@@ -96,6 +98,7 @@ def plan_training(config: Config) -> TrainPlan:
         epochs=config.training.epochs,
         iterations=config.training.iterations,
     )
+    check_eval_every(config, schedule.iterations)
     if isinstance(policy, ScheduleChecker):
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
@@ -130,11 +133,13 @@ def make_policy(config: Config, model: ModelFiles) -> Policy:
     context = msgspec.structs.replace(
         model.policy_context,
         sampling=config.sampling,
-        teacher=config.teacher and Path(config.teacher.model).name,
+        teacher=config.teacher and config.teacher.model,
+        teacher_identity=config.teacher and partial(teacher_model, config.teacher),
         run_seed=config.run.seed,
         reference_kl=config.training.reference_kl > 0,
     )
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
+    check_policy(policy, config.policy.kind)
     return policy
 
 

@@ -27,6 +27,7 @@ from spot_async.types import (
 )
 
 COOL = 0.5  # a temperature that log-probabilities at 1 differ from
+NOISE_MARGIN = 2.0  # a short probe sees less noise than a long run
 VISIBLE_NATS = 0.05  # differences that no server's rounding makes
 REPEATS = 4
 TOGETHER = 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
+from spot_async.end_tokens import EndTokens
 from spot_async.spending.account import Account
 from spot_async.types import (
     Capabilities,
@@ -209,6 +210,11 @@ class PromptStages(Protocol):
     @property
     def teacher(self) -> Capabilities | None:
         """The same of the teacher's."""
+        ...
+
+    @property
+    def ends(self) -> EndTokens:
+        """What ends a response. Tokens that stages take and give end as the student's do, the teacher's too."""
         ...
 
     async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:

@@ -1,7 +1,7 @@
 """Where a run writes, and in which form. Everything in it is complete up to the last finished iteration.
 
 run.json                 format of this directory, and what wrote it
-.lock                    held by the evaluation that writes here, with its process id
+.lock                    held by the run or evaluation that writes here, with its process id
 config.yaml              the resolved configuration; `train` reads it back
 metrics.jsonl            one line per iteration
 samples.jsonl            one line per trained trajectory: what the policy saw
@@ -16,6 +16,7 @@ summary.json             figures of the table
 weights/step-000012/     published students; `student` points to the newest
 weights/best-000010/     the best of those evaluated; `best` points to it
 logs/                    the run's own events, and one log per child process
+failed-start-1/          what a run left that came to nothing, before the one whose directory this is
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ import numpy as np
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.weight_files import delete_weights
 
 DECIMALS = 6  # of numbers in arrays: what people read
 RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
+
+# What a training run leaves before anything came of it. What paid endpoints were asked (spending.jsonl) is a result.
+OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
+              "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
+FAILED_START = "failed-start-"
 
 CONFIGS = "configs"
 
@@ -65,6 +72,15 @@ class _RunFile(msgspec.Struct):
     command: Purpose | None = None  # whose directory it is; None of one that does not say
 
 
+def refuse_newer(path: Path) -> None:
+    """For what reads a single file of a run. Raises DataError where `run.json` beside it names a newer format.
+
+    A file without one is read: people copy figures elsewhere.
+    """
+    if (path / "run.json").exists():
+        RunDirectory.open(path)
+
+
 class RunDirectory:
     """Made by `create`, or found by `open`; append-only but for the links `student` and `best`."""
 
@@ -81,10 +97,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
-        """Raises ConfigError when it exists with something in it, or cannot be made."""
+        """Raises ConfigError when it exists with something in it, or cannot be made.
+
+        What a failed start left in it is moved to a directory of its own there.
+        """
         try:
             cls.check_unused(path, purpose)
             path.mkdir(parents=True, exist_ok=True)
+            _set_aside(path)
             (path / "logs").mkdir()
             (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
@@ -94,11 +114,25 @@ class RunDirectory:
 
     @classmethod
     def check_unused(cls, path: Path, purpose: Purpose = "train") -> None:
-        """Raises ConfigError when there is something in it already."""
-        if path.is_dir() and any(path.iterdir()):
+        """Raises ConfigError when there is something in it already, other than what a failed start left."""
+        if path.is_dir() and any(path.iterdir()) and not (purpose == "train" and cls._came_to_nothing(path)):
             is_begun = purpose == "eval" and (path / "run.json").exists() and cls.open(path).purpose == "eval"
             resume = f"go on with the evaluation in it by --resume {path}, " if is_begun else ""
             raise ConfigError(f"run.directory: {path} is not empty; {resume}give another, or null for a new one")
+
+    @classmethod
+    def _came_to_nothing(cls, path: Path) -> bool:
+        """Whether it is of a training run that is over, and trained, evaluated and sampled nothing."""
+        names = {each.name for each in path.iterdir() if not each.name.startswith(FAILED_START)}
+        weights = path / "weights"
+        if not names <= OF_A_START or (weights.is_dir() and any(weights.iterdir())):
+            return False
+        try:
+            earlier = cls.open(path)
+            with earlier.locked():
+                return earlier.purpose == "train"
+        except (DataError, StorageError):  # no run's, a newer program's, still going on, or nobody can say
+            return False
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -182,7 +216,7 @@ class RunDirectory:
             raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
         self._point("best", kept)
         for each in previous:
-            shutil.rmtree(each)
+            delete_weights(each)
 
     def _point(self, name: str, directory: Path) -> None:
         new = self.path / f".{name}.new"
@@ -192,6 +226,17 @@ class RunDirectory:
             new.replace(self.path / name)
         except OSError as error:
             raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+
+def _set_aside(path: Path) -> None:
+    """Move what a failed start left to a directory of its own; nothing of a new or empty one."""
+    left = [each for each in path.iterdir() if each.name != ".lock" and not each.name.startswith(FAILED_START)]
+    if not left:
+        return
+    aside = path / f"{FAILED_START}{len(list(path.glob(f'{FAILED_START}*'))) + 1}"
+    aside.mkdir()
+    for each in left:
+        each.rename(aside / each.name)
 
 
 def _link_or_copy(source: str, destination: str) -> None:

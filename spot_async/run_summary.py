@@ -9,7 +9,8 @@ from typing import Any
 
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
-from spot_async.evaluation.results import EvaluationResult
+from spot_async.evaluation.figures import finite
+from spot_async.evaluation.results import EvaluationResult, paired_change
 from spot_async.preflight import TrainPlan
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 
@@ -46,6 +47,7 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         },
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
+        "change": change_summary(outcome.before, outcome.after),
         "best": best_summary(outcome.best),
         **outcome.spending,
         **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
@@ -56,6 +58,17 @@ def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
     if best is None:
         return None
     return asdict(best) | {"optimistic": "picked by the problems it is measured on"}
+
+
+def change_summary(
+    before: EvaluationResult | None, after: EvaluationResult | None
+) -> dict[str, dict[str, float | None]] | None:
+    """By tier: how Avg@k changed, paired on problems. None without both evaluations."""
+    if before is None or after is None:
+        return None
+    judged = [name for name in after.row_names() if after.figures(name).avg is not None]
+    changes = {name: paired_change(before, after, name) for name in judged}
+    return {name: {"avg": change, "avg_standard_error": finite(error)} for name, (change, error) in changes.items()}
 
 
 def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
 from spot_async.cores import available_cores, confined, share_cores
 from spot_async.diagnosis import Diagnosis, compare_students, diagnose
-from spot_async.errors import BudgetSpentError, RequestError
+from spot_async.errors import BudgetSpentError, RequestError, StorageError
 from spot_async.evaluation.measuring import measure, write_evaluation
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
@@ -123,6 +123,10 @@ async def train(
     reached = Reached()
 
     with ExitStack() as stack:
+        try:
+            stack.enter_context(directory.locked())
+        except StorageError as error:  # such as a cluster's file system, mounted without locks
+            screen.warn(f"{error}; nothing keeps other processes from writing into it")
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         stack.callback(ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
@@ -163,7 +167,8 @@ async def train(
                 if not evaluation_is_due(config, iteration):
                     return None
                 result = await evaluated(f"{iteration:06d}", directory.weights_after(iteration))
-                phases.begin(f"training with {config.policy.kind}", orchestrator)
+                if iteration < plan.schedule.iterations:  # else it is over
+                    phases.begin(f"training with {config.policy.kind}", orchestrator)
                 return result
 
             reached.before = await evaluated("before", plan.student.directory)

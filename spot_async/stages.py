@@ -19,9 +19,11 @@ import numpy as np
 from spot_async.actor import Stage
 from spot_async.alignment import branch_prefix_length
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.deadlines import VERIFY_ATTEMPTS
 from spot_async.end_tokens import EndTokens, with_summed_last
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.mailbox import Priority
+from spot_async.plugin_contract import verify
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
 from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.retry import RetryPolicy
@@ -56,7 +58,19 @@ STAGE_SERVERS = {
     "teacher_response": "teacher",
     "reference": "reference",
 }  # whose time a stage's requests take
-VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)
+
+
+def requests_per_prompt(*, samples: int, probes: int) -> dict[str, int]:
+    """How many requests each stage gets at most of a prompt with so many responses and probes."""
+    return {
+        "rollout": samples,
+        "score": samples,
+        "candidates": samples,
+        "probe": probes,
+        "verify": samples + probes,
+        "teacher_response": 1,
+        "reference": samples,
+    }
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,9 @@ class Stages:
         max_running_prompts: int,
         max_probes_per_prompt: int,
         max_samples_per_prompt: int = 1,
+        retry: Callable[[int], RetryPolicy] = RetryPolicy,
     ) -> None:
+        """`retry` makes a stage's policy from its `attempts`."""
         self.services = services
         self.sampling = sampling
         self.run_seed = run_seed
@@ -99,28 +115,27 @@ class Stages:
         self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
-        def stage(
-            name: str, service: S | ServicePool[S], stage_config: StageConfig, requests_per_prompt: int
-        ) -> Stage[S]:
+        requests = requests_per_prompt(samples=max_samples_per_prompt, probes=max(1, max_probes_per_prompt))
+
+        def stage(name: str, service: S | ServicePool[S], stage_config: StageConfig) -> Stage[S]:
             return Stage(
                 name,
                 pool_of(service),
                 concurrency=stage_config.concurrency,
                 timeout_s=stage_config.timeout_s,
-                retry=RetryPolicy(stage_config.attempts),
-                mailbox_capacity=max_running_prompts * requests_per_prompt,
+                retry=retry(stage_config.attempts),
+                mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,
                 hedge_after_s=getattr(stage_config, "hedge_after_s", None),
             )
 
-        samples, probes = max_samples_per_prompt, max(1, max_probes_per_prompt)
-        self.rollout = stage("rollout", services.generator, config.rollout, samples)
-        self.score = stage("score", services.scorer, config.score, samples)
-        self.candidates = stage("candidates", services.candidate_scorer, config.candidates, samples)
-        self.probe = stage("probe", services.generator, config.probe, probes)
-        self.verify = stage("verify", services.verifier, config.verify, probes + samples)
-        self.teacher_response = stage("teacher_response", services.teacher_generator, config.teacher_response, 1)
-        self.reference = stage("reference", services.reference, config.reference, samples)
+        self.rollout = stage("rollout", services.generator, config.rollout)
+        self.score = stage("score", services.scorer, config.score)
+        self.candidates = stage("candidates", services.candidate_scorer, config.candidates)
+        self.probe = stage("probe", services.generator, config.probe)
+        self.verify = stage("verify", services.verifier, config.verify)
+        self.teacher_response = stage("teacher_response", services.teacher_generator, config.teacher_response)
+        self.reference = stage("reference", services.reference, config.reference)
         used: list[Stage[Any]] = [self.rollout, self.score, self.candidates, self.probe, self.verify]
         used += [self.teacher_response] if services.teacher_generator is not None else []
         used += [self.reference] if services.reference is not None else []
@@ -151,6 +166,10 @@ class BoundStages:
     @property
     def teacher(self) -> Capabilities | None:
         return self._stages.capabilities.get("teacher")
+
+    @property
+    def ends(self) -> EndTokens:
+        return self._stages.ends
 
     async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
         nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
@@ -334,7 +353,7 @@ async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Probl
     for _ in range(VERIFY_ATTEMPTS):
         try:
             verdict = await stage.ask(
-                priority, lambda verifier, deadline: verifier.verify(problem, response_text, deadline=deadline)
+                priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
             )
         except DeadlineExceededError:
             verdict = Verdict.TIMEOUT

@@ -22,6 +22,7 @@ class RequestSpan(NamedTuple):
     started_s: float  # its turn came: until then it was in the mailbox
     ended_s: float
     outcome: str  # "done", "cancelled", or the class of the failure
+    replica: str = ""  # the server that had it last; empty where no pool gave it to one
 
 
 @dataclass(frozen=True, slots=True)

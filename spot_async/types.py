@@ -14,6 +14,7 @@ Conventions, everywhere in this package:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -215,7 +216,9 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int  # of the teacher's softmax; the student's in a run without a teacher
     tokenizer: Any  # the same model's, a transformers tokenizer; ids mean the same to the student
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
-    teacher: str | None = None  # the name of its model; None in a run without one
+    teacher: str | None = None  # its model's directory, for people; None in a run without one
+    # Tells teachers apart: a digest of the weights and of the names it is asked by. Slow, it reads all weights.
+    teacher_identity: Callable[[], str] | None = None
     run_seed: int = 0  # what a policy draws by itself derives from it and the prompt's ordinal
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
 

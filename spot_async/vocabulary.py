@@ -36,7 +36,7 @@ class Vocabulary:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         return tokenizer_fingerprint(self.tokenizer)
 

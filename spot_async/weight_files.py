@@ -1,9 +1,12 @@
-"""Which files of a Hugging Face directory hold its weights. Reads no tensor and imports no torch."""
+"""Which files of a Hugging Face directory hold its weights; deleting one. Reads no tensor and imports no torch."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+
+import structlog
 
 from spot_async.errors import DataError
 
@@ -25,3 +28,11 @@ def weight_files(directory: Path) -> list[Path]:
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise DataError(f"{index}: names files outside its directory")
     return [directory / name for name in names]
+
+
+def delete_weights(directory: Path) -> None:
+    """Delete a directory that nobody needs. One that cannot be deleted, as on a busy disk, is logged and stays."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        structlog.get_logger().warning("old weights cannot be deleted", directory=str(directory), error=str(error))

@@ -1,7 +1,10 @@
 """msgpack encoding of the package's structs, arrays included. No pickle.
 
-An array travels as (dtype, shape, bytes) and is decoded as a read-only view of the received
-buffer, without a copy. Only plain number types are accepted on the way in.
+An array travels as (dtype, shape, bytes). Decoding copies those bytes once, out of the message, and
+the array is a read-only view of the copy. Views of the message itself would cost less (5 µs instead
+of 16 for scores of 4,096 tokens with a top-20, whose checks take 700) but keep all of it alive: a
+queued supervision, the top-k of every reply it has a column of. They would be unaligned too. Only
+plain number types are accepted on the way in.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spot_async.errors import BudgetSpentError, DataError, PermanentError, ThrottledError, TransientError
 from spot_async.run_directory import RunDirectory
 from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.spending.account import Account, Ledger
+from spot_async.spending.account import Account, SpendingLedger
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
 from spot_async.spending.records import SpendingLog
 
@@ -174,7 +174,7 @@ def test_a_ledger_is_gone_on_with_by_its_whole_lines_and_a_damaged_or_foreign_on
         return account, SpendingLog(RunDirectory(tmp_path), {"student": account})
 
     account, log = ledger()
-    account.ledgers["one"] = Ledger(answered=3, money=0.5, failed={"TransientError": 2})
+    account.ledgers["one"] = SpendingLedger(answered=3, money=0.5, failed={"TransientError": 2})
     log.write(0)
     with (tmp_path / "spending.jsonl").open("ab") as file:
         file.write(b'{"role":"stud')  # torn by a kill

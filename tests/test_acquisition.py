@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.policies.acquisition import entropy_bounds, probeable_tokens, score_positions, select_positions
+from spot_async.entropy import entropy_bounds
+from spot_async.policies.acquisition import probeable_tokens, score_positions, select_positions
 
 VARIANTS = ("H", "HC", "HG", "HC-Mass", "Full")
 EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)

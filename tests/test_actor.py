@@ -77,12 +77,22 @@ def test_slots_survive_any_mix_of_cancellation_failure_and_success(seed):
             await asyncio.sleep(rng.choice([0.0, 0.05, 0.5]))
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        assert running == 0
+        assert probe.in_flight == 0
+        assert probe.waiting == 0
+        assert peak <= probe.concurrency
+
+        async def second(_, deadline):
+            await asyncio.sleep(1.0)
+
+        started = asyncio.get_running_loop().time()
+        rounds = [asyncio.create_task(probe.ask((i,), second)) for i in range(2 * probe.concurrency)]
+        await asyncio.sleep(0.5)
+        assert (probe.in_flight, probe.waiting) == (probe.concurrency, probe.concurrency)
+        await asyncio.gather(*rounds)
+        assert asyncio.get_running_loop().time() - started == pytest.approx(2.0)
 
     run_on_virtual_time(scenario())
-    assert running == 0
-    assert probe.in_flight == 0
-    assert probe.waiting == 0
-    assert peak <= probe.concurrency
 
 
 def test_the_deadline_covers_all_attempts_and_backoff_but_not_the_turn():

@@ -22,7 +22,7 @@ from vllm_stand_in import (
     soon,
 )
 
-from spot_async.backends import vllm_launch
+from spot_async.backends import health, vllm_launch
 from spot_async.backends.launch import LaunchSettings
 from spot_async.errors import (
     ConfigError,
@@ -139,7 +139,9 @@ async def test_a_ping_during_an_update_leaves_the_engine_alone(connect: Connect)
             updating.cancel()
 
 
-async def test_without_developer_mode_a_ping_is_a_token_or_signs_of_work(connect: Connect) -> None:
+async def test_without_developer_mode_a_ping_is_a_token_or_signs_of_work(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def counted(read: float, sampled: float) -> str:
         name = '_tokens_total{engine="0",model_name="m"}'
         return f"vllm:prompt{name} {read}\nvllm:generation{name} {sampled}\nvllm:other_total 3.0\n"
@@ -149,11 +151,12 @@ async def test_without_developer_mode_a_ping_is_a_token_or_signs_of_work(connect
         await backend.ping(deadline=soon())
         assert stand_in.calls == ["/is_paused", "/metrics", "/inference/v1/generate"]
         stand_in.hold = "/inference/v1/generate"  # all places are taken
+        monkeypatch.setattr(health, "ONE_TOKEN_SHARE", 0.005)  # a short wait, and time to spare for the other look
         stand_in.metrics = [counted(7.0, 1.0), counted(7.0, 2.0)]
-        await backend.ping(deadline=soon(0.4))
+        await backend.ping(deadline=soon())
         stand_in.metrics = [counted(7.0, 2.0), counted(7.0, 2.0)]
         with pytest.raises(DeadlineExceededError):
-            await backend.ping(deadline=soon(0.4))
+            await backend.ping(deadline=soon())
 
 
 async def test_only_temperature_1_is_scored(connect: Connect) -> None:
@@ -168,6 +171,15 @@ async def test_only_temperature_1_is_scored(connect: Connect) -> None:
             with pytest.raises(PermanentError, match=r"temperature 1 only, not at 0\.7"):
                 await scored
         assert stand_in.calls == []
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_position_asked_for_by_itself_is_answered_by_one_row(connect: Connect, tokens: int) -> None:
+    async with connect() as (backend, stand_in):
+        stand_in.failing["/inference/v1/generate"] = stand_in.generate([3], {"max_tokens": tokens, "logprobs": 2})
+        positions = np.array([1, 4], np.int32)
+        with pytest.raises(PoisonedReplyError, match=f"{tokens} tokens where one was asked for"):
+            await backend.score_at(PROMPT, RESPONSE, positions, top_k=2, temperature=1.0, deadline=soon())
 
 
 @pytest.mark.parametrize(("version", "flag"), [("0.29.1", False), ("0.30.0+cpu", True), ("1.0.0rc1", True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from spot_async.actor import Stage
 from spot_async.config import Config
 from spot_async.errors import ThrottledError
 from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, judge
+from spot_async.inspection.totals import stage_slots
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.replicas.service_pool import pool_of
@@ -240,10 +242,13 @@ def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_coun
     async def main():
         run = Run(concurrency=64, latency_s=30.0)
         replicas = {"teacher": [replica("a", State.SERVING, 3), replica("b", State.RECOVERING, 512)]}
-        verdict = LiveVerdict(run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: replicas)
+        tree = {"teacher": {"backend": {"slots": 1, "replicas": 2}}}
+        slots = partial(stage_slots, tree)
+        verdict = LiveVerdict(run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: replicas, slots=slots)
         await run.ask(0)
         return verdict.judge()
 
     verdict = run_on_virtual_time(main())
     assert "1 of 3 in flight" in verdict.brief
     assert "1 of 2 replicas of the teacher are down" in verdict.brief
+    assert "the teacher's 1 slots were full" in verdict.advice[1]

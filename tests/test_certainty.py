@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.policies.acquisition import entropy_bounds, score_positions, select_positions
+from spot_async.entropy import entropy_bounds
+from spot_async.policies.acquisition import score_positions, select_positions
 from spot_async.policies.certainty import Evidence, decide
 from spot_async.policies.score_bounds import (
     Interval,

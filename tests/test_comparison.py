@@ -6,7 +6,6 @@ import csv
 import importlib
 import importlib.util
 import io
-import itertools
 import json
 import os
 import re
@@ -26,7 +25,6 @@ from spot_async.cli import app
 from spot_async.comparison import tables
 from spot_async.comparison.bootstrap import percentile_interval, resampled_means
 from spot_async.comparison.compute import compute_of, read_compute
-from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark, paired, read_evaluated
 from spot_async.comparison.statistics import Column, compare, pass_curves
 from spot_async.errors import DataError
@@ -85,18 +83,6 @@ def refused(*arguments: str) -> str:
     result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["compare", *arguments])
     assert result.exit_code == 2, result.output
     return result.output
-
-
-@pytest.mark.parametrize(("samples", "k"), [(8, 1), (8, 8), (8, 3), (64, 8), (5, 4)])
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_response(samples, k):
-    if samples <= 8:
-        for count in range(samples + 1):
-            subsets = list(itertools.combinations(range(samples), k))
-            solved = sum(any(i < count for i in subset) for subset in subsets) / len(subsets)
-            assert pass_at_k_values(count, samples, k) == pytest.approx(solved)
-    else:  # by the product that needs no binomials: the chance that each next response is wrong too
-        missed = np.prod([(samples - 10 - i) / (samples - i) for i in range(k)])
-        assert pass_at_k_values(10, samples, k) == pytest.approx(1 - missed)
 
 
 def test_macro_is_the_mean_of_benchmarks_whatever_their_sizes():
@@ -338,7 +324,7 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     for name in ("step-000002", "best-000001", "copied"):
         (training / "weights" / name).mkdir(parents=True)
     (training / "best").symlink_to("weights/best-000001")
-    (training / "config.yaml").write_text("{}")
+    (training / "run.json").write_text('{"format": 1, "command": "train"}')
     (training / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, **row}) + "\n" for i in (1, 2)))
     paid = [(0, 0.01), (1, 0.12), (2, 0.25), (None, 0.31)]  # running totals, the last one after an evaluation
     (training / "spending.jsonl").write_text(
@@ -374,3 +360,6 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     assert narrow.count("12,000,000,000") == 4
     assert narrow.count("Compute of training") == 2  # in two parts, side by side they do not fit
     assert "…" not in narrow
+    (training / "run.json").write_text('{"format": 99}')
+    with pytest.raises(DataError, match="has format 99"):
+        found_for(elsewhere, training / "best")

@@ -58,7 +58,12 @@ def complaint(path: Path, *overrides: str) -> str:
             "policy: lambda_mass=0.7 and lambda_shape=0.5 must sum to 1: set lambda_shape to 0.3",
         ),
         ("queue.capacity_prompts=7", "queue.capacity_prompts=7 holds less than one batch (training.batch_size=8)"),
-        ("training.epochs=2", "training: give exactly one of epochs and iterations"),
+        (
+            "training.epochs=2",
+            "training: give exactly one of epochs and iterations, not both epochs=2 and iterations=3: take one away by "
+            "training.iterations=null or",
+        ),
+        ("training.iterations=null", "training: give exactly one of epochs and iterations; both are missing"),
         ("max_staleness=1", "max_staleness=1: only 0 (strict) is built so far"),
         ("training", "override 'training': expected section.key=value"),
         (

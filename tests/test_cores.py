@@ -48,10 +48,8 @@ async def test_what_starts_while_a_process_is_confined_shares_its_cores_unless_t
     try:
         with confined(shares):
             assert cores_of_threads() == {shares.shared}
-            for name, cores in (("plain", None), ("own", shares.own["student"])):
-                await child_ends(tmp_path / name, cores)
-        assert (tmp_path / "plain").read_text() == f"{sorted(shares.shared)}\n"
-        assert (tmp_path / "own").read_text() == f"{sorted(shares.own['student'])}\n"
+            await child_runs_on(shares.shared, tmp_path / "plain", None)
+            await child_runs_on(shares.own["student"], tmp_path / "own", shares.own["student"])
         assert os.sched_getaffinity(0) == os.sched_getaffinity(thread.native_id) == shares.available
     finally:
         waiting.set()
@@ -62,9 +60,15 @@ def cores_of_threads() -> set[frozenset[int]]:
     return {frozenset(os.sched_getaffinity(int(entry.name))) for entry in Path("/proc/self/task").iterdir()}
 
 
-async def child_ends(log_path: Path, cores: frozenset[int] | None) -> None:
-    """It is bound once it was started, so it waits a little before it says where it is."""
-    say = "import os, time; time.sleep(0.3); print(sorted(os.sched_getaffinity(0)))"
+async def child_runs_on(expected: frozenset[int], log_path: Path, cores: frozenset[int] | None) -> None:
+    """It is bound once it was started, so it looks for a while where it is."""
+    say = (
+        "import os, time\n"
+        "here, end = lambda: sorted(os.sched_getaffinity(0)), time.monotonic() + 10\n"
+        f"while here() != {sorted(expected)} and time.monotonic() < end: time.sleep(0.01)\n"
+        "print(here())"
+    )
     child = await ChildProcess.start("child", [sys.executable, "-c", say], log_path=log_path, cores=cores)
     with pytest.raises(ProcessDiedError, match="exited with code 0"):
         await child.watch()
+    assert child.log_tail() == f"{sorted(expected)}\n"

@@ -49,6 +49,7 @@ def test_a_prompt_given_up_leaves_its_request_its_reply_and_the_reason(tmp_path:
     }
     assert (second["failure"], second["request"], second["reply"]) == ("transient", None, None)
 
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     (tmp_path / "config.yaml").write_text("policy: {kind: opd}\n")
     sample = {"iteration": 1, "problem_id": "p0", "verdict": "wrong"}
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")

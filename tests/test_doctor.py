@@ -221,7 +221,7 @@ async def test_a_temperature_that_is_not_what_is_said_matters_where_the_runs_is_
     [
         ("teacher", Noisy, "teacher.backend: the same row differs by up to 0.1 nats"),
         ("student", IgnoresSeeds, "student.backend does not honour seeds"),
-        ("teacher", FarAway, "teacher.backend answers the smallest request after 0.3"),
+        ("teacher", FarAway, r"teacher.backend answers the smallest request after (0\.[3-9]|[1-9])"),
     ],
 )
 @with_backends
@@ -230,7 +230,7 @@ async def test_what_makes_a_run_worse_is_a_warning(
 ) -> None:
     found = await diagnosis_of(services, **{role: kind(services[role])})
     assert found.refusals == []
-    assert [line for line in found.warnings if line.startswith(expected)], found.warnings
+    assert [line for line in found.warnings if re.match(expected, line)], found.warnings
 
 
 @with_backends

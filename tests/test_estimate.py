@@ -71,7 +71,7 @@ def test_kd_pays_for_each_problem_once_and_for_writing():
 
 
 def test_an_earlier_runs_responses_are_assumed(tmp_path):
-    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     rows = [{"iteration": n, "rollout/tokens": tokens} for n, tokens in ((1, 30.0), (2, 50.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, plan = configured("policy=opd")

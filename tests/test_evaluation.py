@@ -24,7 +24,7 @@ from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
 from spot_async.evaluation.runner import collected, evaluate
 from spot_async.prompts import PromptSource
-from spot_async.run_summary import evaluation_summary
+from spot_async.run_summary import change_summary, evaluation_summary
 from spot_async.seeds import derive_seed
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.telemetry.console import evaluation_table, unverified_note
@@ -162,6 +162,8 @@ def test_the_change_is_paired_on_problems():
     change, error = paired_change(before, after, "all")
     assert change == pytest.approx(1 / 3)
     assert error == pytest.approx(np.std([0.5, 0.5, 0], ddof=1) / np.sqrt(3))
+    assert change_summary(before, after) == {"all": {"avg": change, "avg_standard_error": error}}
+    assert change_summary(None, after) is None
 
 
 def test_the_table_shows_every_tier_before_and_after():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,9 +57,8 @@ class Pool:
         return next((each for each in self.replicas if each.replica not in errand.failed_on), self.replicas[0])
 
 
-def ask(pool, *, after_s=3.0, timeout_s=60.0):
-    """The answer, the seconds that it took, and the stage's counters."""
-    stage = Stage(
+def stage_of(pool, *, after_s=3.0, timeout_s=60.0):
+    return Stage(
         "score",
         pool,
         concurrency=1,
@@ -68,6 +68,11 @@ def ask(pool, *, after_s=3.0, timeout_s=60.0):
         jitter=lambda: 0.0,
         hedge_after_s=after_s,
     )
+
+
+def ask(pool, **times):
+    """The answer, the seconds that it took, and the stage's counters."""
+    stage = stage_of(pool, **times)
 
     async def run():
         started = asyncio.get_running_loop().time()
@@ -107,6 +112,22 @@ def test_the_only_server_is_asked_again():
 def test_waiting_for_a_server_is_no_slowness_of_its_own():
     _, taken_s, counters = ask(Pool(Replica("a", 2.0), wait_s=30.0))
     assert (taken_s, counters.hedged) == (pytest.approx(32.0), 0)
+
+
+def test_a_request_is_in_flight_once_wherever_its_second_sending_is():
+    pool = Pool(Replica("a", 50.0), Replica("b", 2.0), wait_s=5.0)
+    stage = stage_of(pool)
+
+    async def run():
+        asking = asyncio.create_task(stage.ask((0,), lambda replica, deadline: replica.ask()))
+        seen = []
+        for _ in range(3):  # waits for a server; is sent, and its second waits for one; both are sent
+            await asyncio.sleep(4.5)
+            seen.append((stage.in_flight, stage.waiting))
+        assert await asking == "b"
+        return seen
+
+    assert run_on_virtual_time(run()) == [(0, 1), (1, 0), (1, 0)]
 
 
 def test_a_failure_before_the_second_is_the_requests():
@@ -160,6 +181,7 @@ class Teacher(Replica):
 
 def test_a_pools_other_server_gets_the_second_request():
     teachers = {"teacher-1": Teacher("teacher-1", 50.0, 50.0), "teacher-2": Teacher("teacher-2", 2.0, 2.0)}
+    spans = []
 
     async def run():
         pool = ReplicaPool("teacher", {name: lambda it=it: it for name, it in teachers.items()})
@@ -174,6 +196,7 @@ def test_a_pools_other_server_gets_the_second_request():
                 jitter=lambda: 0.0,
                 hedge_after_s=3.0,
             )
+            stage.timeline = SimpleNamespace(request_ended=spans.append)
             # of one session, so both go to the same server first
             return [await stage.ask((0,), lambda it, deadline: it.ask(), session="p") for _ in range(2)], stage.counters
 
@@ -181,3 +204,4 @@ def test_a_pools_other_server_gets_the_second_request():
     assert "teacher-2" in answers
     assert teachers["teacher-1"].answered == 0
     assert counters.hedged >= 1
+    assert [span.replica for span in spans] == answers  # the one that answered

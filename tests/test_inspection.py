@@ -18,8 +18,9 @@ from spot_async.errors import DataError
 from spot_async.inspection.pages import report_page, sample_page
 from spot_async.inspection.reading import token_texts
 from spot_async.inspection.report import read_report
-from spot_async.inspection.terminal import sample_view
-from spot_async.inspection.view import colourings, probability, shortened, verdict_text, visible
+from spot_async.inspection.terminal import response_text, sample_view
+from spot_async.inspection.view import PolicySettings, colourings, probability, shortened, verdict_text
+from spot_async.text import visible
 
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
 
@@ -96,7 +97,19 @@ def test_a_sample_shows_scores_candidates_probes_and_targets(tmp_path):
     assert "masked" in found[0].tokens[2].label
 
     for shown in (plain(terminal(sample_view(number, record, found[0]))), Tags(page_of(files)).text):
-        for expected in ("position 0", "five", "50 %", "7 %", "60 %", "80 %", "✓ correct", "✗ wrong", "\\boxed{2}"):
+        for expected in (
+            "position 0",
+            "five",
+            "50 %",
+            "7 %",
+            "60 %",
+            "80 %",
+            "✓ correct",
+            "✗ wrong",
+            "\\boxed{2}",
+            "entropy H (share of log V) 0.3",
+            "mean reward of the candidate's probes",
+        ):
             assert expected.lower() in shown.lower(), expected
     assert re.search(r"▸ +“six”", plain(terminal(sample_view(number, record, found[0]))))
 
@@ -105,13 +118,23 @@ def test_a_sample_of_another_policy_shows_what_there_is(tmp_path):
     opd = {k: v for k, v in spot_sample().items() if k not in ("acquisition_score", "selected_positions", "branches")}
     grpo = {k: v for k, v in opd.items() if not k.startswith("teacher")} | {"advantage": -0.7, "left_out": None}
     bare = {"iteration": 1, "problem_id": "bare", "response_ids": [5, 7]}
-    files = make_run(tmp_path / "run", [opd, grpo, bare])
+    files = make_run(tmp_path / "run", [opd, grpo, bare, opd | {"gated_positions": [1]}])
     palettes = [
         [colouring.palette for colouring in colourings(files.sample(str(i))[1], ["a", "b", "c"])] for i in range(3)
     ]
     assert palettes == [["advantage"], ["surprise"], ["surprise"]]
     assert "advantage -0.700" in Tags(page_of(files, "1")).text
     page_of(files, "2")
+    number, eopd = files.sample("3")
+    (coloured,) = colourings(eopd, ["a", "b", "c"])
+    assert [token.is_framed for token in coloured.tokens] == [False, True, False]
+    framed = [
+        attributes for tag, attributes in Tags(page_of(files, "3")).tags if "probed" in attributes.get("class", "")
+    ]
+    assert ["gate open" in each["data-label"] for each in framed] == [True]
+    shown = terminal(sample_view(number, eopd, coloured))
+    assert "Underlined: the positions whose gate was open" in plain(shown)
+    assert [span.start for span in response_text(coloured).spans if "underline" in str(span.style)] == [1]
 
 
 def test_samples_are_found_by_number_and_by_their_latest_problem(tmp_path):
@@ -129,7 +152,7 @@ def test_a_problem_whose_id_is_a_number_is_found_when_no_sample_has_it(tmp_path)
     assert files.sample("4492")[0] == 2
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "4492"]).output
     assert "the last sample of 4492, which has 1, 2" in shown
-    with pytest.raises(DataError, match="no samples yet"):
+    with pytest.raises(DataError, match="no samples: they are written as each"):
         make_run(tmp_path / "empty").sample("0")
 
 
@@ -151,7 +174,9 @@ def test_a_sample_no_student_wrote_is_coloured_by_the_teacher(tmp_path):
 
 def test_scores_are_named_after_what_chose_the_positions(tmp_path):
     record = make_run(tmp_path / "run", [spot_sample()]).sample("0")[1]
-    titles = [colourings(record, "abc", selection)[0].title for selection in ("score", "random", "entropy")]
+    titles = [
+        colourings(record, "abc", PolicySettings(selection))[0].title for selection in ("score", "random", "entropy")
+    ]
     assert titles == [
         "Acquisition score (root scale)",
         "Random scores that chose the positions (root scale)",
@@ -160,6 +185,31 @@ def test_scores_are_named_after_what_chose_the_positions(tmp_path):
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: random}"))
     assert "Random scores" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+    assert "random score 0.04" in (tmp_path / "run" / "inspect-0.html").read_text()
+
+
+def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)])
+    assert "probed" in Tags(report_page(read_report(files))).text
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(
+        path.read_text().replace("{kind: spot}", "{kind: spot, selection: random, verifier_guidance: false}")
+    )
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+    assert "Underlined and numbered: the positions that were selected." in shown
+    page = (tmp_path / "run" / "inspect-0.html").read_text()
+    assert "the teacher's own prior" in page
+    titles = {plot.title for section in read_report(files).sections for plot in section.plots}
+    assert {"Positions selected", "Where positions were selected"} <= titles
+    assert not titles & {
+        "Accuracy of probes",
+        "Calibration shift",
+        "Where the score looks",
+        "Positions probed and kept",
+    }
+    for text in (shown, Tags(page).text.partition("Branches")[2]):
+        assert "value" not in text
+        assert "before" not in text
 
 
 def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):
@@ -186,7 +236,7 @@ def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):
         ({"response_ids": [5, 6], "behavior_logprobs": [-1.0, -1.0], "teacher_logprobs": [-1.0]}, "teacher_logprobs n"),
         ({"response_ids": [5, 6], "acquisition_score": [-1.0, 2.0]}, "Acquisition score"),
         ({"response_ids": [5, 6], "acquisition_score": [-1.0, None]}, "Nothing recorded"),
-        ({"branches": [{"position": 0, "score_parts": {"gap": None}, "candidates": [{"token_id": 5}]}]}, "gap –"),
+        ({"branches": [{"position": 0, "score_parts": {"gap": None}, "candidates": [{"token_id": 5}]}]}, "gap G –"),
     ],
 )
 def test_whatever_a_policy_leaves_out_or_gets_wrong_is_still_shown(tmp_path, record, said):

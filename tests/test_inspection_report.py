@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
+import yaml
 from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 
 from spot_async.errors import DataError
 from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page
-from spot_async.inspection.report import read_report
-from spot_async.inspection.totals import run_times
+from spot_async.inspection.report import length_histogram, read_report
+from spot_async.inspection.totals import run_times, stage_slots
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
@@ -19,15 +21,19 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     evaluation = {"samples": 8, "tokens": 1, "tiers": {"all": tier}}
     after = evaluation | {"tiers": {"all": tier | {"avg": 0.5}}}
     summary = {"prompts": {"trained": 8, "left_over": 1}, "before": evaluation, "after": after}
+    summary["change"] = {"all": {"avg": 0.25, "avg_standard_error": 0.04}}
     files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 2, 3, 4)], map(metrics_row, (1, 2, 3, 4)), summary)
+    drawn = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.8, "evaluation.samples": 8}
+    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"settings": drawn, "benchmarks": {}}))
     report = read_report(files)
+    assert "temperature 0.6, top-p 0.8, 8 samples a problem; training draws at temperature 1, " in report.results.note
     assert report.verdict.sentence == (
         "Student bound: the trainer waited 80 % of the time, mostly for probe (88 %) and rollout (12 %)."
     )
     assert (
-        "8 slots were mostly in use (7 probe" in report.verdict.advice[0]
+        "8 slots were mostly in use (7 probe requests in flight while the trainer waited" in report.verdict.advice[0]
     )  # 5 in flight over 10 s, in 7 s of waiting for them
-    assert report.results[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0")
+    assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0", "+25.0 ±4.0")
     assert report.notes == ()
     titles = {plot.title for section in report.sections for plot in section.plots}
     assert {"Loss and its parts", "Calibration shift", "Which tokens were probed", "Time per phase"} - titles == {
@@ -36,10 +42,29 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     assert "8 trained, 1 left over" in Tags(report_page(report)).text
 
 
+def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(tmp_path):
+    shares = {1: 0.25, 2: 0.5, 3: 0.5}
+    common = {"evaluation/avg@8_standard_error": 0.125, "evaluation/hard/avg@8": 1.0, "evaluation/pass@8": 0.75}
+    rows = [metrics_row(i) | common | {"evaluation/avg@8": share} for i, share in shares.items()]
+    files = make_run(tmp_path / "run", [], [*rows, metrics_row(4)])
+    report = read_report(files)
+    (card,) = (plot for plot in report.sections[0].plots if plot.title == "Accuracy on held-out problems")
+    assert "iteration 2: Avg@8 50 %, Pass@8 75 %" in card.figure
+    assert card.figure.count('class="whisker') == 3  # Pass@8 was written without errors
+    assert card.figure.count('class="mark"') == 1
+    assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %"  # the first of equals
+    start = {"avg": {"value": 0.625, "standard_error": None}, "pass_at": {}}
+    (tmp_path / "run" / "evaluation-before.json").write_text(json.dumps({"benchmarks": {"one": start}}))
+    report = read_report(files)
+    assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %, no better than before training"
+    assert "iteration 0: Avg@8 62 %" in report.sections[0].plots[0].figure
+
+
 def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     reference = {"wait/reference_s": 7.0, "stage/reference/requests": 8.0, "stage/reference/mean_in_flight": 5.6}
     row = {name: value for name, value in metrics_row(1).items() if "probe" not in name and "spot" not in name}
-    files = make_run(tmp_path / "run", [], [row | reference | {"train/advantage_mean": 0.1}])
+    signal = {"train/advantage_mean": 0.1, "grpo/no_signal": 0.25, "grpo/left_out": 0.0}
+    files = make_run(tmp_path / "run", [], [row | reference | signal])
     path = tmp_path / "run" / "config.yaml"
     path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
     report = read_report(files)
@@ -47,7 +72,18 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     assert run_times(files.metrics(), files.config()).stages["reference"].slots == 8  # a second copy of the student
     notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
     assert notes["Advantage"] == "Mean per token, as the policy gives it."
+    assert "Responses without a signal" in notes
+    assert "Gated positions" not in notes
     assert "Teacher entropy" not in notes
+
+
+@pytest.mark.parametrize(
+    ("backend", "down", "slots"),
+    [("slots: 8, replicas: 2", 0, 16), ("slots: 8, replicas: 2", 1, 8), ("slots: 8, url: [a, b]", 0, None)],
+)
+def test_slots_are_those_of_all_servers_that_run_and_known_of_servers_that_we_start(backend, down, slots):
+    config = yaml.safe_load(f"student: {{backend: {{{backend}}}}}")
+    assert stage_slots(config, "probe", down) == slots
 
 
 def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
@@ -57,6 +93,23 @@ def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     assert "Advantage" not in figures
     assert "Teacher entropy" in figures
     assert "soft targets" in figures["Loss and its parts"]
+
+
+def test_bins_of_lengths_are_round_and_hold_every_response():
+    figure = length_histogram([(1, 0), (1, 146), (2, 146), (2, 10)])
+    shares = dict(re.findall(r"<title>(\d+ to \d+) tokens: all (\d+) %", figure))
+    assert {bin_: share for bin_, share in shares.items() if share != "0"} == {
+        "0 to 10": "25", "10 to 20": "25", "140 to 150": "50"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("p99", "named"), [(0.2, "p99 and longest"), (0.1, "longest")])
+def test_of_few_ticks_the_longest_lag_is_drawn_once(tmp_path, p99, named):
+    lags = {"loop/lag_p50_s": 0.01, "loop/lag_p99_s": p99, "loop/lag_max_s": 0.2}
+    report = read_report(make_run(tmp_path / "run", [], [metrics_row(i) | lags for i in (1, 2)]))
+    (figure,) = (plot.figure for each in report.sections for plot in each.plots if plot.title == "Event loop: lag")
+    assert f"</svg>{named}</span>" in figure
+    assert figure.count("<polyline") == (2 if p99 == 0.2 else 3)
 
 
 def test_no_share_is_drawn_beyond_all(tmp_path):
@@ -77,8 +130,8 @@ def test_figures_that_are_no_numbers_are_left_out(tmp_path):
         {"after": {"samples": 8, "tokens": 1, "tiers": {"x": tier, "macro": tier | {"pass_k": 4}}}},
     )
     assert "train/grad_norm" not in files.metrics()[0]
-    assert read_report(files).results[0].cells == ("25.0", "50.0")
-    assert [row.tier for row in read_report(files).results] == ["x (Pass@8)", "macro (Pass@4)"]
+    assert read_report(files).results.rows[0].cells == ("25.0", "50.0")
+    assert [row.tier for row in read_report(files).results.rows] == ["x (Pass@8)", "macro (Pass@4)"]
     (tmp_path / "run" / "metrics.jsonl").write_text('{"train/loss": 0.5}\n')
     with pytest.raises(DataError, match=r"metrics.jsonl: a line names no iteration"):
         files.metrics()

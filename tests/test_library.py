@@ -182,6 +182,13 @@ async def test_a_second_run_in_the_same_process_is_refused_and_the_first_goes_on
     assert await spot_async.run_async(QUICK) == "outcome"
 
 
+def test_overrides_in_one_string_are_refused_in_words_that_help():
+    with pytest.raises(
+        spot_async.ConfigError, match=r"overrides is a list of strings: give \['training\.iterations=2'\]"
+    ):
+        spot_async.run(QUICK, "training.iterations=2")
+
+
 async def test_run_in_a_notebook_names_what_to_await():
     with pytest.raises(spot_async.SpotError, match=r"await spot_async\.run_async"):
         spot_async.run(QUICK)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from spot_async.end_tokens import EndTokens
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
@@ -45,6 +46,7 @@ class Stages:
     """A rollout, and a teacher whose masked rows hold numbers that would show in every method's result."""
 
     student = teacher = None  # nobody said what they offer: all that a policy asks for
+    ends = EndTokens((2,), (2,), "replace")
 
     def __init__(self, valid: BoolArray | None = VALID) -> None:
         self.valid = valid

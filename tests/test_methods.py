@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spot_async.end_tokens import EndTokens
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -37,6 +38,7 @@ from spot_async.types import (
 
 VOCAB = 40
 SPECIAL = 5  # ids below are special: no position of theirs may be probed
+FAR_NATS = (95.0, 5.0, -20.0)  # the reference's first tokens are off: an overflow, and verl's limit on either side
 TAU_NATS = 2.9  # of these random teachers' entropies some are above, some below
 
 
@@ -61,6 +63,7 @@ class ModelStages:
     """`PromptStages` of one prompt over real models; served log-probabilities are a little off, as after an update."""
 
     student = teacher = None  # nobody said what they offer
+    ends = EndTokens((2,), (2,), "replace")
 
     def __init__(self, prompt: Prompt, student: Any, teacher: Any) -> None:
         self.prompt, self.models = prompt, (student, teacher)
@@ -91,7 +94,8 @@ class ModelStages:
         )
 
     async def reference_logprobs(self, response_ids: np.ndarray) -> np.ndarray:
-        return (await self.score(response_ids, top_k=1)).logprobs  # any other model than the student shows a KL
+        logprobs = (await self.score(response_ids, top_k=1)).logprobs  # any other model than the student shows a KL
+        return logprobs + np.array([*FAR_NATS, *[0.0] * (len(response_ids) - len(FAR_NATS))], np.float32)
 
     async def candidate_logprobs(
         self, response_ids: np.ndarray, positions: np.ndarray, candidate_ids: np.ndarray, *, version: WeightVersion
@@ -158,7 +162,8 @@ def dense_reference(
         if kind == "grpo":
             gain = torch.where(advantage < 0, torch.maximum(gain, 3.0 * advantage), gain)
             log_ratio = t[at] - s[at]
-            gain = gain - 0.3 * (log_ratio.exp() - log_ratio - 1)
+            log_ratio = torch.cat([log_ratio[: len(FAR_NATS)] + torch.tensor(FAR_NATS), log_ratio[len(FAR_NATS) :]])
+            gain = gain - 0.3 * torch.minimum(log_ratio.exp() - log_ratio - 1, torch.full_like(served, 10.0))
         top = t.topk(16)
         p = top.values.softmax(-1)
         forward_kl = (p * (p.log() - s.gather(1, top.indices))).sum(-1)

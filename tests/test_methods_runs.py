@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 import spot_async
 from spot_async.config_loading import load_config
+from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError, DataError
 from spot_async.preflight import plan_training
 from spot_async.types import Generation, TokenScores, Verdict, VersionSpan, WeightVersion
@@ -89,6 +91,8 @@ def test_without_a_reference_kl_grpo_serves_no_reference():
 class Written:
     """Stages on which a teacher writes the same two tokens to every problem."""
 
+    ends = EndTokens((1,), (1,), "replace")
+
     async def teacher_response(self):
         return Generation(
             token_ids=np.array([9, 1], np.int32),
@@ -141,12 +145,28 @@ def test_a_file_written_for_other_prompts_or_sampling_is_refused_before_anything
     with pytest.raises(DataError, match="was rendered differently"):
         plan("kd", f"policy.load={path}", "prompt.instruction=Answer in one word.", *EIGHT)
     with pytest.raises(
-        ConfigError, match=r"sampling\.temperature=0\.5: .* of teacher at temperature 1, .* set it to 1"
+        ConfigError, match=r"sampling\.temperature=0\.5: .* of .*running_sum/teacher at temperature 1, .* set it to 1"
     ):
         plan("kd", f"policy.load={path}", "sampling.temperature=0.5", *EIGHT)
     with pytest.raises(ConfigError, match=r"sampling\.max_response_tokens=1: .* a response of 2 tokens to problem"):
         plan("kd", f"policy.load={path}", "sampling.max_response_tokens=1", *EIGHT)
     plan("kd", f"policy.load={path}", "sampling.max_response_tokens=2", *EIGHT)
+
+
+def test_a_file_is_continued_by_the_teacher_that_began_it_wherever_it_lies_and_by_no_other_of_its_name(tmp_path):
+    path, (first, moved, other) = tmp_path / "responses", (tmp_path / name / "student" for name in ("a", "b", "c"))
+    for directory in (first, moved, other):
+        shutil.copytree("examples/running_sum/teacher", directory)
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    write_responses(path, 2, f"teacher.model={first}")
+    saving = [f"policy.save={path}", *EIGHT]
+    plan("kd", f"teacher.model={moved}", "teacher.backend.dtype=bfloat16", *saving)
+    for another in (f"teacher.model={other}", "teacher.backend={kind: vllm, url: 'http://h', served_model: m}"):
+        with pytest.raises(ConfigError) as raised:
+            plan("kd", f"teacher.model={moved}", another, *saving)
+        assert f"policy.save: {path} holds responses of another teacher ({first}) than teach" in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
 def test_a_file_loads_without_the_teacher_only_where_the_students_template_renders_its_prompts(tmp_path):

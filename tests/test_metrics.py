@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.evaluation.metrics import (
-    avg_at_k,
     avg_at_k_per_problem,
-    pass_at_k,
+    pass_at_k_of_counts,
     pass_at_k_per_problem,
     standard_error,
 )
@@ -31,20 +30,19 @@ def test_pass_at_k_is_the_share_of_all_k_subsets_with_a_correct_sample(correct, 
     solved = [[any(subset) for subset in itertools.combinations(row, k)] for row in correct.tolist()]
     per_problem = [sum(row) / len(row) for row in solved]
     np.testing.assert_allclose(pass_at_k_per_problem(correct, k), per_problem, atol=1e-12)
-    assert pass_at_k(correct, k) == pytest.approx(sum(per_problem) / len(per_problem), abs=1e-12)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(correct=tables())
 def test_avg_at_k_is_mean_accuracy_and_the_pass_at_1_of_the_same_samples(correct):
-    assert avg_at_k(correct) == pytest.approx(sum(map(sum, correct.tolist())) / correct.size, abs=1e-12)
+    accuracy = [sum(row) / len(row) for row in correct.tolist()]
+    np.testing.assert_allclose(avg_at_k_per_problem(correct), accuracy, atol=1e-12)
     np.testing.assert_allclose(pass_at_k_per_problem(correct, 1), avg_at_k_per_problem(correct), atol=1e-12)
 
 
 def test_pass_at_n_is_solved_at_least_once():
     correct = np.array([[False] * 8, [False] * 7 + [True], [True] * 8, [False] * 8])
-    assert pass_at_k(correct, 8) == 0.5
-    assert avg_at_k(correct) == pytest.approx(9 / 32)
+    assert pass_at_k_per_problem(correct, 8).tolist() == [0, 1, 1, 0]
 
 
 def test_pass_at_k_is_exact_for_thousands_of_samples():
@@ -52,19 +50,26 @@ def test_pass_at_k_is_exact_for_thousands_of_samples():
     correct = np.zeros((1, 5000), dtype=bool)
     correct[0, :3] = True
     expected = 1 - math.prod(1 - 2000 / i for i in (4998, 4999, 5000))
-    assert pass_at_k(correct, 2000) == pytest.approx(expected, abs=1e-12)
+    assert pass_at_k_per_problem(correct, 2000) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("k", [0, 9])
 def test_pass_at_k_beyond_the_samples_is_refused_not_extrapolated(k):
     with pytest.raises(ValueError, match=rf"pass@{k} .* 8 samples"):
-        pass_at_k(np.ones((3, 8), dtype=bool), k)
+        pass_at_k_per_problem(np.ones((3, 8), dtype=bool), k)
+
+
+def test_pass_at_k_of_counts_has_their_shape_and_refuses_counts_of_more_samples():
+    assert pass_at_k_of_counts([[4, 0, 2], [1, 2, 4]], 4, 1).tolist() == [[1, 0, 0.5], [0.25, 0.5, 1]]
+    for wrong in (5, -1):
+        with pytest.raises(ValueError, match="counts of correct responses must be from 0 to 4"):
+            pass_at_k_of_counts([[4, wrong]], 4, 2)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (8,)])
 def test_a_table_without_problems_or_samples_is_refused(shape):
     with pytest.raises(ValueError, match="problems, samples"):
-        avg_at_k(np.ones(shape, dtype=bool))
+        avg_at_k_per_problem(np.ones(shape, dtype=bool))
 
 
 def test_standard_error_is_over_problems_not_samples():

@@ -225,6 +225,16 @@ def test_a_broken_model_directory_is_one_line(tmp_path, name, text, expected):
     assert "\n" not in str(raised.value)
 
 
+def test_a_tokenizer_is_read_once_while_its_files_stay_as_they_are(tmp_path):
+    """A large one takes a second, and servers that are made again in mid-run ask for it on the event loop."""
+    model = tmp_path / "model"
+    shutil.copytree(STUDENT, model)
+    first = read_model("student", str(model))
+    assert read_model("teacher", str(model)).vocabulary is first.vocabulary
+    (model / "generation_config.json").write_text('{"eos_token_id": [3, 4, 5]}')
+    assert {3, 4, 5} <= {*read_model("student", str(model)).vocabulary.end_token_ids}
+
+
 def test_responses_end_where_either_model_ends_them(other_ends):
     """Also in evaluation, and in the student that is published."""
     config = load_config(Path("configs/quickstart.yaml"), [f"teacher.model={other_ends}"])

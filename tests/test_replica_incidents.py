@@ -127,6 +127,27 @@ def test_a_lost_replica_is_left_only_after_its_requests_have_ended():
     incident(scenario)
 
 
+def test_a_request_that_takes_its_time_to_end_outlives_a_second_incident():
+    async def scenario(pool, made):
+        async def request(server):
+            try:
+                await asyncio.sleep(1000.0)
+            except asyncio.CancelledError:
+                await asyncio.sleep(60.0)  # such as an abort that a server does not answer
+                raise
+
+        task = asyncio.create_task(ask(pool, request))
+        await asyncio.sleep(1.0)
+        made[0][0].kill()
+        await asyncio.sleep(20.0)
+        assert len(made[0]) == 2
+        made[0][1].kill()
+        assert "given up: its process ended (it was killed)" in str(await task)
+        assert [(each.state, each.in_flight) for each in pool.replicas] == [(State.SERVING, 0)]
+
+    incident(scenario, stall_s=10.0)
+
+
 def test_a_lease_that_was_taken_back_before_it_is_used_sends_nothing():
     async def scenario(pool, made):
         lease = await pool.lease(Errand("score", (0,)))
@@ -300,6 +321,26 @@ def test_a_replica_that_cannot_be_entered_for_want_of_money_ends_the_run_as_such
     assert len(made_ones) == 2
 
 
+def test_an_endpoint_that_is_gone_overnight_is_tried_until_it_is_back_and_ends_nothing():
+    hour_s = 3600.0
+
+    class Endpoint(Server):
+        async def __aenter__(self):
+            if 1.0 < asyncio.get_running_loop().time() < 10 * hour_s:
+                raise TransientError("connection refused")
+            return self
+
+    async def scenario(pool, made):
+        await asyncio.sleep(2.0)
+        made[0][0].kill()
+        await asyncio.sleep(10 * hour_s - 3.0)
+        assert [each.state for each in pool.replicas] == [State.RECOVERING, State.SERVING]
+        await asyncio.sleep(60.0)
+        assert [each.state for each in pool.replicas] == [State.SERVING] * 2
+
+    incident(scenario, make=Endpoint, number=2, are_ours=False)
+
+
 def test_a_frozen_replica_is_noticed_although_its_requests_are_given_up_early():
     """As hedges do: the other server answers each time, long before the frozen one has had a request for `stall_s`."""
 
@@ -319,6 +360,24 @@ def test_a_frozen_replica_is_noticed_although_its_requests_are_given_up_early():
         assert pool.replicas[0].restarts == 1
 
     incident(scenario, stall_s=10.0)
+
+
+def test_a_replica_that_cannot_be_left_takes_no_time_from_the_others():
+    class Leaving(Server):
+        async def __aexit__(self, *exc_info):
+            if self is servers[0]:
+                raise OSError("gone")
+            await asyncio.sleep(5.0)
+            await super().__aexit__(*exc_info)
+
+    servers = []
+
+    async def scenario(pool, made):
+        servers.extend(each[0] for each in made)
+
+    with pytest.raises(OSError, match="gone"):
+        incident(scenario, make=Leaving, number=2)
+    assert servers[1].is_left
 
 
 def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence():

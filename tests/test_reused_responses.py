@@ -12,6 +12,7 @@ import pytest
 from simulated_run import PROBLEMS, Counting, PlainTokenizer, context, kd, prompts, run
 
 from spot_async import wire
+from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.policies.kd import KdPolicy
 from spot_async.simulation.services import (
@@ -26,6 +27,8 @@ from spot_async.types import (
     SamplingSettings,
     Verdict,
 )
+
+ENDS = EndTokens((END_TOKEN,), (END_TOKEN,), "replace")
 
 
 def test_kd_asks_the_teacher_once_per_problem_whatever_the_epochs():
@@ -44,7 +47,7 @@ def test_kd_asks_the_teacher_once_per_problem_whatever_the_epochs():
 
 async def test_kd_asks_once_even_when_two_epochs_want_the_same_problem_at_once():
     class Stages:
-        asked = 0
+        asked, ends = 0, ENDS
 
         async def teacher_response(self):
             self.asked += 1
@@ -81,6 +84,16 @@ def test_kd_trains_from_its_file_as_from_the_teacher_with_no_teacher_there(tmp_p
     assert {stage.name for stage in stages.all}.isdisjoint({"teacher_response", "reference"})
     with pytest.raises(ConfigError, match=r"policy\.save: .* exists already"):
         kd(save=str(path), top_k=4)
+
+
+def test_a_file_ends_with_the_end_token_of_whichever_student_reads_it(tmp_path):
+    path, other = tmp_path / "responses", 0  # the teacher ends with END_TOKEN
+    saved, _, _ = run(kd(save=str(path)), end_token=other)
+    loaded, _, _ = run(kd(load=str(path)), end_token=END_TOKEN)
+    taught, _, _ = run(kd(), end_token=END_TOKEN)
+    assert wire.encode(loaded.batches) == wire.encode(taught.batches) != wire.encode(saved.batches)
+    again, _, _ = run(kd(load=str(path)), end_token=other)
+    assert wire.encode(again.batches) == wire.encode(saved.batches)
 
 
 def test_a_run_that_saved_its_responses_and_ended_early_is_continued_without_paying_twice(tmp_path):
@@ -122,6 +135,8 @@ def _supervises(policy, prompt):
 
 
 class _NoStages:
+    ends = ENDS
+
     def decode(self, token_ids):
         return ""
 
@@ -138,6 +153,10 @@ def test_a_file_that_does_not_fit_the_run_is_refused_in_one_line(tmp_path):
 
     with pytest.raises(DataError, match="another vocabulary"):
         KdPolicy(KdPolicy.Settings(load=str(path), top_k=4), PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Other()))
+    former = tmp_path / "former"
+    former.write_bytes(b"\x18\x00\x00\x00" + wire.encode({"format_version": 1, "top_k": 4}))
+    with pytest.raises(DataError, match=r"policy\.save: .* has format 1, this version reads 2; write another"):
+        kd(save=str(former))
     garbage = tmp_path / "garbage"
     garbage.write_bytes(b"\x05\x00\x00\x00hello")
     with pytest.raises(DataError, match="is no file of teacher responses"):

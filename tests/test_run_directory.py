@@ -9,6 +9,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import structlog
 
 from spot_async.config_loading import validate
 from spot_async.errors import ConfigError, DataError
@@ -84,6 +85,19 @@ def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals
     assert history.result_after(6) is None
 
 
+def test_earlier_best_weights_that_cannot_be_deleted_end_nothing(run, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    kept = [publish(run, step) for step in (1, 2)]
+    run.keep_best(kept[0])
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
+        patch.setattr(shutil, "rmtree", refuse)
+        run.keep_best(kept[1])
+    assert "best-000001" in logs[0]["directory"]
+    assert (run.path / "best" / "model.safetensors").read_text() == "weights of 2"
+
+
 @pytest.mark.parametrize(
     ("criterion", "best", "words"), [("avg", 1, "Avg@3: iteration 1, 50.0"), ("pass", 2, "Pass@3: iteration 2, 100.0")]
 )
@@ -108,6 +122,40 @@ def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one
             RunDirectory.open(run.path)
     with pytest.raises(DataError, match="no run directory"):
         RunDirectory.open(tmp_path)
+
+
+def test_a_start_that_came_to_nothing_does_not_block_its_directory_and_is_kept(run):
+    for n in (1, 2):
+        (run.path / "logs" / "run.jsonl").write_text(f"failure {n}")
+        (run.path / "trainer.json").write_text("{}")
+        (run.path / "weights").mkdir()
+        with run.locked(), pytest.raises(ConfigError, match="not empty"):  # it still goes on
+            RunDirectory.create(run.path, validate(CONFIG))
+        RunDirectory.create(run.path, validate(CONFIG))
+        assert sorted(each.name for each in (run.path / "logs").iterdir()) == []
+        assert (run.path / f"failed-start-{n}" / "logs" / "run.jsonl").read_text() == f"failure {n}"
+        assert not (run.path / "trainer.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "samples.jsonl",
+        "evaluation-before.jsonl.partial",
+        "spending.jsonl",
+        "weights/step-000001",
+        "notes.txt",
+        "run.json",
+    ],
+)
+def test_a_directory_with_anything_of_value_is_refused(run, name):
+    (run.path / name).parent.mkdir(exist_ok=True)
+    (run.path / name).write_text('{"format": 1, "command": "eval"}' if name == "run.json" else "something")
+    (run.path / ".lock").touch()
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(ConfigError, match="not empty"):
+        RunDirectory.create(run.path, validate(CONFIG))
+    assert sorted(run.path.rglob("*")) == before
 
 
 def test_fewer_weights_than_the_student_link_needs_are_refused():

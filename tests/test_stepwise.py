@@ -1,12 +1,13 @@
-"""Long computations on the event loop let everything else go on between their steps."""
+"""Reading large replies lets everything else go on."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
-from spot_async.backends.stepwise import StepRunner, Steps, run_at_once
+from spot_async.backends.stepwise import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
 
 
 def counting(name: str, count: int, log: list[str]) -> Steps[str]:
@@ -45,3 +46,17 @@ async def test_a_computation_that_fails_or_is_given_up_holds_up_no_other() -> No
     given_up.cancel()
     assert await runner.run(counting("b", 2, [])) == "b"
     assert run_at_once(counting("c", 2, [])) == "c"
+
+
+async def test_while_a_large_reply_is_read_the_loop_goes_on() -> None:
+    def read(reply: bytes) -> int:
+        time.sleep(0.05)  # as numpy, without the interpreter's lock
+        return len(reply)
+
+    reading = asyncio.create_task(read_aside(b"x" * (LARGE_REPLY_BYTES + 1), read))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert await reading > LARGE_REPLY_BYTES
+    assert turns > 3

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.inspection import svg
-from spot_async.inspection.svg import Scale, Series, nice_ticks, running_mean, short_number, thinned
+from spot_async.inspection.bottleneck import percent
+from spot_async.inspection.series import (
+    MAX_POINTS,
+    Scale,
+    Series,
+    nice_ticks,
+    running_mean,
+    seconds,
+    short_number,
+    thinned,
+    tick_labels,
+)
 
 
 def parsed(markup):
@@ -83,6 +94,32 @@ def test_few_or_missing_points_still_draw(points):
     parsed(svg.stacked_plot([Series("a", points)]))
 
 
+def test_the_labels_of_an_axis_are_of_one_kind():
+    assert tick_labels([0.0, 0.0005, 0.001, 0.0015], seconds) == ["0 s", "5e-4 s", "1e-3 s", "1.5e-3 s"]
+    assert tick_labels([0.098, 0.1, 0.102], percent) == ["9.8 %", "10 %", "10.2 %"]
+    assert tick_labels([0.0, 0.05, 0.1], short_number) == ["0", "0.05", "0.1"]
+
+
+def test_only_a_long_single_line_is_smoothed_and_the_legend_says_so():
+    rates = Series("rate", [(i, float(i % 3)) for i in range(1, 31)])
+    assert "thick: running mean" in svg.line_plot([rates])
+    for plot in (svg.line_plot([rates], smooth=False), svg.line_plot([rates, rates])):
+        assert "running mean" not in plot
+        assert "raw" not in plot
+
+
+def test_a_level_is_drawn_within_the_plot_at_its_value():
+    root = parsed(svg.line_plot([Series("norm", [(1, 4.0), (2, 6.0)])], level=("limit: 1", 1.0)))
+    (line,) = (each for each in root.iter("line") if each.get("class") == "mark" and each.get("x1") != "0")
+    labels = {
+        float(text.text): float(text.get("y")) - 4 for text in root.iter("text") if text.get("text-anchor") == "end"
+    }
+    low, high = min(labels), max(labels)
+    share = (labels[low] - float(line.get("y1"))) / (labels[low] - labels[high])
+    assert low + share * (high - low) == pytest.approx(1.0, abs=0.01)
+    assert "limit: 1" in "".join(root.itertext())
+
+
 def test_names_are_escaped():
     hostile = '</svg><script>alert("x")</script>'
     pages = [
@@ -99,7 +136,7 @@ def test_names_are_escaped():
 def test_long_lines_are_averaged_and_their_mean_stays():
     points = [(float(i), float(i % 7)) for i in range(5000)]
     thin = thinned(points)
-    assert len(thin) <= svg.MAX_POINTS
+    assert len(thin) <= MAX_POINTS
     assert sum(y for _, y in thin) / len(thin) == pytest.approx(3.0, abs=0.02)
     assert [y for _, y in running_mean([(i, 2.0 * i) for i in range(50)])] == pytest.approx(
         [2.0 * i for i in range(50)]
@@ -107,7 +144,7 @@ def test_long_lines_are_averaged_and_their_mean_stays():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.25, "0.25"), (5000, "5k"), (15_300, "15.3k"), (2e6, "2M"), (0.00012, "1.2e-04")]
+    ("value", "text"), [(0, "0"), (0.25, "0.25"), (5000, "5k"), (15_300, "15.3k"), (2e6, "2M"), (0.00012, "1.2e-4")]
 )
 def test_numbers_are_short(value, text):
     assert short_number(value) == text

@@ -14,6 +14,7 @@ from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
+from spot_async.replicas.service_pool import OneService
 from spot_async.simulation.services import (
     END_TOKEN,
     VOCAB_SIZE,
@@ -80,6 +81,17 @@ class Timed:
 
     async def update_weights(self, snapshot, *, deadline):
         await asyncio.sleep(0.125)
+
+
+class TwoServers:
+    """A role's pool: prompts take turns."""
+
+    def __init__(self, service):
+        self._leases = [OneService(service), OneService(service)]
+        self._leases[0].replica, self._leases[1].replica = "student", "student-2"
+
+    async def lease(self, errand):
+        return self._leases[errand.priority[0] % 2]
 
 
 class Ignore:
@@ -166,7 +178,7 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
     services = Timed()
     run = orchestrator(
         OpdPolicy(OpdPolicy.Settings(), CONTEXT),
-        Services(services, services, services, services),
+        Services(TwoServers(services), services, services, services),
         services,
         iterations=1,
         batch_size=2,
@@ -204,6 +216,17 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
         (1.0, {"in flight": 1, "waiting": 0}),
         (2.0, {"in flight": 0, "waiting": 0}),
     ]
+    at_servers = [e for e in events if e["ph"] == "C" and e["process"] == "servers"]
+    assert [(e["name"], e["ts"] / 1e6, e["args"]["in flight"]) for e in at_servers] == [
+        ("student", 0.0, 1),
+        ("student-2", 0.0, 1),
+        ("student", 1.0, 0),
+        ("student-2", 2.0, 0),
+    ]
+    sent_to = {e["name"]: e["args"].get("server") for e in events if e["ph"] == "X"}
+    assert (sent_to["rollout 0"], sent_to["rollout 1"], sent_to["score 0"]) == ("student", "student-2", None)
+    used = {"trainer", "prompts", "servers", "student: rollout", "teacher: score", "verifier: verify"}
+    assert {e["process"] for e in events} == used  # not the stages that this policy asks nothing
     assert run.stages.all[0].prompts == 0
     assert run._observer.result.times_s.waited_for == {"rollout": 2.0, "score": 0.5}
 

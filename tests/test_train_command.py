@@ -169,6 +169,7 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     assert re.search(r"before +after +before +after +change", out)
     assert re.search(r"all +6( +[+-]?[\d.]+ ±[\d.]+){5}", out)
     assert "2 iterations; prompts: 16 trained" in out
+    assert out.count("training with spot") == 2  # before each iteration, and not once more after the last evaluation
     trained = AutoModelForCausalLM.from_pretrained(run / "student").state_dict()
     initial = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student").state_dict()
     assert any(not (trained[name] == initial[name]).all() for name in initial)
@@ -244,6 +245,7 @@ def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatc
 def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypatch):
     run, _ = finished_run
     assert_refused(invoke(monkeypatch, *arguments(run)), "run.directory", "not empty")
+    assert (run / ".lock").read_text().startswith("process ")  # nor while it goes on
 
 
 def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):
@@ -278,6 +280,10 @@ def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused
     refused(f"data.train={data}", "train.jsonl:3:", expected)
 
 
+def test_an_evaluation_that_would_never_be_due_is_one_line(refused):
+    refused("evaluation={problems: examples/running_sum/data/heldout.jsonl, eval_every: 3}", "ends after iteration 2")
+
+
 def test_responses_beyond_the_context_are_one_line(refused):
     refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "at most 512")
 
@@ -291,7 +297,7 @@ def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
     assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path):
+def test_a_port_that_is_taken_is_one_line_and_the_same_command_goes_through_once_it_is_free(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = train(tmp_path / "run", f"teacher.backend.port={port}")
@@ -300,6 +306,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
     (line,) = error_lines(err)
     assert str(port) in line
     command.assert_nothing_left()
+    assert invoke(monkeypatch, *arguments(tmp_path / "run", f"teacher.backend.port={port}"), "--dry-run").exit_code == 0
 
 
 def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -224,12 +225,12 @@ def one_target(position: int, token_id: int) -> SoftTargets:
 @pytest.mark.parametrize(
     ("tokens", "changes", "complaint"),
     [
-        (4, {"teacher_logprobs": np.zeros(3, np.float32)}, "teacher_logprobs has shape (3,)"),
+        (4, {"teacher_logprobs": np.zeros(3, np.float32)}, "teacher_logprobs have shape (3,) instead of (4,)"),
         (4, {"advantages": np.zeros(4, np.float32)}, "both teacher_logprobs and advantages"),
         (4, {"reference_logprobs": None}, "reference_kl"),
         (0, {}, "empty"),
-        (4, {"targets": one_target(position=4, token_id=0)}, "outside its 4 response positions"),
-        (4, {"targets": one_target(position=0, token_id=VOCAB)}, f"vocabulary of {VOCAB}"),
+        (4, {"targets": one_target(position=4, token_id=0)}, "positions are not all in 0 to 3"),
+        (4, {"targets": one_target(position=0, token_id=VOCAB)}, f"token_ids are not all in 0 to {VOCAB - 1}"),
     ],
 )
 def test_malformed_samples_are_named_before_anything_is_trained(
@@ -276,6 +277,16 @@ def test_published_weights_load_with_their_tokenizer_and_old_ones_go(
     ids = torch.arange(VOCAB)[None]
     torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits, rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(directory)("w3 w7")["input_ids"] == [3, 7]
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        trainer.train(Batch(3, tuple(mixed_batch())))
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == [f"step-00000{step}" for step in (2, 3, 4)]
+    trainer.train(Batch(4, tuple(mixed_batch())))
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["step-000004", "step-000005"]
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])

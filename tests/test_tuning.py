@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -15,16 +16,16 @@ from simulated_run import PlainVocabulary
 from typer.testing import CliRunner
 
 from spot_async.cli import app
-from spot_async.config import Config, SamplingConfig, StagesConfig
+from spot_async.config import Config, SamplingConfig, StageConfig, StagesConfig
 from spot_async.config_loading import config_from, load_config
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError, DataError, ThrottledError
 from spot_async.simulation.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.spending.account import Ledger
+from spot_async.spending.account import SpendingLedger
 from spot_async.stages import Services, Stages
 from spot_async.tuning.measurement import Level, Ramp, StageLoad
 from spot_async.tuning.mix import Template, by_server, endless, note_requests
-from spot_async.tuning.ramp import RampLimits, without_limits
+from spot_async.tuning.ramp import NoRetries, RampLimits, without_limits
 from spot_async.tuning.recommendation import conclude, demands, stage_limit
 from spot_async.tuning.results import Tuning, as_json, as_yaml, check_output, read_tuning
 from spot_async.tuning.running import TuneOptions, announcement, check_options, without_files
@@ -72,27 +73,57 @@ class Overheard(SimulatedStudent):
         return await super().generate(prompt_ids, sampling, **more)
 
 
+def stages_over(student: SimulatedStudent, config: StagesConfig | None = None, **more: Any) -> Stages:
+    vocabulary: Any = PlainVocabulary()
+    return Stages(
+        Services(student, SimulatedTeacher(), student, SimulatedVerifier()),
+        config or StagesConfig(),
+        SamplingConfig(max_response_tokens=64),
+        student=vocabulary,
+        teacher=vocabulary,
+        run_seed=0,
+        max_running_prompts=8,
+        max_probes_per_prompt=2,
+        **more,
+    )
+
+
+def ramped_over(student: SimulatedStudent) -> Stages:
+    limits = StageConfig(concurrency=1)
+    config = StagesConfig(rollout=limits, candidates=limits, probe=limits)
+    return stages_over(student, without_limits(config), retry=NoRetries)
+
+
+def test_what_a_ramp_sends_waits_for_no_limit_and_is_sent_once():
+    class Refusing(SimulatedStudent):
+        asked = 0
+
+        async def generate(self, *request: Any, **more: Any) -> Any:
+            self.asked += 1
+            await asyncio.sleep(1.0)
+            raise ThrottledError("slow down")
+
+    async def main() -> tuple[int, float, Any]:
+        student = Refusing()
+        stages = ramped_over(student)
+        sent = (stages.for_prompt(prompt).rollout() for prompt in itertools.islice(prompts(), 20))
+        refusals = await asyncio.gather(*sent, return_exceptions=True)
+        return student.asked, asyncio.get_running_loop().time(), refusals
+
+    asked, seconds, refusals = run_on_virtual_time(main())
+    assert (asked, seconds) == (20, 1.0)
+    assert all(isinstance(refusal, ThrottledError) for refusal in refusals)
+
+
 def test_requests_are_those_of_the_policy_in_its_proportions_and_none_is_sent_twice():
     async def main() -> tuple[list[Any], Counter[str], dict[str, float]]:
         student = Overheard()
-        services = Services(student, SimulatedTeacher(), student, SimulatedVerifier())
-        vocabulary: Any = PlainVocabulary()
-        stages = Stages(
-            services,
-            StagesConfig(),
-            SamplingConfig(max_response_tokens=64),
-            student=vocabulary,
-            teacher=vocabulary,
-            run_seed=0,
-            max_running_prompts=8,
-            max_probes_per_prompt=2,
-        )
+        stages, ramped = stages_over(student), ramped_over(student)
         schedule = prompts()
         noted = by_server(await note_requests(TwoProbes(), stages, [next(schedule) for _ in range(4)]))
         student.asked.clear()
-        without_limits(stages, StagesConfig())
         sent: Counter[str] = Counter()
-        for request in itertools.islice(endless(noted["student"], stages, schedule, seed=1), 120):
+        for request in itertools.islice(endless(noted["student"], ramped, schedule, seed=1), 120):
             await request.send()
             sent[request.stage] += 1
         return student.asked, sent, {server: len(own) / 4 for server, own in noted.items()}
@@ -233,6 +264,7 @@ def test_results_are_read_back_and_others_are_refused(tmp_path):
 
 
 def test_a_report_shows_a_tuning(tmp_path):
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     (tmp_path / "config.yaml").write_text("{}")
     (tmp_path / "tuned.json").write_bytes(as_json(tuning()))
     arguments = ["report", str(tmp_path), "--tuning", str(tmp_path / "tuned.json")]
@@ -275,7 +307,7 @@ def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs(
     check_options(config, TuneOptions(1.0, limit_requests=10, is_paid=True))
     account = config.teacher.backend.open_account("teacher")  # type: ignore[union-attr]
     assert account is not None
-    account.ledgers["teacher"] = Ledger(requests=4, money=0.5)
+    account.ledgers["teacher"] = SpendingLedger(requests=4, money=0.5)
     template = Template("score", next(prompts()), lambda stages: stages.rollout(), tokens=40)
     said = announcement("teacher", [template], RampLimits(20.0, 64, requests=1000), account)
     assert said == (

@@ -41,6 +41,9 @@ for line in sys.stdin:
         sys.exit(3)
     elif request["do"] == "sleep":
         time.sleep(request["s"])
+    elif request["do"] == "wait":
+        while not os.path.exists(request["for"]):
+            time.sleep(0.01)
     print(json.dumps({"pid": os.getpid(), "environment": list(os.environ)}), flush=True)
 """
 
@@ -148,19 +151,20 @@ async def test_a_worker_that_dies_fails_its_own_request_only(command: list[str])
             await killed
         idle = (await ask(pool, "pid"))["pid"]
         os.kill(idle, signal.SIGKILL)
-        await until(lambda: idle not in children())
-        await asyncio.sleep(0.05)
+        await until(lambda: not any(worker.alive for worker in pool._workers))
         assert (await ask(pool, "pid"))["pid"] != idle  # found dead while idle: replaced, no error
     assert children() == before
 
 
-async def test_waiting_for_a_worker_ends_at_the_deadline(command: list[str]) -> None:
+async def test_waiting_for_a_worker_ends_at_the_deadline(command: list[str], tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     async with WorkerPool(command, size=1) as pool:
-        busy = asyncio.create_task(ask(pool, "sleep", s=0.5))
-        await asyncio.sleep(0.05)
+        enough = tmp_path / "enough"
+        busy = asyncio.create_task(ask(pool, "wait", **{"for": str(enough)}))
+        await asyncio.sleep(0)  # it has the worker now
         with pytest.raises(DeadlineExceededError, match="add workers"):
             await ask(pool, "pid", deadline=loop.time() + 0.1)
+        enough.touch()
         assert "pid" in await busy  # unharmed
         with pytest.raises(DeadlineExceededError):
             await ask(pool, "pid", deadline=loop.time() - 1)

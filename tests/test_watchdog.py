@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from spot_async.cli import exit_code
+from spot_async.commands import outcomes
 from spot_async.concurrency import alongside, root_cause
 from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.config_loading import load_config
@@ -29,6 +30,7 @@ from spot_async.library import stages_for
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.preflight import plan_training
+from spot_async.run_directory import RunDirectory
 from spot_async.simulation.services import (
     END_TOKEN,
     VOCAB_SIZE,
@@ -261,6 +263,18 @@ def test_every_way_to_end_has_its_code():
     assert exit_code(ProcessDiedError("")) == 1
     bug_on_cancelling = BaseExceptionGroup("", [RuntimeError("not ready to be cancelled"), StalledError("stalled")])
     assert isinstance(root_cause(bug_on_cancelling), StalledError)
+
+
+def test_a_cancellation_that_nobody_asked_for_ends_with_its_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcomes, "tune_gc", lambda: None)
+
+    async def forgotten():
+        future = asyncio.get_running_loop().create_future()
+        future.cancel("where it was cancelled")
+        await future
+
+    with pytest.raises(asyncio.CancelledError, match="where it was cancelled"):
+        outcomes.run_until_stopped(forgotten(), RunDirectory(tmp_path))
 
 
 HANGING = """

@@ -21,9 +21,9 @@ from rich.text import Text
 from spot_async.concurrency import root_cause
 from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError
 from spot_async.evaluation.response_log import count_kept
-from spot_async.inspection.terminal import counted
 from spot_async.memory import tune_gc
 from spot_async.run_directory import RunDirectory
+from spot_async.text import counted
 
 T = TypeVar("T")
 
@@ -66,6 +66,8 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:
+        if not received:  # a bug: nobody asked for it
+            raise
         stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, BaseExceptionGroup) as error:

@@ -15,8 +15,8 @@ from spot_async.commands.outcomes import exit_code, fail, hung, run_until_stoppe
 from spot_async.config import Config
 from spot_async.config_loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.inspection.terminal import counted
 from spot_async.run_directory import RunDirectory, name_of
+from spot_async.text import counted
 
 
 def train(
@@ -48,11 +48,12 @@ def train(
             show_estimates(screen, estimates)
             show_machine(screen, machine)
             return
+        from spot_async.runtime import train as run_training  # now: the run locks its directory, soon after it is made
+
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
-    from spot_async.runtime import train as run_training
     from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 

@@ -25,7 +25,7 @@ from spot_async.comparison.reading import (
 )
 from spot_async.comparison.statistics import Comparison, compare, pass_curves
 from spot_async.errors import DataError
-from spot_async.inspection.view import visible
+from spot_async.text import visible
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
 NAME_WIDTH = 12  # that names are folded to on a narrow screen, at least

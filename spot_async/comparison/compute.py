@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spot_async.errors import DataError
 from spot_async.inspection.reading import RunFiles
 from spot_async.inspection.totals import Rows, stage_names, total, training_s
 from spot_async.stages import STAGE_SERVERS
@@ -40,7 +39,7 @@ class Compute:
 def read_compute(figures: Path, model: Path) -> Compute | None:
     """What it took to train the `model` that the file `figures` is about; None where no run here trained it.
 
-    Raises DataError for damaged files.
+    Raises DataError for damaged files, and those of newer programs.
     """
     found = MID_OR_AFTER.fullmatch(figures.name)
     place, iteration = (figures.parent, found[1]) if found else (model, None)
@@ -57,10 +56,9 @@ def read_compute(figures: Path, model: Path) -> Compute | None:
 
 def _until(run: Path, iteration: int | None) -> Compute | None:
     """Of the run's first `iteration`, or of all. None where the directory is no training run any more."""
-    try:
-        files = RunFiles(run)
-    except DataError:
+    if not (run / "run.json").is_file():
         return None
+    files = RunFiles(run)
     every = files.metrics()
     rows = [row for row in every if iteration is None or row["iteration"] <= iteration]
     if not rows:

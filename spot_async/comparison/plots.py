@@ -13,6 +13,7 @@ from pathlib import Path
 from spot_async.comparison.statistics import PassCurves
 from spot_async.config_evaluation import MACRO, MEAN_COLUMN
 from spot_async.inspection import svg
+from spot_async.inspection.series import Series
 
 MISSING = "no PNG curves: they need matplotlib (pip install 'spot-async[plots]'); the SVG ones are complete"
 
@@ -32,7 +33,7 @@ def write_curves(directory: Path, methods: Sequence[str], curves: Sequence[PassC
 
 
 def curve_svg(methods: Sequence[str], curves: PassCurves) -> str:
-    series = [svg.Series(name, points) for name, points in _points(methods, curves)]
+    series = [Series(name, points) for name, points in _points(methods, curves)]
     return svg.level_document(series, x_name="k", title=_title(curves), format_y=lambda value: f"{100 * value:.3g}%")
 
 

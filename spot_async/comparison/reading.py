@@ -17,6 +17,7 @@ import numpy.typing as npt
 from spot_async.config_evaluation import RESERVED_NAMES
 from spot_async.errors import DataError
 from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, read_figures
+from spot_async.run_directory import refuse_newer
 
 AFTER_TRAINING = "evaluation-after.json"
 FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # of `eval` and of `train`
@@ -56,6 +57,7 @@ def read_evaluated(argument: str) -> Evaluated:
         file = found[0]
     else:
         file = path
+    refuse_newer(file.parent)
     figures = read_figures(file)
     for benchmark, each in figures.benchmarks.items():
         if problem := impossible(benchmark, each):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from spot_async.comparison.bootstrap import Floats, Interval, macro, percentile_interval, resampled_means
-from spot_async.comparison.figures import pass_at_k_values
 from spot_async.comparison.reading import PairedBenchmark
 from spot_async.config_evaluation import MEAN_COLUMN
 from spot_async.errors import DataError
+from spot_async.evaluation.metrics import pass_at_k_of_counts
 
 
 class Column(NamedTuple):
@@ -67,7 +67,7 @@ def compare(
     if not 1 <= k <= samples:
         raise DataError(f"--pass-k {k}: there are {samples} responses a problem, so k is from 1 to {samples}")
     tables = [  # (problems, 2 metrics, methods)
-        np.stack([pass_at_k_values(each.correct, samples, j) for j in (1, k)], axis=1) for each in benchmarks
+        np.stack([pass_at_k_of_counts(each.correct, samples, j) for j in (1, k)], axis=1) for each in benchmarks
     ]
     values = [table.mean(axis=0) for table in tables]
     drawn = resampled_means(tables, draws=draws, seed=seed)
@@ -119,7 +119,7 @@ def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
     """Of each benchmark, and of their mean where there are several."""
     samples = benchmarks[0].samples
     curves = [
-        np.stack([pass_at_k_values(each.correct, samples, k).mean(axis=0) for k in range(1, samples + 1)])
+        np.stack([pass_at_k_of_counts(each.correct, samples, k).mean(axis=0) for k in range(1, samples + 1)])
         for each in benchmarks
     ]
     named = [PassCurves(each.name, samples, curve) for each, curve in zip(benchmarks, curves, strict=True)]

@@ -13,6 +13,7 @@ from spot_async.config import ModelConfig
 from spot_async.conformance.checks import Check, Outcome, run_checks
 from spot_async.conformance.contract import CHECKS
 from spot_async.conformance.subject import Subject
+from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import ConfigError
 from spot_async.model_files import read_model
 from spot_async.types import WeightVersion
@@ -73,7 +74,7 @@ async def make_subject(
 
     files = await asyncio.to_thread(read_model, role, model)
     reference = await asyncio.to_thread(Reference, files.directory, device)
-    said = await backend.capabilities(deadline=asyncio.get_running_loop().time() + 60)
+    said = await backend.capabilities(deadline=asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S)
     if said.max_context_tokens <= 64:
         raise ConfigError(f"a context of {said.max_context_tokens} tokens is too short to be checked: raise it")
     subject = Subject(

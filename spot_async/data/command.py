@@ -21,9 +21,9 @@ from spot_async.data.keys import about
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
 from spot_async.data.problem_set import ProblemSet, load_problem_set
 from spot_async.errors import ConfigError
-from spot_async.inspection.view import visible
 from spot_async.prompts import PromptRenderer, render_all
 from spot_async.protocols import Verifier
+from spot_async.text import visible
 from spot_async.types import Problem
 from spot_async.vocabulary import Vocabulary
 

@@ -50,6 +50,16 @@ def plan_benchmarks(config: Config, student: ModelFiles) -> list[Benchmark]:
     return [_plan(name, each, config, config.evaluation, student) for name, each in config.evaluation.sets().items()]
 
 
+def check_eval_every(config: Config, iterations: int) -> None:
+    """Whether a run of so many iterations is evaluated during training, where it asks for that. Raises ConfigError."""
+    every = 0 if config.evaluation is None else config.evaluation.eval_every
+    if every > iterations:
+        raise ConfigError(
+            f"evaluation.eval_every={every}: the run ends after iteration {iterations}, so nothing would be evaluated "
+            "during training; lower it, or set it to 0"
+        )
+
+
 def _plan(
     name: str, settings: BenchmarkConfig, config: Config, evaluation: EvaluationConfig, student: ModelFiles
 ) -> Benchmark:

@@ -1,8 +1,8 @@
 """Figures of an evaluation from a table of right and wrong answers.
 
-`correct` is always (problems, samples) bool, every problem with the same number of samples. Errors are
-over problems, the unit that benchmarks differ in, so each figure also comes per problem. Generating and
-judging the answers happens elsewhere.
+`correct` is always (problems, samples) bool, every problem with the same number of samples; for pass@k, counts of
+correct ones are enough. Errors are over problems, the unit that benchmarks differ in, so each figure comes per problem.
+Generating and judging the answers happens elsewhere.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ def avg_at_k_per_problem(correct: npt.ArrayLike) -> npt.NDArray[np.float64]:
     return np.asarray(_table(correct).mean(axis=1))
 
 
-def avg_at_k(correct: npt.ArrayLike) -> float:
-    """Mean accuracy over all problems and their k samples."""
-    return float(avg_at_k_per_problem(correct).mean())
-
-
 def pass_at_k_per_problem(correct: npt.ArrayLike, k: int) -> npt.NDArray[np.float64]:
-    """Probability, for each problem, that k of its n samples drawn without replacement hold a correct one.
-
-    `1 - C(n - c, k) / C(n, k)` with c correct samples: the unbiased estimate of pass@k, and for k = n the
-    plain "solved at least once". The binomials are exact integers, so no n overflows and nothing cancels.
-
-    Raises `ValueError` unless 1 <= k <= n.
-    """
+    """Unbiased pass@k of each problem, (problems,). Raises `ValueError` as `pass_at_k_of_counts`."""
     table = _table(correct)
-    n = table.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs 1 <= k <= samples, and there are {n} samples a problem")
-    subsets = math.comb(n, k)
-    missed = [math.comb(n - c, k) for c in table.sum(axis=1).tolist()]
-    return np.array([(subsets - misses) / subsets for misses in missed])
+    return pass_at_k_of_counts(table.sum(axis=1), table.shape[1], k)
 
 
-def pass_at_k(correct: npt.ArrayLike, k: int) -> float:
-    """Unbiased pass@k, averaged over problems (see `pass_at_k_per_problem`)."""
-    return float(pass_at_k_per_problem(correct, k).mean())
+def pass_at_k_of_counts(counts: npt.ArrayLike, samples: int, k: int) -> npt.NDArray[np.float64]:
+    """Probability that k of a problem's n samples drawn without replacement hold a correct one.
+
+    `1 - C(n - c, k) / C(n, k)` for each count c of correct samples, of any shape: the unbiased estimate of pass@k, with
+    k = 1 the share of correct ones, and for k = n the plain "solved at least once". The binomials are exact integers,
+    so no n overflows and nothing cancels.
+
+    Raises `ValueError` unless 1 <= k <= n and all counts are from 0 to n.
+    """
+    present, place = np.unique(np.asarray(counts), return_inverse=True)
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs 1 <= k <= samples, and there are {samples} samples a problem")
+    if present.size and not 0 <= present[0] <= present[-1] <= samples:
+        raise ValueError(f"counts of correct responses must be from 0 to {samples}")
+    subsets = math.comb(samples, k)
+    values = np.array([(subsets - math.comb(samples - c, k)) / subsets for c in present.tolist()], np.float64)
+    return values[place].reshape(np.shape(counts))
 
 
 def standard_error(per_problem_values: npt.ArrayLike) -> float:

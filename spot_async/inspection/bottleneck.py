@@ -29,7 +29,7 @@ class StageUse:
     in_flight: float  # mean requests
     queued: float  # mean requests that waited for their turn
     limit: int
-    slots: int | None = None  # what the server takes at once, where it says so
+    slots: int | None = None  # what its servers take at once, all together, where that is known
     asked_per_s: float | None = None  # requests that came in
     latency_s: float | None = None  # mean of a request, from its turn to its answer
     throttled_share: float = 0.0  # of what was sent: refused for now (429, 503)
@@ -76,7 +76,7 @@ class RunTimes:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BottleneckVerdict:
     """A sentence, and what would help, best first. The same in short, for a line now and then."""
 
     sentence: str
@@ -84,14 +84,14 @@ class Verdict:
     brief: str = ""
 
 
-def judge(times: RunTimes) -> Verdict:
+def judge(times: RunTimes) -> BottleneckVerdict:
     """What the run's time went into."""
     total_s = times.wait_s + times.train_s + times.update_s
     if total_s <= 0:
-        return Verdict("No times were recorded, so nothing can be said about what held the run up.")
+        return BottleneckVerdict("No times were recorded, so nothing can be said about what held the run up.")
     wait, train, update = (part / total_s for part in (times.wait_s, times.train_s, times.update_s))
     if train >= TRAINER_BOUND:
-        return Verdict(
+        return BottleneckVerdict(
             f"Trainer bound: optimisation took {percent(train)} of the time; servers stood idle meanwhile.",
             (
                 "more trainer processes or threads: training.ranks, training.threads",
@@ -101,7 +101,7 @@ def judge(times: RunTimes) -> Verdict:
             "training.micro_batch_tokens",
         )
     if update >= UPDATE_BOUND and update >= wait / 2:
-        return Verdict(
+        return BottleneckVerdict(
             f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
             ("publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",),
             f"weight-update bound: it takes {percent(update)} of the time; use a faster disk (run.directory) or raise "
@@ -110,17 +110,17 @@ def judge(times: RunTimes) -> Verdict:
     return _judge_wait(times, wait)
 
 
-def _judge_wait(times: RunTimes, share: float) -> Verdict:
+def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
     waited_s = sum(times.waited_for_s.values())
     if times.waited_for_s.get("nothing", 0.0) >= CLEAR_SHARE * waited_s > 0:
-        return Verdict(
+        return BottleneckVerdict(
             f"Policy bound: the trainer waited {percent(share)} of the time, and no stage had anything to do.",
             ("what prompts await there is no request: the policy's own code, or a limit of admission (queue)",),
             f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
         )
     known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in STAGE_SERVERS and seconds > 0}
     if not known:
-        return Verdict(f"The trainer waited {percent(share)} of the time; for what was not recorded.")
+        return BottleneckVerdict(f"The trainer waited {percent(share)} of the time; for what was not recorded.")
     by_server: dict[str, float] = {}
     for stage, seconds in known.items():
         by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s
@@ -138,7 +138,7 @@ def _judge_wait(times: RunTimes, share: float) -> Verdict:
     if "student" in bound:
         most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
         advice.append(GENERATION_ADVICE[most_generated])
-    return Verdict(sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share)}")
+    return BottleneckVerdict(sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share)}")
 
 
 def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def _remedy(stage: str, use: StageUse, batch_size: int) -> str:
     server = STAGE_SERVERS[stage]
     more = "raise verifier.workers" if server == "verifier" else f"add {server} replicas ({server}.backend)"
     if use.has_full_slots:
-        return f"the server's {use.slots} slots are full: {more}"
+        return f"the {server}'s {use.slots} slots are full: {more}"
     if use.has_full_limit:
         up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
         return f"{more} or raise stages.{stage}.concurrency{up_to}"
@@ -189,24 +189,25 @@ def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
     if use.has_full_slots:
         assert use.slots is not None
         return (
-            f"the server's {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
-            f"({use.in_flight:.0f} {stage} requests in flight on average): "
+            f"the {STAGE_SERVERS[stage]}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
+            f"({use.in_flight:.0f} {stage} requests in flight while the trainer waited for them): "
             "a higher limit would only make them wait there",
         )
     if use.has_full_limit:
         return (
             f"the limit of {use.limit} requests was {_fullness(use.in_flight, use.limit)} "
-            f"({use.in_flight:.0f} in flight, {use.queued:.0f} waiting on average): "
+            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, while the trainer waited for them): "
             f"if the server can take more, raise stages.{stage}.concurrency",
         )
     if use.has_stragglers(times.batch_size):
         return (
-            f"only {use.in_flight:.1f} {stage} requests were in flight on average: a few long ones hold each batch up; "
+            f"only {use.in_flight:.1f} {stage} requests were in flight while the trainer waited for them: "
+            "a few long ones hold each batch up; "
             "a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",
         )
     return (
-        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight on average): "
-        "the server itself is at its speed",
+        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight while the trainer "
+        "waited for them): the server itself is at its speed",
     )
 
 

@@ -10,33 +10,39 @@ from rich.text import Text
 from spot_async.dead_letters import described
 from spot_async.errors import ConfigError, DataError
 from spot_async.inspection.reading import RunFiles, SampleSummary
+from spot_async.text import counted, visible
 from spot_async.types import Verdict
 
 
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
     """Print the samples of one iteration, the last one when none is named. Raises DataError without any."""
-    from spot_async.inspection.terminal import counted, samples_table
-    from spot_async.inspection.view import visible
+    from spot_async.inspection.terminal import samples_table
 
     if verdict is not None and verdict not in list(Verdict):
         raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
     files = RunFiles(run)
     refuse_evaluation(files)
     rows: list[tuple[int, SampleSummary]] = []
-    last = 0
+    sampled: set[int] = set()  # iterations
     for number, summary in enumerate(files.samples()):
-        if iteration is None and summary.iteration > last:
+        if iteration is None and summary.iteration > max(sampled, default=0):
             rows.clear()
-        last = max(last, summary.iteration)
+        sampled.add(summary.iteration)
         if iteration in (None, summary.iteration) and verdict in (None, summary.verdict):
             rows.append((number, summary))
-    if not last:
-        raise DataError(f"{run}: no samples yet: they are written as each iteration ends")
+    if not sampled:
+        raise DataError(f"{run}: no samples: {files.samples_rhythm()}")
+    last = max(sampled | {int(row["iteration"]) for row in files.metrics()})
     if iteration is not None and not 1 <= iteration <= last:
         raise ConfigError(f"--iteration {iteration}: the run has 1 to {last}")
-    shown = last if iteration is None else iteration
+    if iteration is not None and iteration not in sampled:
+        raise ConfigError(f"--iteration {iteration}: it has no samples: {files.samples_rhythm()}")
+    shown = max(sampled) if iteration is None else iteration
     title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
     screen.print(samples_table(rows, title))
+    if len(sampled) < last:
+        words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
+        screen.print(words, style="dim", highlight=False, soft_wrap=True)
     screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
     if dead := files.dead_letters():
         screen.print(Text(visible(described(dead)), style="yellow"))
@@ -47,18 +53,18 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     from spot_async.inspection.pages import sample_page
     from spot_async.inspection.reading import token_texts
     from spot_async.inspection.terminal import sample_view
-    from spot_async.inspection.view import colourings, visible
+    from spot_async.inspection.view import PolicySettings, colourings
 
     files = RunFiles(run)
     refuse_evaluation(files)
     number, sample = files.sample(wanted)
-    selection = str((files.config().get("policy") or {}).get("selection"))
-    found = colourings(sample, token_texts(files, sample.response_ids), selection)
-    screen.print(sample_view(number, sample, found[0]))
+    policy = PolicySettings.of(files.config())
+    found = colourings(sample, token_texts(files, sample.response_ids), policy)
+    screen.print(sample_view(number, sample, found[0], policy))
     if wanted != str(number) and len(numbers := files.numbers_of(sample.problem_id)) > 1:
         listed = ", ".join(map(str, numbers))
         screen.print(Text(f"the last sample of {visible(sample.problem_id)}, which has {listed}", style="dim"))
-    write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found))
+    write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found, policy))
 
 
 def write_report(screen: Console, run: Path, html: Path | None, tuning: Path | None) -> None:
@@ -78,8 +84,8 @@ def refuse_evaluation(files: RunFiles) -> None:
     """Raises DataError for the directory of `spot-async eval`: nothing was sampled for training there."""
     if files.is_evaluation:
         raise DataError(
-            f"{files.path} is an evaluation's: its figures are in summary.json, each judged response in "
-            "evaluation.jsonl; this command is for a training run"
+            f"{files.path} is an evaluation's: once it is complete, its figures are in summary.json and each judged "
+            "response in evaluation.jsonl; this command is for a training run"
         )
 
 

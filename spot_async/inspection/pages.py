@@ -10,8 +10,12 @@ import jinja2
 
 from spot_async.inspection.reading import SampleRecord
 from spot_async.inspection.view import (
+    GUIDED,
     Colouring,
+    PolicySettings,
+    branch_legend,
     branch_state,
+    framed_words,
     is_sampled,
     probability,
     remarks,
@@ -19,8 +23,8 @@ from spot_async.inspection.view import (
     score_parts,
     verdict_text,
     verdict_tone,
-    visible,
 )
+from spot_async.text import visible
 
 if TYPE_CHECKING:
     from spot_async.inspection.report import Report
@@ -39,7 +43,9 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals |= {
+        "branch_legend": branch_legend,
         "branch_state": branch_state,
+        "framed_words": framed_words,
         "is_sampled": is_sampled,
         "remarks": remarks,
         "sampled_shares": sampled_shares,
@@ -54,10 +60,12 @@ def _templates() -> jinja2.Environment:
     return environment
 
 
-def sample_page(number: int, sample: SampleRecord, colourings: Sequence[Colouring]) -> str:
+def sample_page(
+    number: int, sample: SampleRecord, colourings: Sequence[Colouring], policy: PolicySettings = GUIDED
+) -> str:
     """One rollout: problem, response in every colouring, branches."""
     template = _templates().get_template("sample.html")
-    return template.render(number=number, sample=sample, colourings=colourings, long_text=LONG_TEXT)
+    return template.render(number=number, sample=sample, colourings=colourings, policy=policy, long_text=LONG_TEXT)
 
 
 def report_page(report: Report) -> str:

@@ -15,6 +15,7 @@ import yaml
 
 from spot_async.dead_letters import FILE_NAME, DeadLetter
 from spot_async.errors import DataError
+from spot_async.run_directory import RunDirectory
 
 T = TypeVar("T")
 
@@ -88,17 +89,11 @@ class SampleSummary(msgspec.Struct, kw_only=True):
 
 
 class RunFiles:
-    """The files of one run directory. Raises DataError when there is no such run."""
+    """The files of one run directory. Raises DataError when there is no such run, or one newer than this program."""
 
     def __init__(self, path: Path) -> None:
-        if not (path / "config.yaml").is_file():
-            raise DataError(f"{path} is no run directory: it holds no config.yaml")
         self.path = path
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether this is the directory of `spot-async eval`."""
-        return (self.path / "evaluation.jsonl").exists()
+        self.is_evaluation = RunDirectory.open(path).purpose == "eval"
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""
@@ -107,6 +102,15 @@ class RunFiles:
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path / 'config.yaml'}: cannot be read: {error}") from None
         return loaded if isinstance(loaded, dict) else {}
+
+    def samples_rhythm(self) -> str:
+        """When samples are written, by the run's own configuration."""
+        every = (self.config().get("run") or {}).get("samples_every", 1)
+        if every == 0:
+            return "the run writes none (run.samples_every is 0)"
+        if every == 1:
+            return "they are written as each iteration ends"
+        return f"they are written every {every} iterations (run.samples_every)"
 
     def metrics(self) -> list[dict[str, float]]:
         """One mapping per finished iteration, without figures that are not numbers (written as null)."""
@@ -122,6 +126,16 @@ class RunFiles:
     def summary(self) -> dict[str, Any] | None:
         """The figures at the end of the run; None when it has not come to its end."""
         path = self.path / "summary.json"
+        if not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: {error}") from None
+
+    def evaluation(self, label: str) -> dict[str, Any] | None:
+        """`evaluation-<label>.json` of this run: before, after, or the number of an iteration; None without it."""
+        path = self.path / f"evaluation-{label}.json"
         if not path.exists():
             return None
         try:
@@ -158,7 +172,7 @@ class RunFiles:
                 by_problem = number, offset
         found = by_number or by_problem
         if found is None and count == 0:
-            raise DataError(f"{path}: no samples yet: they are written as each iteration ends")
+            raise DataError(f"{path}: no samples: {self.samples_rhythm()}")
         if found is None:
             raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {count - 1}, or a problem's id")
         number, offset = found

@@ -16,8 +16,10 @@ from markupsafe import Markup
 
 from spot_async.dead_letters import described
 from spot_async.inspection import svg
-from spot_async.inspection.bottleneck import Verdict, judge, percent
+from spot_async.inspection.bottleneck import BottleneckVerdict, judge, percent
+from spot_async.inspection.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.inspection.reading import RunFiles
+from spot_async.inspection.series import Series, fine_percent, nice_ticks, seconds, short_number
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
     Rows,
@@ -27,10 +29,11 @@ from spot_async.inspection.totals import (
     stage_names,
     total,
 )
-from spot_async.inspection.view import visible
+from spot_async.inspection.view import PolicySettings
 from spot_async.spending.records import spending_words
+from spot_async.text import visible
 
-LENGTH_BINS = 16
+LENGTH_BINS = 20  # about, of round widths
 TOP_TOKENS = 14
 ADVANTAGE_OF_TEACHER = "Teacher minus student, nats per token. Rises towards 0 as student meets teacher."
 
@@ -51,24 +54,14 @@ class Section:
 
 
 @dataclass(frozen=True)
-class ResultRow:
-    """One tier before and after, in percent with standard errors."""
-
-    tier: str
-    problems: int
-    cells: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Report:
     """Everything the page shows."""
 
     name: str
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
-    verdict: Verdict
-    result_headings: tuple[str, ...]
-    results: tuple[ResultRow, ...]
+    verdict: BottleneckVerdict
+    results: ResultTable | None
     sections: tuple[Section, ...]
 
 
@@ -78,33 +71,34 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     statistics = SampleStatistics()
     for sample in files.samples():
         statistics.add(sample)
-    headings, results = result_table(summary)
+    before, after = files.evaluation("before"), files.evaluation("after")
+    evaluated = held_out(rows, config, before)
     sections = (
-        learning_section(rows),
-        probing_section(rows, statistics),
+        learning_section(rows, evaluated),
+        probing_section(rows, statistics, PolicySettings.of(config)),
         response_section(rows, statistics),
         time_section(rows, config),
-        optimiser_section(rows),
+        optimiser_section(rows, config),
         spending_section(rows),
         *more,
     )
     return Report(
         name=files.path.resolve().name,
-        facts=facts(config, rows, summary),
-        notes=notes(files, config, rows, summary),
+        facts=facts(config, rows, summary, evaluated),
+        notes=notes(files, config, rows, summary, statistics),
         verdict=judge(run_times(rows, config)),
-        result_headings=headings,
-        results=results,
+        results=result_table(summary, sampling_note(config, after or before)),
         sections=tuple(section for section in sections if section.plots),
     )
 
 
-def learning_section(rows: Rows) -> Section:
+def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
     scored = any("teacher/entropy_nats" in row for row in rows)
     advantages = any(row.get("train/advantage_mean") for row in rows)  # none where all is soft targets
     return Section(
         "Learning",
         _present(
+            ("Accuracy on held-out problems", *((evaluated.note, evaluated.figure()) if evaluated else ("", None))),
             ("Accuracy in training", "Share of the sampled responses that are correct.",
              _lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent, most=1.0)),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
@@ -112,13 +106,19 @@ def learning_section(rows: Rows) -> Section:
                            "reference": "train/loss_reference"})),
             ("Advantage", ADVANTAGE_OF_TEACHER if scored else "Mean per token, as the policy gives it.",
              _lines(rows, {"mean advantage": "train/advantage_mean"}) if advantages else None),
+            ("Gated positions", "Share whose teacher entropy exceeds policy.tau_nats, where the forward KL is on; "
+             "uncertain: those whose entropy is known only within bounds that hold it.",
+             _lines(rows, {"gated": "eopd/gated", "uncertain": "eopd/uncertain"}, fine_percent, most=1.0)),
+            ("Responses without a signal", "Share of those trained whose group's rewards are all equal (advantage 0), "
+             "and share of all that were left out for want of a verdict.",
+             _lines(rows, {"advantage 0": "grpo/no_signal", "left out": "grpo/left_out"}, percent, most=1.0)),
             ("Teacher entropy", "Nats per token, mean.",
              _lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
         ),
     )  # fmt: skip
 
 
-def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
+def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySettings) -> Section:
     if not any("spot/selected" in row for row in rows):
         return Section("Probing", ())
     tokens = [token for token, _ in statistics.probed_tokens.most_common(TOP_TOKENS)]
@@ -131,21 +131,29 @@ def probing_section(rows: Rows, statistics: SampleStatistics) -> Section:
     place = "percent of the response"
     probed = sum(statistics.selected)
     shares = [count / probed for count in statistics.selected] if probed else []
+    looks = {
+        "score": ("Where the score looks", "Mean acquisition score by place in the response."),
+        "entropy": ("Where the teacher is uncertain", "Mean entropy, share of the largest possible, by place."),
+    }.get(policy.selection)  # random scores look nowhere
+    counts = {"probed": "spot/selected", "kept": "spot/retained"} if policy.guided else {"selected": "spot/selected"}
+    kept = [("kept", retained), ("left out", dropped)] if policy.guided else [("", retained)]
     return Section(
-        "Probing",
+        "Probing" if policy.guided else "Positions",
         _present(
             ("Positions probed and kept", "Per rollout. Kept (B+): at least one candidate led to a correct answer.",
-             _lines(rows, {"probed": "spot/selected", "kept": "spot/retained"}, from_zero=True)),
+             _lines(rows, counts, from_zero=True)) if policy.guided else
+            ("Positions selected", "Per rollout. All are trained, none is probed: policy.verifier_guidance is false.",
+             _lines(rows, counts, from_zero=True)),
             ("Accuracy of probes", "Share of continuations that end correct.",
-             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent, most=1.0)),
+             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent, most=1.0)
+             if any("probe/accuracy" in row for row in rows) else None),
             ("Calibration shift", "How far outcomes move the target from the teacher's prior: total variation, 0 to 1.",
-             _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True)),
-            ("Where the score looks", "Mean acquisition score by place in the response.",
-             svg.histogram(edges, [("", means)], x_name=place) if any(means) else None),
-            ("Where positions were probed", "Share of probed positions by place in the response.",
+             _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True) if policy.guided else None),
+            (*(looks or ("", "")), svg.histogram(edges, [("", means)], x_name=place) if looks and any(means) else None),
+            (f"Where positions were {policy.chosen}", f"Share of {policy.chosen} positions by place in the response.",
              svg.histogram(edges, [("", shares)], x_name=place, format_y=percent) if shares else None),
-            ("Which tokens were probed", "The student's token at the position, most frequent first.",
-             svg.row_plot(names, [("kept", retained), ("left out", dropped)]) if names else None),
+            (f"Which tokens were {policy.chosen}", "The student's token at the position, most frequent first.",
+             svg.row_plot(names, kept) if names else None),
         ),
     )  # fmt: skip
 
@@ -156,7 +164,8 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
         _present(
             ("Length of responses", "Mean tokens per response.",
              _lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
-            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run.",
+            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run; of "
+             "fewer than three iterations, of all.",
              length_histogram(statistics.lengths)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
              _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
@@ -168,9 +177,12 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     stages = stage_names(rows)
     limits = {stage: stage_limit(config, stage) for stage in stages}
     utilisation = [
-        svg.Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
+        Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
         for stage in stages
     ]
+    lags = {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"}
+    if 2 * sum(row.get(lags["p99"]) == row.get(lags["longest"]) for row in rows) > len(rows):
+        lags = {"p50": lags["p50"], "p99 and longest": lags["longest"]}
     used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
     return Section(
         "Time",
@@ -178,37 +190,42 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
             ("Time per phase", "Seconds of each iteration, as the trainer spends them.",
              _stacked(rows, {"wait for batch": "time/wait_for_batch_s", "train": "time/train_s",
                              "update weights": "time/update_weights_s", "evaluate": "time/evaluate_s"})),
-            ("What the trainer waited for", "The wait by the stage that most prompts were at.",
+            ("What the trainer waited for", "Seconds of each iteration, by the stage that most prompts were at.",
              _stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
             ("Stages: use of their limits", "Mean requests in flight over the stage's limit.",
              used),
             ("Stages: queues", "Mean requests that waited for their turn.",
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
-             _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, from_zero=True)),
-            ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest.",
-             _lines(rows, {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"},
-                    from_zero=True)),
+             _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True)),
+            ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest. "
+             "Of few events the last two are one.",
+             _lines(rows, lags, seconds, from_zero=True)),
             ("Tokens generated per second", "Rollouts and probes, over the whole iteration.",
              _lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
         ),
     )  # fmt: skip
 
 
-def optimiser_section(rows: Rows) -> Section:
+def optimiser_section(rows: Rows, config: Mapping[str, Any]) -> Section:
+    most = config.get("training", {}).get("max_grad_norm")
+    norms = [norm for _, norm in _points(rows, "train/grad_norm")]
+    level = None  # one far above all norms would leave them no room
+    if most is not None and norms and most <= 2 * max(norms):
+        level = (f"max_grad_norm: {short_number(most)}", float(most))
     return Section(
         "Optimiser",
         _present(
-            ("Gradient norm", "Before clipping, mean over the iteration's updates.",
-             _lines(rows, {"norm": "train/grad_norm"}, from_zero=True)),
+            ("Gradient norm", "Before it is scaled down to training.max_grad_norm, mean over the iteration's updates.",
+             _lines(rows, {"norm": "train/grad_norm"}, from_zero=True, level=level)),
             ("Ratio of new to old policy", "Per token; the mean stays near 1, the largest shows outliers.",
              _lines(rows, {"mean": "train/ratio_mean", "largest": "train/ratio_max"})),
             ("Server against trainer", "Mean difference of the two's log-probabilities of one token, same weights.",
              _lines(rows, {"mean": "train/mismatch_mean"}, from_zero=True)),
             ("Clipped tokens", "Share of tokens whose gradient the clip removed.",
-             _lines(rows, {"clipped": "train/clip_fraction"}, lambda share: f"{100 * share:.2g} %", from_zero=True)),
+             _lines(rows, {"clipped": "train/clip_fraction"}, fine_percent, from_zero=True)),
             ("Learning rate", "Of the iteration's updates.",
-             _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True)),
+             _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True, smooth=False)),
         ),
     )  # fmt: skip
 
@@ -239,43 +256,21 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
     parts = {"first third": (1, last // 3), "last third": (last - last // 3 + 1, last)}
     if last < 3:
         parts = {"all": (1, last)}
+    edges = [round(tick) for tick in nice_ticks(0.0, max(longest, LENGTH_BINS), LENGTH_BINS)]
+    width = edges[1]
     series = []
     for name, (begin, end) in parts.items():
-        counts = [0] * LENGTH_BINS
+        counts = [0] * (len(edges) - 1)
         for iteration, tokens in lengths:
             if begin <= iteration <= end:
-                counts[min(LENGTH_BINS - 1, tokens * LENGTH_BINS // longest)] += 1
+                counts[min(len(counts) - 1, tokens // width)] += 1
         series.append((name, [count / max(1, sum(counts)) for count in counts]))
-    edges = [i * longest // LENGTH_BINS for i in range(LENGTH_BINS + 1)]
     return svg.histogram(edges, series, x_name="tokens", format_y=percent)
 
 
-def result_table(summary: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tuple[ResultRow, ...]]:
-    """Avg@k and Pass@k per tier, before and after; empty without an evaluation."""
-    found = {when: summary[when] for when in ("before", "after") if summary and summary.get(when)}
-    if not found:
-        return (), ()
-    whole = next(iter(found.values()))
-    k = whole["samples"]
-    ks = {tier: each.get("pass_k", k) for tier, each in whole["tiers"].items()}
-    is_even = set(ks.values()) <= {k}
-    headings = ["tier", "problems"]
-    headings += [f"{metric}{f'@{k}' if is_even else ''} {when}" for metric in ("Avg", "Pass") for when in found]
-    rows = []
-    for tier in whole["tiers"]:
-        figures = [each["tiers"][tier] for each in found.values()]
-        cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in ("avg", "pass") for f in figures]
-        name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
-        rows.append(ResultRow(name, int(figures[0]["problems"]), tuple(cells)))
-    return tuple(headings), tuple(rows)
-
-
-def with_error(share: float, standard_error: float | None) -> str:
-    """In percent. One problem has no standard error."""
-    return f"{100 * share:.1f}" + (f" ±{100 * standard_error:.1f}" if standard_error is not None else "")
-
-
-def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
+def facts(
+    config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None, evaluated: HeldOut | None
+) -> tuple[tuple[str, str], ...]:
     """The run in a few words."""
     training = config.get("training", {})
     prompts = (summary or {}).get("prompts", {})
@@ -285,6 +280,7 @@ def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | No
         "student": config.get("student", {}).get("model"),
         "teacher": (config.get("teacher") or {}).get("model"),
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
+        "best": evaluated and evaluated.best_words,
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,
@@ -294,7 +290,13 @@ def facts(config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | No
     return tuple((name, visible(str(value))) for name, value in found.items() if value is not None)
 
 
-def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None) -> tuple[str, ...]:
+def notes(
+    files: RunFiles,
+    config: Mapping[str, Any],
+    rows: Rows,
+    summary: Mapping[str, Any] | None,
+    statistics: SampleStatistics,
+) -> tuple[str, ...]:
     """What is not on the page."""
     found = []
     if not rows:
@@ -305,6 +307,15 @@ def notes(files: RunFiles, config: Mapping[str, Any], rows: Rows, summary: Mappi
         found.append("The run was not evaluated: there is no table of results.")
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
+    if rows and not statistics.iterations:
+        probing = ", of where the score looks, of where positions were probed, of which tokens"
+        missing = "lengths early and late" + (probing if any("spot/selected" in row for row in rows) else "")
+        found.append(f"There are no samples: {files.samples_rhythm()}. So there is no plot of {missing}.")
+    elif statistics.iterations and len(statistics.iterations) < len(rows):
+        found.append(
+            f"Only {len(statistics.iterations)} of the {len(rows)} iterations have samples: {files.samples_rhythm()}. "
+            "Plots by length, place and token are of these."
+        )
     dead = files.dead_letters()
     if dead:
         found.append(visible(described(dead)))
@@ -320,30 +331,35 @@ def _present(*plots: tuple[str, str, Markup | None]) -> tuple[Plot, ...]:
 def _lines(
     rows: Rows,
     names: Mapping[str, str],
-    format_y: Callable[[float], str] = svg.short_number,
+    format_y: Callable[[float], str] = short_number,
     *,
     from_zero: bool = False,
     most: float = math.inf,
+    level: tuple[str, float] | None = None,
+    smooth: bool = True,
 ) -> Markup | None:
     """A line per metric that is there; those that are zero throughout only when nothing else is."""
-    series = [svg.Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
+    series = [Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
     series = [each for each in series if each.points]
     moving = [each for each in series if any(value for _, value in each.points)]
     if not series:
         return None
-    return svg.line_plot(moving or series[:1], format_y=format_y, from_zero=from_zero, most=most)
+    return svg.line_plot(
+        moving or series[:1], format_y=format_y, from_zero=from_zero, most=most, level=level, smooth=smooth
+    )
 
 
 def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
+    """Times on top of each other."""
     with_times = [row for row in rows if any(metric in row for metric in names.values())]
     if not with_times:
         return None
     series = [
-        svg.Series(name, [(row["iteration"], row.get(metric, 0.0)) for row in with_times], i)
+        Series(name, [(row["iteration"], row.get(metric, 0.0)) for row in with_times], i)
         for i, (name, metric) in enumerate(names.items())
         if total(rows, metric) > 0
     ]
-    return svg.stacked_plot(series)
+    return svg.stacked_plot(series, format_y=seconds)
 
 
 def _points(rows: Rows, metric: str) -> list[tuple[float, float]]:

@@ -7,15 +7,26 @@ and by dash; exact numbers show on pointing, through SVG's own `<title>`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from spot_async.inspection.series import (
+    SMOOTH_FROM,
+    Format,
+    Scale,
+    Series,
+    drawn_series,
+    extent,
+    nice_ticks,
+    running_mean,
+    short_number,
+    tick_labels,
+    whiskers,
+)
+
 WIDTH, HEIGHT = 380, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 34
-MAX_POINTS = 240  # of a line: more are averaged in groups
-SMOOTH_FROM = 24  # points from which a single line gets a running mean
 ROW_HEIGHT = 20
 ROW_LABEL = 92
 # Of drawings that stand alone; those on pages take theirs from the page's style sheet, which knows dark screens too.
@@ -23,79 +34,46 @@ COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
 LEGEND_TOP = HEIGHT + 18
 
-Format = Callable[[float], str]
-
-
-@dataclass(frozen=True)
-class Series:
-    """Values over iterations."""
-
-    name: str
-    points: Sequence[tuple[float, float]]  # ascending x
-    colour: int | None = None  # of the style sheet's; default: its place among the series
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Maps [low, high] to pixels [start, end]; a single value lands in the middle."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        if self.high == self.low:
-            return (self.start + self.end) / 2
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-
-def nice_ticks(low: float, high: float, count: int = 5, *, most: float = math.inf) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that reach from `low` to `high` or beyond.
-
-    A single value gets room in proportion to itself, upwards no further than `most`, which no value exceeds.
-    """
-    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
-        value = low if math.isfinite(low) else 0.0
-        margin = abs(value) / 2
-        low, high = value - margin, min(value + (margin or 0.1), max(value, most))
-    rough = (high - low) / max(1, count - 1)
-    magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
-
-
-def short_number(value: float) -> str:
-    """Three digits, thousands as k; for axes and titles."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    if size >= 1e3:
-        return f"{value / 1e3:.3g}k"
-    return f"{value:.1e}" if size < 1e-3 else f"{value:.3g}"
-
 
 def line_plot(
-    series: Sequence[Series], *, format_y: Format = short_number, from_zero: bool = False, most: float = math.inf
+    series: Sequence[Series],
+    *,
+    format_y: Format = short_number,
+    from_zero: bool = False,
+    most: float = math.inf,
+    marked: float | None = None,
+    level: tuple[str, float] | None = None,
+    smooth: bool = True,
 ) -> Markup:
-    """Lines over iterations; a long single one with its running mean. `most` is the largest value there can be."""
-    drawn = _drawn(series)
+    """Lines over iterations; a long single one with its running mean, where `smooth`.
+
+    `most` is the largest value there can be, `marked` the x of a vertical line, `level` name and y of a level one.
+    """
+    drawn = drawn_series(series)
     if not drawn:
         return Markup('<p class="quiet">no data</p>')
-    ys = [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
-    x, y, frame = _axes(_extent([x for each in drawn for x, _ in each.points]), _extent(ys), format_y, most=most)
+    ys = [y for each in drawn for _, low, high in whiskers(each) for y in (low, min(high, most))]
+    ys += [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else []) + ([level[1]] if level else [])
+    x, y, frame = _axes(extent([x for each in drawn for x, _ in each.points]), extent(ys), format_y, most=most)
     marks = [frame]
+    if marked is not None:
+        marks.append(_upright("mark", x(marked), TOP, HEIGHT - BOTTOM))
+    smoothed = smooth and len(drawn) == 1 and len(drawn[0].points) >= SMOOTH_FROM
+    keys = [_key(f"line c{each.colour}{' raw' if smoothed else ''}", each.name) for each in drawn if each.name]
     for each in drawn:
+        for at, low, high in whiskers(each):
+            marks.append(_upright(f"whisker c{each.colour}", x(at), y(low), y(min(high, most))))
         dots = len(each.points) == 1
-        smooth = len(drawn) == 1 and len(each.points) >= SMOOTH_FROM
-        marks.append(_path(each.points, x, y, f"line c{each.colour}{' raw' if smooth else ''}", dots=dots))
-        if smooth:
+        marks.append(_path(each.points, x, y, f"line c{each.colour}{' raw' if smoothed else ''}", dots=dots))
+        if smoothed:
             marks.append(_path(running_mean(each.points), x, y, f"line c{each.colour}", dots=False))
+            keys.append(_key(f"line c{each.colour}", "thick: running mean"))
+    if level is not None:
+        marks.append(Markup('<line class="mark" x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/>').format(
+            LEFT, WIDTH - RIGHT, y(level[1])))  # fmt: skip
+        keys.append(_key("mark", level[0]))
     marks.append(_titles(drawn, x, format_y))
-    return _figure(marks, drawn, lines=True)
+    return _figure(marks, drawn, keys)
 
 
 def level_plot(
@@ -103,7 +81,7 @@ def level_plot(
 ) -> Markup:
     """Dots and lines over powers of two, from zero; `marked` is the x of a vertical line."""
     drawn, marks = _levels(series, x_name, marked, format_y)
-    return _figure(marks, drawn, lines=True) if drawn else Markup('<p class="quiet">no data</p>')
+    return _figure(marks, drawn, _line_keys(drawn)) if drawn else Markup('<p class="quiet">no data</p>')
 
 
 def level_document(series: Sequence[Series], *, x_name: str, title: str, format_y: Format = short_number) -> str:
@@ -135,16 +113,16 @@ def _levels(
     series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
 ) -> tuple[list[Series], list[Markup]]:
     """What `level_plot` draws; nothing of no data."""
-    drawn = _drawn([Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour) for each in series])
+    by_power = [Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour) for each in series]
+    drawn = drawn_series(by_power)
     if not drawn:
         return [], []
-    low, high = _extent([x for each in drawn for x, _ in each.points])
+    low, high = extent([x for each in drawn for x, _ in each.points])
     x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
     _, y, frame = _axes(None, (0.0, max(y for each in drawn for _, y in each.points)), format_y, x_name)
     marks = [frame]
     if marked is not None:
-        marks.append(Markup('<line class="mark" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(
-            x(math.log2(marked)), TOP, HEIGHT - BOTTOM))  # fmt: skip
+        marks.append(_upright("mark", x(math.log2(marked)), TOP, HEIGHT - BOTTOM))
     for each in drawn:
         if len(each.points) > 1:
             marks.append(_path(each.points, x, y, f"line c{each.colour}", dots=False))
@@ -157,7 +135,7 @@ def _levels(
 
 def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:
     """Areas on top of each other; all series must have the same x."""
-    drawn = _drawn(series)
+    drawn = drawn_series(series)
     if not drawn:
         return Markup('<p class="quiet">no data</p>')
     xs = [x for x, _ in drawn[0].points]
@@ -167,7 +145,7 @@ def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -
         above = [base + value for base, (_, value) in zip(below, each.points, strict=True)]
         layers.append((below, above))
         below = above
-    x, y, frame = _axes(_extent(xs), (0.0, max(below)), format_y)
+    x, y, frame = _axes(extent(xs), (0.0, max(below)), format_y)
     marks = [frame]
     for each, (lower, upper) in zip(drawn, layers, strict=True):
         outline = [*zip(xs, upper, strict=True), *reversed(list(zip(xs, lower, strict=True)))]
@@ -181,7 +159,7 @@ def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
         marks.append(Markup('<polygon class="area c{}" points="{}"/>').format(each.colour, points))
     marks.append(_titles(drawn, x, format_y))
-    return _figure(marks, drawn)
+    return _figure(marks, drawn, _area_keys(drawn))
 
 
 def histogram(
@@ -205,7 +183,7 @@ def histogram(
             marks.append(_box(f"bar c{number}", left, y(value), width, y(0.0) - y(value), title))
     for i in range(0, bins + 1, max(1, bins // 5)):
         marks.append(_text(LEFT + slot * i, HEIGHT - BOTTOM + 15, str(edges[i]), "middle"))
-    return _figure(marks, _named(series))
+    return _figure(marks, _named(series), _area_keys(_named(series)))
 
 
 def row_plot(
@@ -226,46 +204,11 @@ def row_plot(
             marks.append(_box(f"bar c{number}", x(start), top, x(start + values[i]) - x(start), 14, title))
             start += values[i]
         marks.append(_text(x(start) + 5, top + 11, format_x(totals[i]), "start"))
-    return _figure(marks, _named(parts), height=len(labels) * ROW_HEIGHT + 6)
-
-
-def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [point for point in points if math.isfinite(point[1])]
-
-
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS`: means of neighbours."""
-    size = math.ceil(len(points) / MAX_POINTS)
-    if size <= 1:
-        return list(points)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
-
-
-def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each point's mean with its neighbours, a twelfth of all points wide; narrower at the ends, never lopsided."""
-    half = max(1, len(points) // 24)
-    means: list[tuple[float, float]] = []
-    for i, (x, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        near = points[i - reach : i + reach + 1]
-        means.append((x, sum(y for _, y in near) / len(near)))
-    return means
-
-
-def _drawn(series: Sequence[Series]) -> list[Series]:
-    """Those with points, thinned, each with a colour."""
-    colours = [i if each.colour is None else each.colour for i, each in enumerate(series)]
-    thin = [Series(each.name, thinned(finite(each.points)), c) for each, c in zip(series, colours, strict=True)]
-    return [each for each in thin if each.points]
+    return _figure(marks, _named(parts), _area_keys(_named(parts)), len(labels) * ROW_HEIGHT + 6)
 
 
 def _named(series: Sequence[tuple[str, Sequence[float]]]) -> list[Series]:
     return [Series(name, (), number) for number, (name, _) in enumerate(series)]
-
-
-def _extent(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 def _axes(
@@ -281,11 +224,11 @@ def _axes(
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     x = Scale(*(xs or (0.0, 1.0)), LEFT, WIDTH - RIGHT)
     marks: list[Markup] = []
-    for tick in ticks:
+    for tick, label in zip(ticks, tick_labels(ticks, format_y), strict=True):
         at = y(tick)
         marks.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
             LEFT, WIDTH - RIGHT, at, at))  # fmt: skip
-        marks.append(_text(LEFT - 5, at + 4, format_y(tick), "end"))
+        marks.append(_text(LEFT - 5, at + 4, label, "end"))
     if xs is not None:
         whole = sorted({round(tick) for tick in nice_ticks(*xs) if xs[0] <= round(tick) <= xs[1]} | {round(xs[0])})
         for number in whole:
@@ -318,6 +261,11 @@ def _titles(
     )
 
 
+def _upright(style: str, x: float, start: float, end: float) -> Markup:
+    return Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2:.1f}" y2="{3:.1f}"/>').format(
+        style, x, start, end)  # fmt: skip
+
+
 def _box(style: str, x: float, y: float, width: float, height: float, title: str) -> Markup:
     return Markup(
         '<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
@@ -328,18 +276,23 @@ def _text(x: float, y: float, text: str, anchor: str) -> Markup:
     return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
 
 
-def _figure(marks: Sequence[Markup], named: Sequence[Series], *, height: int = HEIGHT, lines: bool = False) -> Markup:
-    """The drawing under its legend, whose keys are pieces of line or of area."""
-    line, area = (
-        '<line class="line c{}" x1="0" x2="18" y1="5" y2="5"/>',
-        '<rect class="bar c{}" x="4" width="10" height="10"/>',
-    )
-    key = line if lines else area
-    keys = [
-        Markup('<span><svg class="key" viewBox="0 0 18 10">' + key + "</svg>{}</span>").format(each.colour, each.name)
-        for each in named
-        if each.name
-    ]
+def _line_keys(series: Sequence[Series]) -> list[Markup]:
+    return [_key(f"line c{each.colour}", each.name) for each in series if each.name]
+
+
+def _area_keys(series: Sequence[Series]) -> list[Markup]:
+    return [_key(f"bar c{each.colour}", each.name) for each in series if each.name]
+
+
+def _key(style: str, name: str) -> Markup:
+    """Of the legend: a piece of line or of area, and what it stands for."""
+    shape = Markup('<rect class="{}" x="4" width="10" height="10"/>' if style.startswith("bar") else
+                   '<line class="{}" x1="0" x2="18" y1="5" y2="5"/>').format(style)  # fmt: skip
+    return Markup('<span><svg class="key" viewBox="0 0 18 10">{}</svg>{}</span>').format(shape, name)
+
+
+def _figure(marks: Sequence[Markup], named: Sequence[Series], keys: Sequence[Markup], height: int = HEIGHT) -> Markup:
+    """The drawing under its legend."""
     legend = Markup('<div class="keys">{}</div>').format(Markup("").join(keys)) if keys else Markup("")
     label = ", ".join(each.name for each in named)
     return legend + Markup('<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(

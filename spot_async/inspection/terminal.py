@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,9 +11,13 @@ from rich.text import Text
 
 from spot_async.inspection.reading import Branch, Candidate, SampleRecord, SampleSummary
 from spot_async.inspection.view import (
+    GUIDED,
     Colouring,
+    PolicySettings,
     TokenView,
+    branch_legend,
     branch_state,
+    framed_words,
     is_sampled,
     probability,
     remarks,
@@ -21,8 +25,8 @@ from spot_async.inspection.view import (
     score_parts,
     shortened,
     verdict_text,
-    visible,
 )
+from spot_async.text import visible
 
 BAR_WIDTH = 10
 STATE_STYLES = {"correct": "green", "timeout": "yellow", "quiet": "dim"}
@@ -32,35 +36,36 @@ HOT, GOOD, BAD = (217, 95, 2), (33, 113, 181), (203, 75, 22)
 WEAK = 0.08  # fainter colours are left out
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def samples_table(rows: Iterable[tuple[int, SampleSummary]], title: str) -> Table:
-    """One line per sample. Retained positions are those of B+."""
+def samples_table(rows: Sequence[tuple[int, SampleSummary]], title: str) -> Table:
+    """One line per sample. Retained positions are those of B+; policies without branches have no positions."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("sample", justify="right")
     table.add_column("iteration", justify="right")
     table.add_column("problem", overflow="fold")
     table.add_column("verdict")
     table.add_column("tokens", justify="right")
-    table.add_column("positions")
-    table.add_column("retained")
+    has_branches = any(row.branches for _, row in rows)
+    for heading in ("positions", "retained") if has_branches else ():
+        table.add_column(heading)
     for number, row in rows:
+        positions = (
+            " ".join(str(branch.position) for branch in row.branches),
+            " ".join(str(branch.position) for branch in row.branches if branch.retained),
+        )
         table.add_row(
             str(number),
             str(row.iteration),
             Text(visible(row.problem_id)),
             _verdict(row.verdict),
             f"{len(row.response_ids) or '–'}{' cut' if row.finish_reason == 'length' else ''}",
-            " ".join(str(branch.position) for branch in row.branches),
-            " ".join(str(branch.position) for branch in row.branches if branch.retained),
+            *(positions if has_branches else ()),
         )
     return table
 
 
-def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> RenderableType:
+def sample_view(
+    number: int, sample: SampleRecord, colouring: Colouring, policy: PolicySettings = GUIDED
+) -> RenderableType:
     """A whole sample: problem, coloured response, branches."""
     head = Text.assemble((f"sample {number}", "bold"), f" · {visible(sample.problem_id)}")
     if sample.tier:
@@ -72,10 +77,14 @@ def sample_view(number: int, sample: SampleRecord, colouring: Colouring) -> Rend
     parts: list[RenderableType] = [head, about, problem, answer, Text()]
     if sample.response_ids:
         parts += [legend(colouring), response_text(colouring)]
+        if framed := framed_words(sample, "Underlined", policy):
+            parts.append(Text(framed, style="dim"))
     elif sample.response:
         parts.append(Text(visible(sample.response)))
     for mark, branch in enumerate(sample.branches, start=1):
-        parts += [Text(), branch_view(mark, branch, sample)]
+        parts += [Text(), branch_view(mark, branch, sample, policy)]
+    if legend_of_branches := branch_legend(sample, policy):
+        parts += [Text(), Text(legend_of_branches, style="dim")]
     return Group(*parts)
 
 
@@ -89,7 +98,7 @@ def legend(colouring: Colouring) -> Text:
 
 
 def response_text(colouring: Colouring) -> Text:
-    """The response's tokens on their colours; probed ones underlined and numbered."""
+    """The response's tokens on their colours; those that the method chose underlined, probed ones numbered."""
     text = Text()
     for token in colouring.tokens:
         text.append(token.text, style=_token_style(colouring, token))
@@ -102,8 +111,8 @@ def mark_symbol(mark: int) -> str:
     return chr(0x2460 + mark - 1) if mark <= 20 else f"({mark})"
 
 
-def branch_view(mark: int, branch: Branch, sample: SampleRecord) -> RenderableType:
-    """One probed position: each candidate's probabilities, target before and after, and its probes."""
+def branch_view(mark: int, branch: Branch, sample: SampleRecord, policy: PolicySettings) -> RenderableType:
+    """One position that was chosen: each candidate's probabilities, target before and after, and its probes."""
     shares = sampled_shares(sample, branch.position)
     state, tone = branch_state(branch)
     head = Text.assemble(
@@ -114,22 +123,27 @@ def branch_view(mark: int, branch: Branch, sample: SampleRecord) -> RenderableTy
     rows: list[RenderableType] = [head, Text(f"  {shares}", style="dim")] if shares else [head]
     if branch.score_parts:
         rows.append(Text("  " + ", ".join(score_parts(branch)), style="dim"))
-    return Group(*rows, candidates_table(branch, sample), *probe_lines(branch))
+    return Group(*rows, candidates_table(branch, sample, policy), *probe_lines(branch))
 
 
-def candidates_table(branch: Branch, sample: SampleRecord) -> Table:
-    """Probabilities of teacher and student, mean reward, and the target before and after the tilt."""
+def candidates_table(branch: Branch, sample: SampleRecord, policy: PolicySettings) -> Table:
+    """Probabilities of teacher and student, mean reward, and the target before and after the tilt.
+
+    Without probes there is neither a reward nor a tilt.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for heading in ("", "candidate", "teacher", "student", "value", "target before", "after"):
+    probed = ("value", "target before", "after") if policy.guided else ("target",)
+    for heading in ("", "candidate", "teacher", "student", *probed):
         table.add_column(heading, justify="right" if heading in ("teacher", "student", "value") else "left")
     for candidate in branch.candidates:
+        value = "–" if candidate.value is None else f"{candidate.value:g}"
+        prior = "–" if candidate.prior is None else Text(bar(candidate.prior, "░"), style="dim")
         table.add_row(
             "▸" if is_sampled(sample, branch, candidate) else "",
             candidate_name(candidate),
             probability(candidate.teacher),
             probability(candidate.student),
-            "–" if candidate.value is None else f"{candidate.value:g}",
-            "–" if candidate.prior is None else Text(bar(candidate.prior, "░"), style="dim"),
+            *((value, prior) if policy.guided else ()),
             "–" if candidate.target is None else Text(bar(candidate.target, "█")),
         )
     return table
@@ -160,7 +174,7 @@ def _verdict(verdict: str) -> Text:
 
 def _token_style(colouring: Colouring, token: TokenView) -> str:
     style = _style(colouring, token.level)
-    return f"bold underline {style}".strip() if token.mark is not None else style
+    return f"bold underline {style}".strip() if token.is_framed else style
 
 
 def _style(colouring: Colouring, level: float) -> str:

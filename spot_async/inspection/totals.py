@@ -22,7 +22,7 @@ class SampleStatistics:
     """What is summed up over all samples, one at a time."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.iterations: set[int] = set()  # that have samples
         self.score_sums = [0.0] * RELATIVE_BINS
         self.score_counts = [0] * RELATIVE_BINS
         self.selected = [0] * RELATIVE_BINS
@@ -31,7 +31,7 @@ class SampleStatistics:
         self.lengths: list[tuple[int, int]] = []  # (iteration, tokens)
 
     def add(self, sample: SampleSummary) -> None:
-        self.count += 1
+        self.iterations.add(sample.iteration)
         length = len(sample.response_ids)
         self.lengths.append((sample.iteration, length))
         for position, score in enumerate((sample.acquisition_score or ())[:length]):
@@ -85,12 +85,19 @@ def stage_names(rows: Rows) -> list[str]:
     return [name for name in names if total(rows, f"stage/{name}/requests")]
 
 
-def stage_slots(config: Mapping[str, Any], stage: str) -> int | None:
-    """What the stage's server takes at once. A reference without a section is served as the student is."""
+def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | None:
+    """What the stage's servers take at once, all together but for those that are `down`.
+
+    A reference without a section is served as the student is. None where the configuration does not say: servers at
+    a `url` were started with slots of their own.
+    """
     role = STAGE_SERVERS.get(stage, "")
     model = config.get(role) or (config.get("student") if role == "reference" else None) or {}
-    slots: int | None = (model.get("backend") or {}).get("slots")
-    return slots
+    backend = model.get("backend") or {}
+    slots: int | None = backend.get("slots")
+    if slots is None or backend.get("url"):
+        return None
+    return slots * max(1, int(backend.get("replicas") or 1) - down)
 
 
 def stage_limit(config: Mapping[str, Any], stage: str) -> int:

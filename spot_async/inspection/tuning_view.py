@@ -10,6 +10,7 @@ from rich.text import Text
 
 from spot_async.inspection import svg
 from spot_async.inspection.report import Plot, Section
+from spot_async.inspection.series import Series, short_number
 from spot_async.tuning.measurement import Ramp
 from spot_async.tuning.recommendation import duration, shares
 from spot_async.tuning.results import Tuning
@@ -41,8 +42,8 @@ def ramp_table(ramp: Ramp) -> RampTable:
     rows = tuple(
         (
             str(level.concurrency),
-            svg.short_number(level.throughput),
-            svg.short_number(level.tokens_per_s),
+            short_number(level.throughput),
+            short_number(level.tokens_per_s),
             duration(level.p50_s),
             duration(level.p95_s),
             str(level.requests),
@@ -89,8 +90,8 @@ def tuning_section(tuning: Tuning) -> Section:
             [(float(level.concurrency), getattr(level, name)) for level in ramp.levels] for name in ("p50_s", "p95_s")
         )
         figures = {
-            "throughput": ("Answers per second.", [svg.Series("", rates)], svg.short_number),
-            "latency": ("Of half of the answers, and of 95 %.", [svg.Series("p50", halves), svg.Series("p95", most)],
+            "throughput": ("Answers per second.", [Series("", rates)], short_number),
+            "latency": ("Of half of the answers, and of 95 %.", [Series("p50", halves), Series("p95", most)],
                         duration),
         }  # fmt: skip
         for what, (note, series, form) in figures.items():

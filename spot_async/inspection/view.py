@@ -6,12 +6,12 @@ The terminal and the page draw the same views. Text that a model wrote passes th
 from __future__ import annotations
 
 import math
-import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from spot_async.inspection.reading import Branch, Candidate, SampleRecord
+from spot_async.text import counted, visible
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # differences beyond have full colour
@@ -21,6 +21,21 @@ SELECTION_TITLES = {  # of policy.selection: what the scores are that chose the 
     "random": "Random scores that chose the positions",
     "entropy": "Teacher entropy, as a share of the largest possible",
 }
+SCORE_NAMES = {"random": "random score", "entropy": "entropy share"}  # likewise, of one token
+PART_LABELS = {  # of `score_parts`, with the method's symbols; policies may record others
+    "score": "score s",
+    "entropy": "entropy H (share of log V)",
+    "mass": "teacher mass C",
+    "coverage": "student mass A",
+    "divergence": "JS",
+    "gap": "gap G",
+}
+PARTS_LEGEND = (
+    "s = H C G, of which policy.score_variant may leave out factors. H: the teacher's entropy as a share of log V. "
+    "C and A: what teacher and student give to the teacher's top candidates together. JS: how differently they share "
+    "it among these, 0 to 1. G: weighted mean of 1 - A and JS, the student's distance from the teacher."
+)
+VALUE_LEGEND = "Value: mean reward of the candidate's probes, 1 where all end correct."
 PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
 PER_TOKEN: tuple[PerToken, ...] = (
     "acquisition_score",
@@ -28,6 +43,27 @@ PER_TOKEN: tuple[PerToken, ...] = (
     "teacher_logprobs",
     "teacher_entropy_nats",
 )
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy's own settings say about its positions, as far as words about them depend on it."""
+
+    selection: str = "score"  # by what it chose them
+    guided: bool = True  # whether each was probed, and its target tilted by what came of that
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> PolicySettings:
+        settings = config.get("policy") or {}
+        return cls(str(settings.get("selection", "score")), bool(settings.get("verifier_guidance", True)))
+
+    @property
+    def chosen(self) -> str:
+        """What became of the positions, in a word."""
+        return "probed" if self.guided else "selected"
+
+
+GUIDED = PolicySettings()
 
 
 @dataclass(frozen=True)
@@ -39,6 +75,7 @@ class TokenView:
     level: float  # -1 to 1: strength of the colour, its sign in diverging palettes
     label: str  # the numbers behind it
     mark: int | None = None  # number of the branch that probes it, from 1
+    is_framed: bool = False  # as those are that the method chose
 
 
 @dataclass(frozen=True)
@@ -58,14 +95,19 @@ def per_token(sample: SampleRecord, name: PerToken) -> list[float | None] | None
     return numbers if numbers is not None and len(numbers) == len(sample.response_ids) else None
 
 
-def colourings(sample: SampleRecord, texts: Sequence[str], selection: str = "score") -> list[Colouring]:
-    """Every way this sample can be coloured, the one its policy is about first. `selection` is the policy's."""
+def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySettings = GUIDED) -> list[Colouring]:
+    """Every way this sample can be coloured, the one its policy is about first."""
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
-    labels = [token_label(sample, position, texts[position]) for position in range(length)]
+    gated = frozenset(sample.gated_positions)
+    name = SCORE_NAMES.get(policy.selection, "score")
+    labels = [token_label(sample, position, texts[position], name) for position in range(length)]
 
     def tokens(levels: Sequence[float]) -> tuple[TokenView, ...]:
-        return tuple(TokenView(t, visible(texts[t]), levels[t], labels[t], marks.get(t)) for t in range(length))
+        return tuple(
+            TokenView(t, visible(texts[t]), levels[t], labels[t], marks.get(t), t in marks or t in gated)
+            for t in range(length)
+        )
 
     found: list[Colouring] = []
     scores, student, teacher, entropy = (per_token(sample, name) for name in PER_TOKEN)
@@ -73,7 +115,7 @@ def colourings(sample: SampleRecord, texts: Sequence[str], selection: str = "sco
     if scores is not None and highest > 0:
         # Scores spread over orders of magnitude; the root keeps the middle ones visible.
         levels = [max(0.0, (score or 0.0) / highest) ** 0.5 for score in scores]
-        title = f"{SELECTION_TITLES.get(selection, 'Acquisition score')} (root scale)"
+        title = f"{SELECTION_TITLES.get(policy.selection, 'Acquisition score')} (root scale)"
         found.append(Colouring("score", title, "0", f"{highest:.3g}", tokens(levels)))
     if teacher is not None and student is not None:
         advantages = [0.0 if t is None or s is None else t - s for t, s in zip(teacher, student, strict=True)]
@@ -105,7 +147,7 @@ def remarks(sample: SampleRecord) -> list[str]:
     """What concerns the whole response."""
     tokens = len(sample.response_ids)
     found = [f"iteration {sample.iteration}" + (f", weights {visible(sample.version)}" if sample.version else "")]
-    recorded = f"{tokens} token{'' if tokens == 1 else 's'}" if tokens else "no tokens recorded (response_ids)"
+    recorded = counted(tokens, "token") if tokens else "no tokens recorded (response_ids)"
     found.append(recorded + (f", ended by {visible(sample.finish_reason)}" if sample.finish_reason else ""))
     for name in PER_TOKEN:
         numbers = getattr(sample, name)
@@ -118,6 +160,15 @@ def remarks(sample: SampleRecord) -> list[str]:
     return found
 
 
+def framed_words(sample: SampleRecord, framed: str, policy: PolicySettings = GUIDED) -> str:
+    """What it means that tokens are `framed`, as the terminal or the page draws it; empty where none is."""
+    if sample.branches:
+        return f"{framed} and numbered: the positions that were {policy.chosen}."
+    if sample.gated_positions:
+        return f"{framed}: the positions whose gate was open, the teacher's entropy being above policy.tau_nats."
+    return ""
+
+
 def branch_state(branch: Branch) -> tuple[str, str]:
     """What became of a probed position, in words, and the verdict whose colour it has."""
     doubt = "" if branch.certain else " (chosen by midpoints, not certain)"
@@ -128,13 +179,13 @@ def branch_state(branch: Branch) -> tuple[str, str]:
     return f"left out: nothing correct here{doubt}", "quiet"
 
 
-def token_label(sample: SampleRecord, position: int, text: str) -> str:
+def token_label(sample: SampleRecord, position: int, text: str, score_name: str = "score") -> str:
     """All numbers of one token, in words."""
     parts = [f"position {position}", f"“{visible(text)}”"]
     arrays = (per_token(sample, name) for name in PER_TOKEN)
     score, student, teacher, entropy = (None if array is None else array[position] for array in arrays)
     if per_token(sample, "acquisition_score") is not None:
-        parts.append("masked" if score is None else f"score {score:.4g}")
+        parts.append("masked" if score is None else f"{score_name} {score:.4g}")
     if student is not None:
         parts.append(f"log student {student:.3f}")
     if teacher is not None:
@@ -146,25 +197,6 @@ def token_label(sample: SampleRecord, position: int, text: str) -> str:
     if entropy is not None:
         parts.append(f"teacher entropy {entropy:.3f} nats")
     return " · ".join(parts)
-
-
-def visible(text: str) -> str:
-    """Text whose every character shows: control and direction characters become symbols.
-
-    A terminal obeys escape sequences and a browser obeys direction overrides, whoever wrote them.
-    """
-    return "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    if character in "\n\t":
-        return character
-    category = unicodedata.category(character)
-    if category == "Cc":
-        return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "�"
-    if category in ("Cf", "Cs", "Zl", "Zp") and character != "\u200d":  # the joiner makes emoji, and harms nobody
-        return "�"
-    return character
 
 
 def shortened(text: str, head: int = 160, tail: int = 240) -> str:
@@ -184,11 +216,18 @@ def sampled_shares(sample: SampleRecord, position: int) -> str:
 
 
 def score_parts(branch: Branch) -> list[str]:
-    """The factors of a position's score, each with its name."""
+    """What a position's score is made of, each part with its name."""
     return [
-        f"{visible(name)} {'–' if value is None else format(value, '.3g')}"
+        f"{PART_LABELS.get(name) or visible(name)} {'–' if value is None else format(value, '.3g')}"
         for name, value in branch.score_parts.items()
     ]
+
+
+def branch_legend(sample: SampleRecord, policy: PolicySettings = GUIDED) -> str:
+    """What the numbers of this sample's branches are; empty where there are none."""
+    scored = any(branch.score_parts.keys() & PART_LABELS for branch in sample.branches)
+    parts = [PARTS_LEGEND] * scored + [VALUE_LEGEND] * (policy.guided and bool(sample.branches))
+    return " ".join(parts)
 
 
 def is_sampled(sample: SampleRecord, branch: Branch, candidate: Candidate) -> bool:

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Self
 
-from spot_async.concurrency import gather
+from spot_async.concurrency import gather, settle
 from spot_async.config import ServingConfig
+from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import RequestError, SpotError
 from spot_async.protocols import Sleeper
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
@@ -19,7 +20,7 @@ from spot_async.replicas.dispatcher import Dispatcher
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
 from spot_async.replicas.service_pool import Errand, Lease
-from spot_async.replicas.supervisor import CAPABILITIES_TIMEOUT_S, Supervisor
+from spot_async.replicas.supervisor import Supervisor
 from spot_async.replicas.weights import Weights
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
@@ -79,7 +80,7 @@ class ReplicaPool(Generic[B]):
         await self._leave()
 
     async def _leave(self) -> None:
-        await gather(replica.leave() for replica in self._replicas)
+        await settle(replica.leave() for replica in self._replicas)
 
     @property
     def replicas(self) -> Sequence[ReplicaStatus]:

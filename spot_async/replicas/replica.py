@@ -293,7 +293,9 @@ class HeldLease(Generic[B]):
         return self._reason is not None
 
     def revoke(self, reason: str) -> None:
-        self._reason = self._reason or reason
+        if self._reason is not None:  # it takes its time to end: another incident meanwhile changes nothing for it
+            return
+        self._reason = reason
         if self._is_entered:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 

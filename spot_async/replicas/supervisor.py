@@ -17,6 +17,7 @@ from typing import Generic
 import structlog
 
 from spot_async.config import ServingConfig
+from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import (
     BudgetSpentError,
     DeadlineExceededError,
@@ -34,10 +35,10 @@ from spot_async.replicas.weights import Weights
 
 LONGEST_PING_S = 10.0  # for a machine that swaps
 PING_INTERVAL_S = 1.0
-LONGEST_PAUSE_S = 30.0  # between attempts to enter it
+FIRST_PAUSE_S = 1.0  # between attempts to enter it; doubles
+LONGEST_PAUSE_S = 30.0
 LAST_WORDS_S = 10.0  # SGLang looks for its reasons for five
 RESTARTS_WITHIN_S = 3600.0
-CAPABILITIES_TIMEOUT_S = 60.0
 
 
 class Supervisor(Generic[B]):
@@ -176,7 +177,8 @@ class Supervisor(Generic[B]):
         return True
 
     async def _enter_again(self, error: SpotError) -> None:
-        for attempt in itertools.count():
+        pause_s = FIRST_PAUSE_S
+        for attempt in itertools.count(1):
             if self._are_ours:
                 await self._take_a_restart(error)
             try:
@@ -186,9 +188,10 @@ class Supervisor(Generic[B]):
             except (BudgetSpentError, StorageError):  # which no other server can change
                 raise
             except SpotError as again:
-                self._log.warning("replica cannot be entered", error=str(again), attempt=attempt + 1)
+                self._log.warning("replica cannot be entered", error=str(again), attempt=attempt)
                 error = self._replica.last_error = again
-                await asyncio.sleep(min(LONGEST_PAUSE_S, 2.0**attempt))
+                await asyncio.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2.0 * pause_s)
             else:
                 self._replica.life.move(State.SERVING, _now_s())
                 return

@@ -9,6 +9,7 @@ import asyncio
 from typing import Generic
 
 from spot_async.concurrency import gather
+from spot_async.deadlines import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.errors import ConfigError, DeadlineExceededError, ProcessDiedError, RequestError, TransientError
 from spot_async.protocols import WeightSink
 from spot_async.replicas.dispatcher import Dispatcher
@@ -17,7 +18,6 @@ from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.service_pool import Errand
 from spot_async.types import WeightSnapshot
 
-TIMEOUT_S = 600.0  # of a replica on its return
 UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})
 
 
@@ -52,7 +52,7 @@ class Weights(Generic[B]):
     async def catch_up(self, replica: Replica[B]) -> None:
         """Send a replica that is out of rotation what it lacks, also what becomes newest meanwhile."""
         while self._newest is not None and replica.life.version != self._newest.version:
-            await _send(replica, self._newest, _now_s() + TIMEOUT_S)
+            await _send(replica, self._newest, _now_s() + WEIGHT_UPDATE_TIMEOUT_S)
 
     async def _update(self, replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> RequestError | None:
         """The error that it missed them for."""

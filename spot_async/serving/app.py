@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from spot_async import wire
 from spot_async.errors import DeadlineExceededError, PermanentError, ServerRestartedError, SpotError
 from spot_async.serving import api, openai_api
+from spot_async.serving.disconnect import ClientGone, while_connected
 from spot_async.serving.openai_app import unauthorized
 from spot_async.serving.replies import Replies
 from spot_async.serving.worker import EngineWorker
@@ -92,23 +93,13 @@ async def _decode(request: Request, kind: type[T]) -> T:
 
 async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> Response:
     """The future's result as a response; cancels it when the client is gone or `timeout_s` is over."""
-    result = asyncio.wrap_future(future)
     try:
-        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-            watcher = group.create_task(_cancel_when_gone(request, future))
-            await asyncio.wait([result])
-            watcher.cancel()
+        async with asyncio.timeout(timeout_s):
+            return _reply(await while_connected(request.receive, asyncio.wrap_future(future)))
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
     except TimeoutError:
         raise DeadlineExceededError(f"{request.url.path}: not answered in {timeout_s:.3g} s") from None
-    finally:
-        result.cancel()
-    return Response(status_code=CLIENT_GONE) if result.cancelled() else _reply(result.result())
-
-
-async def _cancel_when_gone(request: Request, future: Future[Any]) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    future.cancel()
 
 
 def _reply(message: object, status: int = 200) -> Response:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable
+from typing import NoReturn, TypeVar
 
 from starlette.types import Receive
 
-from spot_async.concurrency import first_error
+from spot_async.concurrency import while_alive
 
 T = TypeVar("T")
 
@@ -17,19 +16,12 @@ class ClientGone(Exception):
     """The client hung up: there is nobody left to answer."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; cancels it and raises `ClientGone` when the client hangs up before it is done.
 
     The request's body must have been read from `receive`.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(_raise_when_gone(receive))
-            result = await work
-            watcher.cancel()
-    except BaseExceptionGroup as failures:
-        raise first_error(failures) from None
-    return result
+    return await while_alive(work, lambda: _raise_when_gone(receive))
 
 
 async def _raise_when_gone(receive: Receive) -> NoReturn:

@@ -21,7 +21,7 @@ from spot_async.spending.rate_limit import LEASED, Grant, RateLimiter
 FREE = Prices()
 
 
-class Ledger(msgspec.Struct, kw_only=True):
+class SpendingLedger(msgspec.Struct, kw_only=True):
     """Requests to one endpoint so far, and what they took."""
 
     requests: int = 0  # sent
@@ -39,7 +39,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     unknown_tokens: int = 0  # at most
     unknown_money: float = 0.0  # at most
 
-    def add(self, other: Ledger) -> None:
+    def add(self, other: SpendingLedger) -> None:
         for name in self.__struct_fields__:
             if name != "failed":
                 setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -68,7 +68,7 @@ class Account:
         self.tokens_per_minute = tokens_per_minute
         self.is_limited = requests_per_minute is not None or tokens_per_minute is not None
         self.rate_limit = RateLimiter(requests_per_minute, tokens_per_minute)
-        self.ledgers: dict[str, Ledger] = {}  # by server
+        self.ledgers: dict[str, SpendingLedger] = {}  # by server
         self._reserved_money = 0.0  # by what is in flight
         self._reserved_tokens = 0
         self._settled = asyncio.Event()  # something in flight has come to its end
@@ -84,9 +84,9 @@ class Account:
         return (self.prices or FREE).currency
 
     @property
-    def total(self) -> Ledger:
+    def total(self) -> SpendingLedger:
         """Of all endpoints."""
-        total = Ledger()
+        total = SpendingLedger()
         for each in self.ledgers.values():
             total.add(each)
         return total
@@ -113,7 +113,7 @@ class Account:
             raise
         rate_limit.send(asyncio.get_running_loop().time(), grant)
         charge = Charge(size)
-        ledger = self.ledgers.setdefault(server, Ledger())
+        ledger = self.ledgers.setdefault(server, SpendingLedger())
         try:
             yield charge
         except BaseException as error:
@@ -194,7 +194,7 @@ class Account:
             f"request may take {next_one}; raise it, or go on with what is saved"
         )
 
-    def _book(self, ledger: Ledger, charge: Charge) -> Usage:
+    def _book(self, ledger: SpendingLedger, charge: Charge) -> Usage:
         used = charge.stated or charge.size.counted
         ledger.answered += 1
         ledger.uncounted += charge.stated is None
@@ -205,7 +205,9 @@ class Account:
         ledger.money += (self.prices or FREE).cost(used)
         return used
 
-    def _book_failure(self, ledger: Ledger, error: BaseException, charge: Charge, at_most: Usage, money: float) -> None:
+    def _book_failure(
+        self, ledger: SpendingLedger, error: BaseException, charge: Charge, at_most: Usage, money: float
+    ) -> None:
         kind = type(error).__name__
         ledger.failed[kind] = ledger.failed.get(kind, 0) + 1
         if charge.was_sent and not isinstance(error, PermanentError | ThrottledError):  # which nobody bills

@@ -23,6 +23,7 @@ from spot_async.preflight import TrainPlan, sleeps_while_training
 from spot_async.spending.device_memory import (
     CONTEXT_GIB,
     DEVICE_GIB,
+    GIB,
     LOGITS_GIB,
     USABLE_GIB,
     DeviceMemory,
@@ -48,7 +49,6 @@ from spot_async.spending.work import (
 )
 
 SERVER_FRACTION = 0.9  # of the device that servers take when not told otherwise, about
-GIB = float(1 << 30)
 
 
 @dataclass(frozen=True)

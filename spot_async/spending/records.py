@@ -17,17 +17,17 @@ import msgspec
 from spot_async.errors import DataError, RequestError
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
-from spot_async.spending.account import FREE, Account, Ledger
+from spot_async.spending.account import FREE, Account, SpendingLedger
 from spot_async.types import Prompt
 from spot_async.vocabulary import first_line
 
 FILE = "spending.jsonl"
 RESPONSES = 64  # between two rows of an evaluation by itself
-# Of `Ledger`, what is written to metrics.jsonl: the rest is in `traffic/<role>/...`.
+# Of `SpendingLedger`, what is written to metrics.jsonl: the rest is in `traffic/<role>/...`.
 METRICS = ("requests", "answered", "uncounted", "money", "unknown", "unknown_tokens", "unknown_money")
 
 
-class _Row(Ledger, kw_only=True):
+class _Row(SpendingLedger, kw_only=True):
     role: str
     server: str
     currency: str = FREE.currency
@@ -71,8 +71,8 @@ class SpendingLog:
                         f"{path}:{number}: {row.money:g} {row.currency} are spent, and {row.role}.backend.prices are "
                         f"in {now} now: set currency back, or begin in another run.directory"
                     )
-                found = {name: getattr(row, name) for name in Ledger.__struct_fields__}
-                self._accounts[row.role].ledgers[row.server] = Ledger(**found)
+                found = {name: getattr(row, name) for name in SpendingLedger.__struct_fields__}
+                self._accounts[row.role].ledgers[row.server] = SpendingLedger(**found)
 
     def write(self, iteration: int | None = None) -> None:
         """`None` is the end of the run."""

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from spot_async.config import TeacherConfig
-from spot_async.errors import ConfigError, ReplayMissError
+from spot_async.errors import ConfigError, DataError, ReplayMissError
 from spot_async.model_files import ModelFiles
 from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
@@ -129,6 +129,20 @@ def _computation(teacher: TeacherConfig) -> list[Any]:
     launch = getattr(server, "launch", None)
     launched = None if launch is None else [launch.dtype, launch.arguments, launch.environment]
     return [getattr(server, "dtype", None), getattr(server, "fast_path", None), launched]
+
+
+def teacher_model(teacher: TeacherConfig) -> str:
+    """Which model writes, whoever serves it and however: of its directory the contents, of a server the name.
+
+    Raises DataError when the weights cannot be read.
+    """
+    try:
+        weights = weights_digest(Path(teacher.model)).hex()
+    except OSError as error:
+        raise DataError(f"teacher.model: cannot read {error.filename}: {error.strerror}") from None
+    names = [getattr(teacher.backend, "served_model", None), getattr(teacher.backend, "request_fields", None)]
+    said = msgspec.json.encode([weights, *names], order="deterministic")
+    return hashlib.blake2b(said, digest_size=16).hexdigest()
 
 
 def weights_digest(directory: Path) -> bytes:

@@ -22,10 +22,10 @@ from rich.text import Text
 from spot_async.errors import RequestError
 from spot_async.evaluation.figures import Estimate
 from spot_async.evaluation.results import EvaluationResult, paired_change
-from spot_async.inspection.view import visible
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.run_log import mean_metrics
+from spot_async.text import visible
 from spot_async.timeline import busiest
 from spot_async.types import Prompt, Verdict
 

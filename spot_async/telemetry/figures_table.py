@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, Figures
-from spot_async.inspection.view import visible
+from spot_async.text import visible
 from spot_async.types import Verdict
 
 NOT_JUDGED = (Verdict.TIMEOUT, Verdict.ERROR)

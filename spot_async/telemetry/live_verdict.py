@@ -10,15 +10,17 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import structlog
 
 from spot_async.actor import Stage
-from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, Verdict, judge, stage_load
+from spot_async.inspection.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import ReplicaStatus
 from spot_async.stages import STAGE_SERVERS
+from spot_async.telemetry.replica_metrics import Pool
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
 
 PHASE_OF_WAIT: dict[str, Phase] = {
@@ -30,38 +32,9 @@ PHASE_OF_WAIT: dict[str, Phase] = {
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
 
 
-class ReplicaState(Protocol):
-    """What is read of a pool's replica."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    @property
-    def limit(self) -> int:
-        """Requests that it is sent at a time."""
-        ...
-
-    @property
-    def restarts(self) -> int: ...
-
-
-@runtime_checkable
-class Replicated(Protocol):
-    """A backend that is a pool."""
-
-    @property
-    def replicas(self) -> Sequence[ReplicaState]: ...
-
-
-def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaState]]:
+def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaStatus]]:
     """Of those backends, by role, that are pools."""
-    return {role: each.replicas for role, each in backends.items() if isinstance(each, Replicated)}
+    return {role: each.replicas for role, each in backends.items() if isinstance(each, Pool)}
 
 
 def replica_lines(backends: Mapping[str, object]) -> list[str]:
@@ -148,12 +121,11 @@ class LiveVerdict:
         *,
         every_s: float,
         batch_size: int,
-        replicas: Callable[[], Mapping[str, Sequence[ReplicaState]]] = dict,
-        slots: Mapping[str, int] | None = None,
+        replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict,
+        slots: Callable[[str, int], int | None] = lambda stage, down: None,
     ) -> None:
-        """`replicas` by role, as their pools have them now; `slots` by stage, of each of its servers that says so.
-
-        Made on the running loop.
+        """`replicas` by role, as their pools have them now; `slots` says what a stage's servers
+        take at once without so many that are down. Made on the running loop.
         """
         now_s = asyncio.get_running_loop().time()
         self._orchestrator = orchestrator
@@ -161,7 +133,7 @@ class LiveVerdict:
         self._every_s = every_s
         self._batch_size = batch_size
         self._replicas = replicas
-        self._slots = slots or {}
+        self._slots = slots
         self._clock = TrainerClock(orchestrator.stages.all, now_s)
         self._read_s = now_s
         self._readings = self._read(now_s)
@@ -176,7 +148,7 @@ class LiveVerdict:
                 self._say(verdict.brief)
                 structlog.get_logger().info("bottleneck", verdict=verdict.sentence, advice=verdict.advice)
 
-    def judge(self) -> Verdict:
+    def judge(self) -> BottleneckVerdict:
         """On the time since the last one."""
         now_s = asyncio.get_running_loop().time()
         phases, waited_for = self._clock.take(PHASE_OF_WAIT.get(self._orchestrator.state.waiting_for), now_s)
@@ -214,15 +186,12 @@ class LiveVerdict:
         in_flight, queued = stage_load(
             after.busy_s - before.busy_s, after.queued_s - before.queued_s, waited_for[stage.name], limit
         )
-        slots = self._slots.get(stage.name)
-        if slots is not None and server is not None:
-            slots *= max(1, server.replicas - server.down)
         answered, sent = after.answered - before.answered, after.sent - before.sent
         return StageUse(
             in_flight,
             queued,
             limit,
-            slots,
+            self._slots(stage.name, 0 if server is None else server.down),
             asked_per_s=(after.asked - before.asked) / elapsed_s,
             latency_s=(after.answered_busy_s - before.answered_busy_s) / answered if answered else None,
             throttled_share=min(1.0, (after.throttled - before.throttled) / sent) if sent > 0 else 0.0,
@@ -232,7 +201,7 @@ class LiveVerdict:
         return {stage.name: StageReading.of(stage, now_s) for stage in self._orchestrator.stages.all}
 
 
-def server_use(replicas: Sequence[ReplicaState]) -> ServerUse:
+def server_use(replicas: Sequence[ReplicaStatus]) -> ServerUse:
     """Of one role's."""
     up = [each for each in replicas if each.state not in DOWN]
     return ServerUse(len(replicas), len(replicas) - len(up), sum(each.limit for each in up))

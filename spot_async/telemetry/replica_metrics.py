@@ -10,7 +10,7 @@ from spot_async.replicas.replica import ReplicaStatus
 
 @runtime_checkable
 class Pool(Protocol):
-    """What is read of a role's backend."""
+    """A backend that stands for several servers, as far as it is read here and by `live_verdict`."""
 
     @property
     def replicas(self) -> Sequence[ReplicaStatus]: ...

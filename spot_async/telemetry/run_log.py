@@ -17,8 +17,9 @@ from typing import Any, TextIO, cast
 import msgspec
 import structlog
 
+from spot_async.concurrency import leaves
 from spot_async.dead_letters import FILE_NAME, dead_letter
-from spot_async.errors import FailureClass, RequestError
+from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
@@ -205,6 +206,10 @@ def log_events_to(path: Path) -> Iterator[None]:
         )
         try:
             yield
+        except Exception as error:
+            if any(isinstance(each, PluginError) for each in leaves(error)):  # people get one line of it
+                structlog.get_logger().error("plug-in at fault", exc_info=error)
+            raise
         finally:
             structlog.reset_defaults()
             if before is not None:

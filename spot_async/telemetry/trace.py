@@ -1,8 +1,9 @@
 """Writes a run's timeline as `trace.json`, in Chrome's trace-event format: open it in ui.perfetto.dev.
 
-Tracks: the trainer (iterations; its phases, with the stage it waited for), the prompts' coroutines, and
-each stage's requests, on as many lanes as were busy at once. An arrow leads from a prompt to the
-training step it ended in. Counters: what waits and is in flight, finished supervision, tokens a second.
+Tracks: the trainer (iterations; its phases, with the stage it waited for), the prompts' coroutines, each
+server (requests in flight, of all stages), and each stage's requests, on as many lanes as were busy at once;
+of stages and servers those that had something to do. An arrow leads from a prompt to the training step it
+ended in. Counters: what waits and is in flight, finished supervision, tokens a second.
 
 The file is a JSON array written as the run goes. The format lets the closing bracket be missing, so
 a killed run's file opens as well. Long runs thin out: requests of every iteration until the first
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -34,7 +36,7 @@ COUNTER_INTERVAL_S = 0.05
 RATE_INTERVAL_S = 0.5
 
 # Process ids, which stand for groups of tracks; far from thread ids, as equal ones would be drawn as main threads.
-TRAINER, PROMPTS, FIRST_STAGE = 1001, 1002, 1003
+TRAINER, PROMPTS, SERVERS, FIRST_STAGE = 1001, 1002, 1003, 1004
 ITERATIONS, PHASES = 1, 2  # thread ids of the trainer
 
 
@@ -124,6 +126,8 @@ class TraceRecorder:
         self._queue = queue
         self._lanes: dict[int, Lanes] = {}
         self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(stages.all)}
+        self._used: set[str] = set()  # stages that were asked something
+        self._servers: set[str] = set()  # that were
         self._counters = Counters(file)
         self._recorded = True  # whether requests of the running iteration are
         self._stride = 1
@@ -134,8 +138,6 @@ class TraceRecorder:
         self._name_thread(TRAINER, ITERATIONS, "iterations")
         self._name_thread(TRAINER, PHASES, "trainer")
         self._name_process(PROMPTS, "prompts")
-        for name, process_id in self._process_ids.items():
-            self._name_process(process_id, f"{STAGE_SERVERS[name]}: {name}" if name in STAGE_SERVERS else name)
 
     def request_ended(self, span: RequestSpan) -> None:
         if not self._recorded:
@@ -151,7 +153,9 @@ class TraceRecorder:
             args["part"] = rest
         if span.outcome != "done":
             args["outcome"] = span.outcome
-        self._slice(self._process_ids[span.stage], None, f"{span.stage} {ordinal}", span.started_s, span.ended_s, args)
+        if span.replica:
+            args["server"] = span.replica
+        self._slice(self._process_of(span.stage), None, f"{span.stage} {ordinal}", span.started_s, span.ended_s, args)
 
     def prompt_ended(self, span: PromptSpan) -> None:
         if not self._recorded:
@@ -224,12 +228,28 @@ class TraceRecorder:
     def _count(self, at_s: float) -> None:
         """Counters as they are now, true since `at_s`."""
         at = microseconds(at_s)
+        at_servers: Counter[str] = Counter()
         for stage in self._stages.all:
-            values = {"in flight": stage.in_flight, "waiting": stage.waiting}
-            self._counters.set(self._process_ids[stage.name], stage.name, at, values)
+            if stage.open or stage.name in self._used:
+                values = {"in flight": stage.in_flight, "waiting": stage.waiting}
+                self._counters.set(self._process_of(stage.name), stage.name, at, values)
+            at_servers.update(request.replica for request in stage.open if request.replica)
+        if at_servers and not self._servers:
+            self._name_process(SERVERS, "servers")
+        self._servers |= at_servers.keys()
+        for name in sorted(self._servers):
+            self._counters.set(SERVERS, name, at, {"in flight": at_servers[name]})
         self._counters.set(TRAINER, "finished supervision", at, {"prompts": len(self._queue)})
         self._counters.set_rate(PROMPTS, "tokens generated", at_s, self._stages.tokens_generated)
         self._counters.looked_s = at_s
+
+    def _process_of(self, stage: str) -> int:
+        """Named when it is first used: a policy does not ask every stage, and empty tracks say nothing."""
+        process_id = self._process_ids[stage]
+        if stage not in self._used:
+            self._used.add(stage)
+            self._name_process(process_id, f"{STAGE_SERVERS[stage]}: {stage}" if stage in STAGE_SERVERS else stage)
+        return process_id
 
     def _name_process(self, process_id: int, name: str) -> None:
         self._metadata("process_name", process_id, 0, {"name": name})

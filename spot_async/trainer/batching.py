@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spot_async.alignment import decision_rows
 from spot_async.errors import TrainerError
+from spot_async.feed_guard import check_arrays
 from spot_async.types import SoftTargets, Supervision
 
 
@@ -199,38 +200,12 @@ def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool)
 
     Values are not looked at: what is not finite is found by its effect, whatever its source.
     """
-    tokens = len(sample.response_ids)
-    per_token = {
-        "behavior_logprobs": sample.behavior_logprobs,
-        "teacher_logprobs": sample.teacher_logprobs,
-        "advantages": sample.advantages,
-        "reference_logprobs": sample.reference_logprobs,
-        "policy_mask": sample.policy_mask,
-    }
-    problems = [
-        f"{name} has shape {array.shape}, its response {tokens} tokens"
-        for name, array in per_token.items()
-        if array is not None and array.shape != (tokens,)
-    ]
-    if not tokens or not len(sample.prompt_ids):
-        problems.append("its prompt or response is empty")
-    if sample.teacher_logprobs is not None and sample.advantages is not None:
-        problems.append("it carries both teacher_logprobs and advantages")
-    if needs_reference and sample.reference_logprobs is None:
-        problems.append("training.reference_kl is set but it has no reference_logprobs")
-    ids = [sample.prompt_ids, sample.response_ids]
-    if (soft := sample.soft_targets) is not None:
-        ids.append(soft.token_ids.ravel())
-        per_position = (soft.positions, soft.weights, soft.offsets)
-        shapes = {array.shape for array in per_position if array is not None}
-        if len(shapes | {soft.token_ids.shape[:1]}) > 1 or soft.token_ids.shape != soft.probabilities.shape:
-            problems.append("the arrays of its soft_targets have different lengths")
-        elif len(soft.positions) and not 0 <= soft.positions.min() <= soft.positions.max() < tokens:
-            problems.append(f"a soft target lies outside its {tokens} response positions")
-    if any(len(array) and not 0 <= array.min() <= array.max() < vocab_size for array in ids):
-        problems.append(f"a token id lies outside the student's vocabulary of {vocab_size}")
-    if problems:
-        raise TrainerError(f"sample {name_of(sample)} cannot be trained: {'; '.join(problems)}")
+    try:
+        check_arrays(sample, vocab_size)
+        if needs_reference and sample.reference_logprobs is None:
+            raise ValueError("training.reference_kl is set but it has no reference_logprobs")
+    except ValueError as found:
+        raise TrainerError(f"sample {name_of(sample)} cannot be trained: {found}") from None
 
 
 def name_of(sample: Supervision) -> str:

@@ -32,20 +32,24 @@ class BatchFeed:
 
     def next(self) -> Batch:
         """Wait for the next batch. Raises `TrainerError` when it is not the iteration that is due."""
-        batch = wire.decode(broadcast_bytes(None if self._socket is None else self._receive(self._socket)), Batch)
+        if self._socket is None:
+            batch = wire.decode(broadcast_bytes(None), Batch)
+        else:
+            frame, batch = self._receive(self._socket)
+            broadcast_bytes(frame)
         due = 0 if self._last is None else self._last.iteration + 1
         if batch.iteration != due:
             raise TrainerError(f"the trainer was given iteration {batch.iteration}, but iteration {due} is due")
         return batch
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> bytes:
-        """The next batch that has not been trained yet, acknowledged."""
+    def _receive(self, socket: zmq.Socket[bytes]) -> tuple[bytes, Batch]:
+        """The next batch that has not been trained yet, acknowledged; and as it arrived."""
         while True:
             frame = socket.recv()
-            iteration = wire.decode(frame, Batch).iteration
-            self._say(Accepted(iteration))
-            if self._last is None or iteration != self._last.iteration:
-                return frame
+            batch = wire.decode(frame, Batch)
+            self._say(Accepted(batch.iteration))
+            if self._last is None or batch.iteration != self._last.iteration:
+                return frame, batch
             self._say(self._last)
 
     def trained(self, iteration: int, report: TrainReport) -> None:

@@ -19,6 +19,9 @@ from torch import Tensor
 
 LossAggregation = Literal["sequence_mean", "token_mean"]
 
+MAX_LOG_RATIO_NATS = 20.0  # both limits are verl's (`kl_penalty` of its core_algos.py)
+MAX_REFERENCE_KL_NATS = 10.0  # per token
+
 
 def clipped_policy_loss(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, clip: float, dual_clip: float | None = None
@@ -116,10 +119,12 @@ def soft_target_loss(candidate_logprobs: Tensor, targets: Tensor) -> Tensor:
 def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """The k3 estimate `r - 1 - log r`, `r = pi_ref / pi_theta`, of KL(pi_theta || pi_ref) per token, in nats.
 
-    Non-negative token by token, and unbiased for tokens sampled from pi_theta.
+    Non-negative token by token, and unbiased for tokens sampled from pi_theta, up to `MAX_REFERENCE_KL_NATS`. A token
+    beyond it (`log r` above 2.6 or below -11) counts as that much and has no gradient, as in verl's `low_var_kl`.
     """
-    log_ratio = reference_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    # The first limit changes no value: without it an overflow would turn the zero gradient into NaN.
+    log_ratio = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_REFERENCE_KL_NATS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The ranks' process group, and how the student is spread over it: `Replicated` or `Sharded`.
+"""The ranks' process group, and how the student is spread over it: `ReplicatedStrategy` or `ShardedStrategy`.
 
 A `Strategy` is all that training asks of either. All ranks call it alike, and make as many forward and
 backward passes, for sharded ones wait for each other in each layer. Gradients are summed, never
@@ -145,7 +145,7 @@ class Strategy(ABC):
         return values
 
 
-class Replicated(Strategy):
+class ReplicatedStrategy(Strategy):
     """Every rank holds the whole student and its optimiser state, and steps it alike. bfloat16 is autocast."""
 
     def prepare(
@@ -174,7 +174,7 @@ class Replicated(Strategy):
         return module.state_dict()
 
 
-class Sharded(Strategy):
+class ShardedStrategy(Strategy):
     """FSDP2: every rank holds its part of parameters, gradients and optimiser state, all in float32.
 
     A layer's parameters are gathered (in bfloat16 where that is the dtype) while it computes; embedding and output
@@ -217,4 +217,4 @@ class Sharded(Strategy):
 
 def strategy_of(training: TrainingConfig) -> Strategy:
     """The one that `training.sharding` names."""
-    return Sharded() if training.sharding == "fsdp2" else Replicated()
+    return ShardedStrategy() if training.sharding == "fsdp2" else ReplicatedStrategy()

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from spot_async.errors import TrainerError
+from spot_async.weight_files import delete_weights
 
 # What comes along from the initial student: tokenizer, chat template and generation settings.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
@@ -57,7 +58,7 @@ class WeightPublisher:
             shutil.rmtree(partial, ignore_errors=True)
             raise TrainerError(self._describe(error, final)) from error
         for old in self._published()[: -self._keep]:
-            shutil.rmtree(old)
+            delete_weights(old)  # one that stays is tried again after the next step
 
     def _write(self, model: Any, state: dict[str, Tensor], directory: Path) -> None:
         for file in sorted(self._student_directory.iterdir()):

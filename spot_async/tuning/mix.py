@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from spot_async.concurrency import gather
+from spot_async.end_tokens import EndTokens
 from spot_async.protocols import Policy, PromptStages
 from spot_async.stages import STAGE_SERVERS, Stages
 from spot_async.types import (
@@ -75,6 +76,10 @@ class NotedStages:
     @property
     def teacher(self) -> Capabilities | None:
         return self._stages.teacher
+
+    @property
+    def ends(self) -> EndTokens:
+        return self._stages.ends
 
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.decode(token_ids)

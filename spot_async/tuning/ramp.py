@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from spot_async.actor import Stage
 from spot_async.config import StagesConfig
 from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError
-from spot_async.replicas.service_pool import pool_of
 from spot_async.retry import RetryPolicy
-from spot_async.stages import STAGE_SERVERS, Stages
+from spot_async.stages import STAGE_SERVERS
 from spot_async.tuning.knee import knee, next_concurrency
 from spot_async.tuning.measurement import Ending, Level, Ramp, StageLoad
 from spot_async.tuning.mix import Request
@@ -58,29 +56,11 @@ class NoRetries(RetryPolicy, frozen=True):
         return None
 
 
-def without_limits(stages: Stages, config: StagesConfig) -> None:
-    """Let every stage send at once, and once: from now on a ramp decides how much is in flight."""
-    services = stages.services
-    service_of = {
-        "rollout": services.generator,
-        "score": services.scorer,
-        "candidates": services.candidate_scorer,
-        "probe": services.generator,
-        "verify": services.verifier,
-        "teacher_response": services.teacher_generator,
-        "reference": services.reference,
-    }
-    for name, service in service_of.items():
-        unlimited: Stage[Any] = Stage(
-            name,
-            pool_of(service),
-            concurrency=1 << 30,
-            timeout_s=getattr(config, name).timeout_s,
-            retry=NoRetries(attempts=1),
-            mailbox_capacity=1,
-            jitter=float,
-        )
-        setattr(stages, name, unlimited)
+def without_limits(stages: StagesConfig) -> StagesConfig:
+    """Stages that send at once; with `NoRetries` once, too: a ramp decides how much is in flight."""
+    sections = dict(stages) | {"score": stages.score.model_copy(update={"hedge_after_s": None})}
+    unlimited = {name: section.model_copy(update={"concurrency": 1 << 30}) for name, section in sections.items()}
+    return stages.model_copy(update=unlimited)
 
 
 class Answer(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from spot_async.config import Config, ModelConfig
+from spot_async.stages import requests_per_prompt
 from spot_async.tuning.measurement import Level, Ramp
 from spot_async.types import PolicyNeeds
 
@@ -41,17 +42,8 @@ class Conclusions(msgspec.Struct, frozen=True, kw_only=True):
 
 def demands(config: Config, needs: PolicyNeeds) -> dict[str, int]:
     """Requests that each stage can have at most, waiting or in flight: those of all prompts that run at a time."""
-    prompts, samples, probes = config.queue_capacity_prompts, needs.samples_per_prompt, needs.probes_per_prompt
-    per_prompt = {
-        "rollout": samples,
-        "score": samples,
-        "candidates": samples,
-        "probe": probes,
-        "verify": samples + probes,
-        "teacher_response": 1,
-        "reference": samples,
-    }
-    return {stage: prompts * count for stage, count in per_prompt.items()}
+    per_prompt = requests_per_prompt(samples=needs.samples_per_prompt, probes=needs.probes_per_prompt)
+    return {stage: config.queue_capacity_prompts * count for stage, count in per_prompt.items()}
 
 
 def conclude(

@@ -30,7 +30,7 @@ from spot_async.spending.account import Account
 from spot_async.stages import STAGE_SERVERS, Stages
 from spot_async.tuning.measurement import Level, Ramp
 from spot_async.tuning.mix import Template, by_server, endless, note_requests
-from spot_async.tuning.ramp import RampLimits, ramp, without_limits
+from spot_async.tuning.ramp import NoRetries, RampLimits, ramp, without_limits
 from spot_async.tuning.recommendation import conclude, demands
 from spot_async.tuning.results import Tuning
 
@@ -98,6 +98,8 @@ async def tune(
     backends = _one_of_each(config, plan, directory, cores)
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
+    unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
+    ramped = make_stages(unlimited, plan, backends, verifier, NoRetries)
     servers = list(backends.by_role().values())
     accounts = {role: each.account for role, each in backends.by_role().items() if isinstance(each, Billed)}
 
@@ -106,7 +108,7 @@ async def tune(
         diagnosis.raise_if_unsafe()
         stages.capabilities = diagnosis.capabilities
         await send_initial_weights(config.student, backends.student, stages.capabilities["student"], tell)
-        tuning = await _measure(config, plan, stages, options, accounts, tell, on_level)
+        tuning = await _measure(config, plan, stages, ramped, options, accounts, tell, on_level)
         for role, account in accounts.items():
             if account.prices is not None:
                 tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
@@ -123,6 +125,7 @@ async def _measure(
     config: Config,
     plan: TrainPlan,
     stages: Stages,
+    ramped: Stages,
     options: TuneOptions,
     accounts: Mapping[str, Account],
     tell: Callable[[str], None],
@@ -132,7 +135,6 @@ async def _measure(
     prompts = [next(schedule) for _ in range(min(PROMPTS, config.training.batch_size))]
     tell(f"asking for {len(prompts)} prompts once, as the run would: their requests are what is sent again")
     templates = by_server(await note_requests(plan.policy, stages, prompts))
-    without_limits(stages, config.stages)
     paid = paid_keys(config)
     ramps: list[Ramp] = []
     skipped: list[str] = []
@@ -143,7 +145,7 @@ async def _measure(
             continue
         limits = RampLimits(options.seconds, _most(config, plan, own), options.limit_requests)
         tell(announcement(server, own, limits, accounts.get(server)))
-        requests = endless(own, stages, schedule, derive_seed(config.run.seed, "tune", server))
+        requests = endless(own, ramped, schedule, derive_seed(config.run.seed, "tune", server))
         ramps.append(await ramp(server, requests, limits, on_level))
     per_prompt = {server: len(own) / len(prompts) for server, own in templates.items()}
     conclusions = conclude(config, plan.policy.needs, ramps, per_prompt)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spot_async.config import Config, StagesConfig
+from spot_async.deadlines import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.errors import ConfigError
-from spot_async.orchestrator import WEIGHT_UPDATE_TIMEOUT_S
-from spot_async.stages import VERIFY_ATTEMPTS
 from spot_async.types import PolicyNeeds
 
 MARGIN_S = 60.0  # by which a deadline comes before the watchdog

@@ -35,7 +35,8 @@ PROBLEMS = 32
 class PlainVocabulary:
     """Ids as text; what `Stages` needs of a vocabulary."""
 
-    end_token_ids = (END_TOKEN,)
+    def __init__(self, end_token_ids=(END_TOKEN,)):
+        self.end_token_ids = end_token_ids
 
     def decode(self, token_ids):
         return " ".join(map(str, token_ids.tolist()))
@@ -98,8 +99,11 @@ def prompts():
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 2 + 5 + index, dtype=np.int32))
 
 
-def run(policy, *, iterations=2, batch_size=16, capacity=16, narrow=None, verifier=None, **services):
-    """Run on virtual time; returns trainer, journal, stages. One request at a time of the `narrow` stage."""
+def run(
+    policy, *, iterations=2, batch_size=16, capacity=16, narrow=None, verifier=None, end_token=END_TOKEN, **services
+):
+    """Run on virtual time; returns trainer, journal, stages. One request at a time of the `narrow` stage;
+    `end_token` is the student's."""
     student = SimulatedStudent()
     needs = policy.needs
     offered = {
@@ -114,7 +118,7 @@ def run(policy, *, iterations=2, batch_size=16, capacity=16, narrow=None, verifi
         Services(generator=student, candidate_scorer=student, verifier=verifier or SimulatedVerifier(), **offered),
         StagesConfig(**limits),
         SamplingConfig(max_response_tokens=64),
-        student=PlainVocabulary(),
+        student=PlainVocabulary((end_token,)),
         teacher=PlainVocabulary(),
         run_seed=0,
         max_running_prompts=capacity,

@@ -1,0 +1,146 @@
+"""What plots are made of before they are drawn: series, scales, round ticks, short numbers. Pure arithmetic.
+
+Nothing here knows what a plot looks like; `svg.py` draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MAX_POINTS = 240  # of a line: more are averaged in groups
+SMOOTH_FROM = 24  # points from which a single line gets a running mean
+
+Format = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over iterations."""
+
+    name: str
+    points: Sequence[tuple[float, float]]  # ascending x
+    colour: int | None = None  # of the style sheet's; default: its place among the series
+    errors: Sequence[float] = ()  # of each point, drawn to both sides of it; none where not finite
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to pixels [start, end]; a single value lands in the middle."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        if self.high == self.low:
+            return (self.start + self.end) / 2
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def nice_ticks(low: float, high: float, count: int = 5, *, most: float = math.inf) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that reach from `low` to `high` or beyond.
+
+    A single value gets room in proportion to itself, upwards no further than `most`, which no value exceeds.
+    """
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        value = low if math.isfinite(low) else 0.0
+        margin = abs(value) / 2
+        low, high = value - margin, min(value + (margin or 0.1), max(value, most))
+    rough = (high - low) / max(1, count - 1)
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def short_number(value: float) -> str:
+    """Three digits, thousands as k; for axes and titles."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1e3:
+        return f"{value / 1e3:.3g}k"
+    return scientific(value) if size < 1e-3 else f"{value:.3g}"
+
+
+def scientific(value: float) -> str:
+    """Two digits and a power of ten: 5e-4."""
+    mantissa, _, power = f"{value:.1e}".partition("e")
+    return f"{float(mantissa):g}e{int(power)}"
+
+
+def seconds(value: float) -> str:
+    return f"{short_number(value)} s"
+
+
+def fine_percent(value: float) -> str:
+    """Of shares that may all be small or close together."""
+    return f"{100 * value:.3g} %"
+
+
+def tick_labels(ticks: Sequence[float], format_y: Format) -> list[str]:
+    """Of one axis: no two alike, and where one needs a power of ten, all but zero have it."""
+    labels = [format_y(tick) for tick in ticks]
+    if len(set(labels)) < len(labels) and all(label.endswith(" %") for label in labels):
+        return [fine_percent(tick) for tick in ticks]
+    if not any(short_number(tick) in label and "e-" in label for tick, label in zip(ticks, labels, strict=True)):
+        return labels
+    return [
+        label.replace(short_number(tick), scientific(tick)) if tick else label
+        for tick, label in zip(ticks, labels, strict=True)
+    ]
+
+
+def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [point for point in points if math.isfinite(point[1])]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS`: means of neighbours."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    if size <= 1:
+        return list(points)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each point's mean with its neighbours, a twelfth of all points wide; narrower at the ends, never lopsided."""
+    half = max(1, len(points) // 24)
+    means: list[tuple[float, float]] = []
+    for i, (x, _) in enumerate(points):
+        reach = min(half, i, len(points) - 1 - i)
+        near = points[i - reach : i + reach + 1]
+        means.append((x, sum(y for _, y in near) / len(near)))
+    return means
+
+
+def drawn_series(series: Sequence[Series]) -> list[Series]:
+    """Those with points, thinned, each with a colour."""
+    colours = [i if each.colour is None else each.colour for i, each in enumerate(series)]
+    thin = [
+        Series(each.name, thinned(finite(each.points)), colour, _thinned_errors(each))
+        for each, colour in zip(series, colours, strict=True)
+    ]
+    return [each for each in thin if each.points]
+
+
+def _thinned_errors(series: Series) -> list[float]:
+    """Of the points that are left; none where there are none."""
+    known = zip(series.points, series.errors, strict=True) if series.errors else ()
+    return [error for _, error in thinned([(x, error) for (x, y), error in known if math.isfinite(y)])]
+
+
+def whiskers(series: Series) -> list[tuple[float, float, float]]:
+    """x, low and high of each error that is known."""
+    known = zip(series.points, series.errors, strict=True) if series.errors else ()
+    return [(x, y - error, y + error) for (x, y), error in known if math.isfinite(error)]
+
+
+def extent(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)

@@ -1,0 +1,29 @@
+"""Strings as people read them, wherever something is shown: terminal, pages and one-line messages."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 sample`, `2 samples`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def visible(text: str) -> str:
+    """Text whose every character shows: control and direction characters become symbols.
+
+    A terminal obeys escape sequences and a browser obeys direction overrides, whoever wrote them.
+    """
+    return "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character in "\n\t":
+        return character
+    category = unicodedata.category(character)
+    if category == "Cc":
+        return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "�"
+    if category in ("Cf", "Cs", "Zl", "Zp") and character != "\u200d":  # the joiner makes emoji, and harms nobody
+        return "�"
+    return character

@@ -1,0 +1,63 @@
+"""Leaving several resources at once: each gets its time, whatever happens to the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from spot_async.concurrency import leaves, running
+from spot_async.simulation.virtual_time import run_on_virtual_time
+
+GRACE_S = 5.0
+
+
+class Resource:
+    """Takes `GRACE_S` to leave in order, or fails at once, as when its directory is gone."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.end = None
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc_info):
+        try:
+            if self.error is not None:
+                raise self.error
+            await asyncio.sleep(GRACE_S)
+            self.end = "in order"
+        except asyncio.CancelledError:
+            self.end = "cut short"
+            raise
+
+
+async def enter_and_leave(*resources):
+    async with running(*resources):
+        pass
+
+
+@pytest.mark.parametrize("errors", [[OSError("gone")], [OSError("gone"), ValueError("a bug")]])
+def test_one_that_cannot_be_left_takes_no_time_from_the_others(errors):
+    """Such as from a server that would be killed instead of stopped, and leave shared memory behind."""
+    others = [Resource(), Resource()]
+    with pytest.raises((OSError, ExceptionGroup)) as raised:
+        run_on_virtual_time(enter_and_leave(others[0], *map(Resource, errors), others[1]))
+    assert leaves(raised.value) == errors
+    assert [each.end for each in others] == ["in order", "in order"]
+
+
+def test_who_is_stopped_while_leaving_cuts_all_of_it_short():
+    resources = [Resource(), Resource(OSError("gone")), Resource()]
+
+    async def scenario():
+        task = asyncio.create_task(enter_and_leave(*resources))
+        await asyncio.sleep(GRACE_S / 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.get_running_loop().time() == GRACE_S / 2
+
+    run_on_virtual_time(scenario())
+    assert [each.end for each in resources] == ["cut short", None, "cut short"]

@@ -1,0 +1,97 @@
+"""Authors of policies and verifiers get one line that names their class and what it must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import simulated_run
+
+from spot_async.concurrency import leaves, root_cause
+from spot_async.errors import ConfigError, PluginError
+from spot_async.feed_guard import WrongSupervisionError
+from spot_async.plugin_contract import check_policy
+from spot_async.policies.opd import OpdPolicy
+from spot_async.telemetry.run_log import log_events_to
+from spot_async.types import PolicyNeeds
+
+
+class Theirs(OpdPolicy):
+    """A policy from outside, as OPD where a test says nothing else."""
+
+    def __init__(self, change: Callable[[Any], Any] = lambda samples: samples) -> None:
+        super().__init__(OpdPolicy.Settings(), simulated_run.context())
+        self._change = change
+
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        return self._change(await super().supervise(prompt, stages))
+
+
+class AtOnce(Theirs):
+    def supervise(self, prompt: Any, stages: Any) -> Any:
+        return []
+
+
+class SaysTrue:
+    async def verify(self, problem: Any, response_text: str, *, deadline: float) -> Any:
+        return True
+
+
+def wrong_logprobs(samples: Any) -> Any:
+    supervision = msgspec.structs.replace(samples[0].supervision, behavior_logprobs=[np.nan])
+    return [msgspec.structs.replace(samples[0], supervision=supervision)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "verifier", "said"),
+    [
+        (Theirs(lambda _: None), None, "policy Theirs.supervise returned None; return a list of Samples"),
+        (Theirs(lambda samples: samples[0]), None, "returned a Sample; return a list of Samples"),
+        (Theirs(lambda _: ["x"]), None, "returned a list with a str in it; return a list of Samples"),
+        (
+            Theirs(lambda samples: [msgspec.structs.replace(samples[0], supervision={})]),
+            None,
+            "returned a Sample whose supervision is a dict; give a Supervision",
+        ),
+        (AtOnce(), None, "policy AtOnce.supervise returned a list at once; write it as `async def`"),
+        (Theirs(), SaysTrue(), "verifier SaysTrue.verify returned True; return a Verdict, such as Verdict.CORRECT"),
+        (Theirs(wrong_logprobs), None, "policy Theirs: supervision of p0 (prompt 0) is wrong: behavior_logprobs are"),
+    ],
+)
+def test_what_breaks_the_contract_is_one_line_and_a_trace_in_the_log(
+    policy: Any, verifier: Any, said: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "run.jsonl"
+    with pytest.raises(ExceptionGroup) as caught, log_events_to(log):  # on virtual time, where a hang is another error
+        simulated_run.run(policy, iterations=1, verifier=verifier)
+    cause = root_cause(caught.value)
+    assert isinstance(cause, PluginError)
+    assert said in str(cause)
+    assert "\n" not in str(cause)
+    assert "Traceback" in log.read_text()
+
+
+def test_wrong_supervision_of_our_own_policies_stays_a_bug_with_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = OpdPolicy.supervise
+
+    async def supervise(self: OpdPolicy, prompt: Any, stages: Any) -> Any:
+        return wrong_logprobs(await honest(self, prompt, stages))
+
+    monkeypatch.setattr(OpdPolicy, "supervise", supervise)
+    with pytest.raises(ExceptionGroup) as caught:
+        simulated_run.run(OpdPolicy(OpdPolicy.Settings(), simulated_run.context()), iterations=1)
+    assert any(isinstance(each, WrongSupervisionError) for each in leaves(caught.value))
+    with pytest.raises(ExceptionGroup):  # so the command shows it
+        root_cause(caught.value)
+
+
+def test_a_policy_without_needs_or_supervise_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.kind=mine:P: SimpleNamespace\.needs is None: give it a property"):
+        check_policy(SimpleNamespace(supervise=print), "mine:P")
+    with pytest.raises(ConfigError, match="no method `supervise`"):
+        check_policy(SimpleNamespace(needs=PolicyNeeds()), "mine:P")
