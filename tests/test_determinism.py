@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def prompts() -> list[np.ndarray]:
     return [np.array(row, np.int32) for row in ids]
 
 
-def served(fast: bool) -> Any:
-    model = load_model(EXAMPLE / "student", EngineSettings())
+def served(fast: bool, directory: Path = EXAMPLE / "student", **settings: int) -> Any:
+    model = load_model(directory, EngineSettings(**settings))
     return fused(model) if fast else model
 
 
@@ -110,6 +110,33 @@ def test_the_general_path_has_the_same_bits_at_every_concurrency() -> None:
     expected = answers(model, requests, 48)
     for concurrency in (1, 3, 8, 17):
         assert differing(answers(model, requests, concurrency), expected) == []
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 16), (4, 4, 8)], ids=["4 queries a key", "1 query a key"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_neighbours_of_any_length_leave_the_bits_alone(
+    fast: bool, heads: tuple[int, int, int], random_model: Callable[..., Path]
+) -> None:
+    """Their lengths decide how wide a decode is, and libraries sum 30, 250 and 700 positions in different orders."""
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+    directory = random_model(**sizes, initializer_range=0.1)  # attention to many positions
+    model = served(fast, directory, max_context_tokens=960)
+    assert isinstance(model, FusedModel) == fast
+    draw = np.random.default_rng(0)
+    requests = [
+        GenerateRequest(
+            prompt_ids=draw.integers(0, 50, length).astype(np.int32),
+            sampling=SamplingSettings(max_tokens=48, stop_token_ids=(), seed=seed),
+            top_k=4,
+            timeout_s=60.0,
+        )
+        for seed, length in enumerate((5, 12, 40, 150, 170, 185, 190, 220, 260, 330, 380, 405, 690, 725, 900))
+    ]
+    expected = answers(model, requests, len(requests))
+    for concurrency in (1, 3):
+        assert differing(answers(model, requests, concurrency), expected) == []
+    low = served(fast, directory, max_context_tokens=250)  # decodes wider than any context
+    assert differing(answers(low, requests[:7], 7), expected[:7]) == []
 
 
 @pytest.mark.parametrize("fast", [True, False])

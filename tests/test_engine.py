@@ -319,6 +319,25 @@ def test_long_prompts_wait_for_their_turn_between_decode_steps(
     assert not running.future.done()
 
 
+def test_a_request_with_more_alternatives_joins_others_that_run(
+    random_architecture: Models, engine_for: Engines
+) -> None:
+    requests = [generate_request(prompts([4])[0], seed=i, top_k=k, max_tokens=30) for i, k in enumerate((0, 2, 5, 0))]
+    engine = engine_for(random_architecture())
+    tasks = []
+    for request in requests:
+        tasks.append(submit(engine, request))
+        for _ in range(DECODES_BETWEEN_PREFILLS + 1):
+            engine.step()
+    finish(engine)
+    for request, task in zip(requests, tasks, strict=True):
+        (alone,) = run_all(engine_for(random_architecture()), [request])
+        reply = task.future.result(timeout=0)
+        np.testing.assert_array_equal(reply.logprobs, alone.logprobs)
+        for name in ("topk_ids", "topk_logprobs") if request.top_k else ():
+            np.testing.assert_array_equal(getattr(reply, name), getattr(alone, name))
+
+
 def test_prompts_that_come_one_by_one_are_read_together_after_a_few_decodes(
     random_architecture: Models, engine_for: Engines
 ) -> None:
@@ -336,12 +355,15 @@ def test_prompts_that_come_one_by_one_are_read_together_after_a_few_decodes(
 def test_contexts_that_differ_in_their_last_token_are_read_once(
     random_architecture: Models, engine_for: Engines
 ) -> None:
+    """However few of them the budget of a prefill has room for: 32 tokens are fewer than one takes."""
     branch, other = prompts([40, 50])
-    contexts = [np.append(branch, np.int32(token)) for token in (3, 3, 9, 11)] + [other]
+    contexts = [np.append(branch, np.int32(token)) for token in (3, 3, 9, 11)]
+    contexts.insert(2, other)
     requests = [generate_request(context, seed=i) for i, context in enumerate(contexts)]
-    together = engine_for(random_architecture())
-    replies = run_all(together, requests)
-    assert together.tokens_prefilled == 2 * 64
+    for budget in (32, 64, 96, 4096):
+        together = engine_for(random_architecture(), prefill_tokens=budget)
+        replies = run_all(together, requests)
+        assert together.tokens_prefilled == 2 * 64
     for request, reply in zip(requests, replies, strict=True):
         alone = run_all(engine_for(random_architecture()), [request])[0]
         np.testing.assert_array_equal(reply.token_ids, alone.token_ids)

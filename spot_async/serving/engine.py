@@ -21,7 +21,7 @@ import torch
 from spot_async.alignment import decision_row, decision_rows
 from spot_async.errors import PoisonedReplyError, SpotError, TransientError, VersionMismatchError
 from spot_async.serving.api import CandidateReply, CandidateRequest, ScoreRequest
-from spot_async.serving.cache import bucketed
+from spot_async.serving.cache import bucketed, decode_width
 from spot_async.serving.limits import Limits
 from spot_async.serving.model import CausalModel, padded_rows
 from spot_async.serving.sampling import sample
@@ -154,9 +154,10 @@ class Engine:
             self._padded_prefix,
             tokens=self._settings.prefill_tokens,
             rows=self._settings.slots - self._table.active,
+            text=lambda task: task.prefix().tobytes(),
         )
         places: dict[bytes, int] = {}
-        prefixes = [task.context()[:-1] for task in group]
+        prefixes = [task.prefix() for task in group]
         sources = np.array([places.setdefault(prefix.tobytes(), len(places)) for prefix in prefixes])
         token_ids = np.zeros((len(places), self._padded_prefix(group[0])), np.int64)
         for place, prefix in zip(sources, prefixes, strict=True):
@@ -174,7 +175,7 @@ class Engine:
         table = self._table
         rows = slice(0, table.active)
         padded = padded_rows(table.active)
-        width = bucketed(int(table.length[rows].max()) + 1)
+        width = decode_width(int(table.length[rows].max()) + 1)
         try:
             hidden = self._model.decode(
                 self._tensor(table.last_token[:padded]), self._tensor(table.length[:padded]), width, self._cache

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spot_async.serving.cache import bucketed
+from spot_async.serving.cache import decode_width
 from spot_async.serving.model import CausalModel, logprob_gap
 
 TOLERANCE_NATS = 1e-4
@@ -75,7 +75,7 @@ class FusedCache:
     def reserve(self, width: int) -> None:
         if width <= self.capacity:
             return
-        capacity = bucketed(min(max(width, 2 * self.capacity), self._limit))
+        capacity = decode_width(min(max(width, 2 * self.capacity), self._limit))
         more = capacity - self.capacity
         keys = [F.pad(layer, (0, more)) for layer in self.keys]
         values = [F.pad(layer, (0, 0, 0, more)) for layer in self.values]

@@ -17,13 +17,13 @@ import torch
 import transformers
 
 from spot_async.errors import DataError
-from spot_async.serving.cache import SlotCache, bucketed
+from spot_async.serving.cache import SlotCache, decode_width
 from spot_async.serving.settings import EngineSettings
 from spot_async.vocabulary import first_line
 
 # Rows are computed in multiples of this, so that a row's bits do not depend on how many there are: matrix
 # products of 1 to 3 rows take another path, and element-wise functions treat the last few numbers of an array,
-# those that fill no vector, apart.
+# those that fill no vector, apart. 8 rows of a multiple of 4 numbers fill vectors.
 ROW_MULTIPLE = 8
 PROBE_TOKENS = 12
 PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
@@ -63,7 +63,7 @@ class CausalModel:
         stand_in = _GivenHidden(type(self._base(**self._any_token())))
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
         self._dtype: torch.dtype = module.dtype
-        self._columns = torch.arange(bucketed(max_context_tokens), device=self.device)
+        self._columns = torch.arange(decode_width(max_context_tokens), device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
         self._plain_head = self._has_plain_head()
 
@@ -227,7 +227,7 @@ def logprob_gap(model: CausalModel) -> float:
 def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
     """Logits (ROW_MULTIPLE, count - half, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
     cache = model.new_cache(ROW_MULTIPLE)
-    width = bucketed(tokens.shape[1])
+    width = decode_width(tokens.shape[1])
     model.prefill(tokens[:, :half], cache, 0, rows)
     steps = []
     for position in range(half, tokens.shape[1]):

@@ -137,8 +137,8 @@ class SlotTable:
         """A wider column with what the active rows hold. The rest takes memory once it is written, not before."""
         old = getattr(self, name)
         new = np.zeros(shape, old.dtype)
-        held = (slice(self.active), *map(slice, old.shape[1:]))
+        held = old[: self.active]
         if name != "uniforms":  # those are drawn for the whole budget
-            held = (held[0], slice(int(self.produced[: self.active].max(initial=0))), *held[2:])
-        new[held] = old[held]
+            held = held[:, : int(self.produced[: self.active].max(initial=0))]
+        new[tuple(map(slice, held.shape))] = held
         setattr(self, name, new)

@@ -57,6 +57,10 @@ class GenerateTask:
         """(context_length,) the prompt and what was sampled so far."""
         return np.concatenate([self.request.prompt_ids, self.token_ids])
 
+    def prefix(self) -> npt.NDArray[np.int32]:
+        """(context_length - 1,) the context without its last token: what a prefill reads."""
+        return self.context()[:-1]
+
     def close_span(self, version: WeightVersion) -> None:
         """Everything sampled since the last span came from `version`."""
         start = self.spans[-1].end if self.spans else 0
@@ -95,21 +99,35 @@ T = TypeVar("T")
 
 
 def take_group(
-    queue: deque[T], key: Callable[[T], Hashable], width: Callable[[T], int], *, tokens: int, rows: int
+    queue: deque[T],
+    key: Callable[[T], Hashable],
+    width: Callable[[T], int],
+    *,
+    tokens: int,
+    rows: int,
+    text: Callable[[T], Hashable] | None = None,
 ) -> list[T]:
     """Take the oldest task and those behind it with the same key, at most `rows` of them and `tokens` padded tokens.
 
-    One task is always taken, so a sequence longer than the budget is not stuck. Equal padded widths waste
+    Tasks with the same `text` are read once, so the tokens are those of the different ones; without `text` each task
+    is read. One task is always taken, so a sequence longer than the budget is not stuck. Equal padded widths waste
     little and make a task's own numbers independent of its neighbours' lengths.
     """
     if not queue or rows < 1:
         return []
     wanted = key(queue[0])
-    room = max(1, min(rows, tokens // width(queue[0])))
+    room = max(1, tokens // width(queue[0]))
+    if text is None:
+        text, rows = id, min(rows, room)
     group: list[T] = []
     passed: list[T] = []
-    while queue and len(group) < room:
+    texts: set[Hashable] = set()
+    while queue and len(group) < rows:
         task = queue.popleft()
-        (group if key(task) == wanted else passed).append(task)
+        if key(task) == wanted and (len(texts) < room or text(task) in texts):
+            texts.add(text(task))
+            group.append(task)
+        else:
+            passed.append(task)
     queue.extendleft(reversed(passed))
     return group
