@@ -36,7 +36,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"
 MAX_TOKENS = 160
 GENERATE_ROWS = 64
 ARRIVING_PER_STEP = 8
-SHORT_REPEATS = 4
+SHORT_REPEATS = 16  # the longest response decides how long `generate` takes, so single runs differ by a quarter
 CHECKED = 64
 
 Way = Callable[[], int]  # runs once, returns the tokens sampled

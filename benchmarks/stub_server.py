@@ -15,7 +15,7 @@ import numpy as np
 
 from spot_async import wire
 from spot_async.serving import api
-from spot_async.types import Generation, TokenScores, VersionSpan, WeightVersion
+from spot_async.types import Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
 
 TOKENS = 8
 TOP_K = 16
@@ -23,35 +23,46 @@ FIRST_TOKEN = 20  # past the special tokens of the shipped tokenizer
 VERSION = WeightVersion(0, 0)
 
 
+def generation(sampling: SamplingSettings) -> Generation:
+    """`TOKENS` tokens, the last of which ends the response, or all that may be sampled."""
+    if sampling.max_tokens > TOKENS:
+        return _generation(TOKENS, sampling.stop_token_ids[0])
+    return _generation(sampling.max_tokens, None)
+
+
 @functools.cache
-def generation(tokens: int) -> Generation:
+def _generation(tokens: int, end_token_id: int | None) -> Generation:
+    token_ids = np.full(tokens, FIRST_TOKEN, np.int32)
+    if end_token_id is not None:
+        token_ids[-1] = end_token_id
     return Generation(
-        token_ids=np.full(tokens, FIRST_TOKEN, np.int32),
+        token_ids=token_ids,
         logprobs=np.full(tokens, -1.0, np.float32),
-        finish_reason="length",
+        finish_reason="length" if end_token_id is None else "stop",
         version_spans=(VersionSpan(0, tokens, VERSION),),
     )
 
 
 def generate(body: bytes) -> bytes:
     request = wire.decode(body, api.GenerateRequest)
-    return wire.encode(generation(min(TOKENS, request.sampling.max_tokens)))
+    return wire.encode(generation(request.sampling))
 
 
 def generate_many(body: bytes) -> bytes:
     frames = []
     for index, request in enumerate(wire.decode(body, api.GenerateManyRequest).requests):
-        reply = api.GenerateReply(index=index, generation=generation(min(TOKENS, request.sampling.max_tokens)))
+        reply = api.GenerateReply(index=index, generation=generation(request.sampling))
         frame = wire.encode(reply)
         frames.append(api.frame(frame))
     return b"".join(frames)
 
 
 def score(body: bytes) -> bytes:
-    tokens = len(wire.decode(body, api.ScoreRequest).response_ids)
+    response_ids = wire.decode(body, api.ScoreRequest).response_ids
+    tokens = len(response_ids)
     entropy = np.linspace(0.1, 1.0, tokens, dtype=np.float32)
     reply = TokenScores(
-        logprobs=np.full(tokens, -1.0, np.float32),
+        logprobs=np.where(response_ids == FIRST_TOKEN, -1.0, -2.0 - TOP_K).astype(np.float32),
         topk_ids=np.tile(np.arange(FIRST_TOKEN, FIRST_TOKEN + TOP_K, dtype=np.int32), (tokens, 1)),
         topk_logprobs=np.tile(-1.0 - np.arange(TOP_K, dtype=np.float32), (tokens, 1)),
         entropy=entropy,
