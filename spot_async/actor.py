@@ -121,16 +121,17 @@ class Stage(Generic[S]):
         session: str | None = None,
         tokens: int = 0,
         work: Callable[[T], int] | None = None,
+        kind: str = "",
     ) -> T:
         """Run `request(service, deadline)` when its turn comes and a server can take it.
 
         Requests of one `session` share a prefix, and go to the server that holds it where possible. `tokens` is what
         the request may take of a token limit: an upper bound. `work` says what its result amounted to, in tokens, where
-        `tokens` says something else. Raises what the request raised once retries are used up, `DeadlineExceededError`
-        at the deadline.
+        `tokens` says something else; `kind`, where a stage's requests are not alike, whose latencies are comparable.
+        Raises what the request raised once retries are used up, `DeadlineExceededError` at the deadline.
         """
         self._askers[priority[0]] += 1
-        this = OpenRequest(Errand(self.name, priority, session, tokens), asyncio.get_running_loop().time(), work)
+        this = OpenRequest(Errand(self.name, priority, session, tokens, kind), asyncio.get_running_loop().time(), work)
         self.open.add(this)
         try:
             return await self._serve(this, request)

@@ -238,6 +238,7 @@ class BoundStages:
                 ),
                 session=self._session,
                 tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
+                kind="score_at",  # servers may share the prefixes, and then take far less a token than of a response
             ),
         )
         return msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))

@@ -7,19 +7,23 @@ import contextlib
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.concurrency import gather
+from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
 from spot_async.replicas.occupancy import Moment
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
 from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities
+from spot_async.stages import Services, Stages
+from spot_async.types import Capabilities, Prompt, ScoredPositions, TokenScores, WeightVersion
 
 BATCH, PROBES, SLOTS = 64, 8, 64
 CONCURRENCY = {"rollout": 64, "candidates": 64, "probe": 256}  # as the defaults of `stages`
@@ -278,6 +282,70 @@ def test_bursts_of_a_strict_run_never_lower_the_limit_of_a_server_at_constant_sp
     """In these, some window's latency is more than twice what the load at its answers explains: of candidates, which
     take as long as what they happen to meet, and of the last probes of an iteration."""
     assert strict_iterations(4, seed=seed) == ([], [])
+
+
+class Teacher(Backend):
+    """Reads each response once, at the same speed whatever it has beside it."""
+
+    def __init__(self):
+        super().__init__(engine=None, slots=None)
+
+    async def score(self, prompt_ids, response_ids, **settings):
+        await asyncio.sleep(5e-4 * len(response_ids))
+        no_logprobs, no_ids = np.zeros(0, np.float32), np.zeros((0, 1), np.int32)
+        return TokenScores(
+            logprobs=no_logprobs,
+            topk_ids=no_ids,
+            topk_logprobs=no_logprobs,
+            entropy=no_logprobs,
+            entropy_lower=no_logprobs,
+            entropy_upper=no_logprobs,
+            version=WeightVersion(0, 0),
+        )
+
+    async def score_at(self, prompt_ids, response_ids, positions, **settings):
+        await asyncio.sleep(0.015 * len(positions))
+        none = np.zeros(0, np.float32)
+        return ScoredPositions(
+            topk_ids=np.zeros((0, 1), np.int32), topk_logprobs=none, entropy_lower=none, entropy_upper=none
+        )
+
+
+def test_single_positions_beside_whole_responses_never_lower_the_limit_of_a_server_at_constant_speed():
+    """The rate limit counts a prefix for each position, and a server that has it reads it once: a token of these takes
+    far less time than a response's."""
+
+    vocabulary = SimpleNamespace(end_token_ids=(1,))
+
+    async def scenario():
+        rng = random.Random(0)
+        pool = ReplicaPool("teacher", {"teacher": Teacher})
+        stages = Stages(
+            Services(None, pool, None, None),
+            StagesConfig(),
+            SamplingConfig(),
+            student=vocabulary,
+            teacher=vocabulary,
+            run_seed=0,
+            max_running_prompts=256,
+            max_probes_per_prompt=1,
+        )
+
+        async def supervise(ordinal):
+            prompt = Prompt(ordinal=ordinal, problem=None, token_ids=np.zeros(100, np.int32))
+            asked = stages.for_prompt(prompt)
+            await asyncio.sleep(rng.expovariate(1 / 20))  # rollouts end one after another
+            response_ids = np.zeros(rng.randint(1000, 4000), np.int32)
+            await asked.score(response_ids, top_k=1)
+            for _ in range(2):
+                await asked.score_at(response_ids, np.arange(10), top_k=1)
+
+        async with pool:
+            for iteration in range(6):
+                await gather([supervise(iteration * 256 + i) for i in range(256)])
+            return pool.replicas[0].limit, pool.replicas[0].decreases
+
+    assert run_on_virtual_time(scenario()) == (512, 0)
 
 
 @pytest.mark.parametrize(("slots", "least"), [(None, 1), (300, 300)])

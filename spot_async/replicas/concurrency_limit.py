@@ -5,14 +5,14 @@ that it has too much:
 
 * It refuses (429, 503), or a request is not answered in time. That is its own word, and counts at once.
 * Latency grows, and throughput does not. Requests differ in length, so what is compared is seconds per unit of work (a
-  token, for what generates or scores), stage by stage, over windows of many requests, with a baseline that follows
-  slowly. A server that batches takes longer for each request the more it has, up to in proportion to what it has, and
-  that alone is no reason: what goes in proportion is a queue that costs nothing, and finding the best place on that
-  curve is `tune`'s business. What grows beyond that does cost: memory that no longer holds what is in flight, somebody
-  else's load.
+  token, for what generates or scores), of each `Errand.kind` for itself, over windows of many requests, with a
+  baseline that follows slowly. A server that batches takes longer for each request the more it has, up to in
+  proportion to what it has, and that alone is no reason: what goes in proportion is a queue that costs nothing, and
+  finding the best place on that curve is `tune`'s business. What grows beyond that does cost: memory that no longer
+  holds what is in flight, somebody else's load.
 
 Latency is no more than a sign, so it counts only where it means something. A short request's is that of whatever it
-happens to be served beside, so a window counts only where its stage is much of what the replica had to do meanwhile.
+happens to be served beside, so a window counts only where its kind is much of what the replica had to do meanwhile.
 One bad window may be a pause, such as for new weights; two in a row, the second of requests that were sent after the
 first, are not. And it never takes the limit below the slots that the server has: fewer would leave some of them empty.
 
@@ -30,9 +30,9 @@ from typing import NamedTuple
 from spot_async.replicas.occupancy import Moment
 
 DECREASE = 0.7  # factor
-WINDOW_REQUESTS = 16  # of one stage, at least: fewer say more of themselves than of the server
+WINDOW_REQUESTS = 16  # of one kind, at least: fewer say more of themselves than of the server
 GROWTH = 2.0  # of latency beyond what the load explains
-MAIN_SHARE = 1 / 3  # of what the replica has in flight, for a stage to count: no server has more than three large ones
+MAIN_SHARE = 1 / 3  # of what the replica has in flight, for a kind to count: no server has more than three large ones
 BASELINE_SHARE = 0.1  # of the newest window in the baseline: about ten windows are remembered
 
 
@@ -47,7 +47,7 @@ class Decrease(NamedTuple):
 
 @dataclass(slots=True)
 class _Window:
-    """Requests of one stage, sent since the window was opened."""
+    """Requests of one kind, sent since the window was opened."""
 
     opened: Moment
     requests: int = 0
@@ -59,7 +59,7 @@ class _Window:
 
 @dataclass(slots=True)
 class _Baseline:
-    """What is known of a stage from its windows so far."""
+    """What is known of a kind from its windows so far."""
 
     seconds_per_work: float
     load: float  # mean in flight
@@ -88,15 +88,15 @@ class ConcurrencyLimit:
         """At least 1."""
         return int(self._limit)
 
-    def succeeded(self, stage: str, *, sent: Moment, now: Moment, work: int, in_flight: int) -> Decrease | None:
-        """A request of `stage` was answered; `in_flight` counts it."""
+    def succeeded(self, kind: str, *, sent: Moment, now: Moment, work: int, in_flight: int) -> Decrease | None:
+        """A request of `kind` was answered; `in_flight` counts it."""
         if sent.s < self._decreased_s:
             return None
         if self._limit < self._maximum and in_flight >= self.value:  # else it was not the limit that went well
             self._limit = min(self._maximum, self._limit + 1.0 / self._limit)
-        window = self._windows.get(stage)
+        window = self._windows.get(kind)
         if window is None:
-            window = self._windows[stage] = _Window(sent)
+            window = self._windows[kind] = _Window(sent)
         if sent.s < window.opened.s:
             return None
         window.requests += 1
@@ -106,11 +106,11 @@ class ConcurrencyLimit:
         window.most_in_flight = max(window.most_in_flight, in_flight)
         if window.requests < max(WINDOW_REQUESTS, in_flight):  # a round trip of all that is in flight
             return None
-        self._windows[stage] = _Window(now)
+        self._windows[kind] = _Window(now)
         share_s = MAIN_SHARE * (now.busy_s - window.opened.busy_s)
-        if not window.seconds or now.stage_busy_s - window.opened.stage_busy_s < share_s:
+        if not window.seconds or now.kind_busy_s - window.opened.kind_busy_s < share_s:
             return None
-        return self._judge(stage, window, now.s)
+        return self._judge(kind, window, now.s)
 
     def overloaded(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
         """A request was refused for now, or not answered in time; `in_flight` counts it."""
@@ -118,11 +118,11 @@ class ConcurrencyLimit:
             return None
         return self._decrease(1, now_s, in_flight, reason)
 
-    def _judge(self, stage: str, window: _Window, now_s: float) -> Decrease | None:
+    def _judge(self, kind: str, window: _Window, now_s: float) -> Decrease | None:
         seconds_per_work, load = window.seconds / window.work, max(1.0, window.busy_s / window.seconds)
-        baseline = self._baselines.get(stage)
+        baseline = self._baselines.get(kind)
         if baseline is None:
-            self._baselines[stage] = _Baseline(seconds_per_work, load, window.most_in_flight)
+            self._baselines[kind] = _Baseline(seconds_per_work, load, window.most_in_flight)
             return None
         explained = baseline.seconds_per_work * max(1.0, load / baseline.load)
         baseline.most_in_flight = max(window.most_in_flight, (1.0 - BASELINE_SHARE) * baseline.most_in_flight)
@@ -137,7 +137,7 @@ class ConcurrencyLimit:
         if not is_bad:
             return None
         reason = (
-            f"{stage}: {1e3 * seconds_per_work:.3g} ms a token, where {load:.0f} in flight "
+            f"{kind}: {1e3 * seconds_per_work:.3g} ms a token, where {load:.0f} in flight "
             f"explain {1e3 * explained:.3g} ms"
         )
         return self._decrease(min(self.slots, self._maximum), now_s, round(baseline.most_in_flight), reason)

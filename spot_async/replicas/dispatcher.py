@@ -160,14 +160,14 @@ class Dispatcher(Generic[B]):
         self.admit()
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:
-        replica, now_s, stage = lease.holder, asyncio.get_running_loop().time(), lease.errand.stage
+        replica, now_s, kind = lease.holder, asyncio.get_running_loop().time(), lease.errand.kind
         in_flight = replica.in_flight + 1  # with this one
         lowered: Decrease | None = None
         match error:
             case None:
                 replica.answered(now_s)
-                now = replica.occupancy.at(stage, now_s)
-                lowered = replica.limit.succeeded(stage, sent=lease.sent, now=now, work=lease.work, in_flight=in_flight)
+                now = replica.occupancy.at(kind, now_s)
+                lowered = replica.limit.succeeded(kind, sent=lease.sent, now=now, work=lease.work, in_flight=in_flight)
             case RequestError() if not error.was_sent:
                 pass
             case ThrottledError():
@@ -184,7 +184,7 @@ class Dispatcher(Generic[B]):
             case RequestError() if _is_of_a_reply(error):
                 replica.answered(now_s)
         if lowered is not None:
-            self._tell(replica.name, stage, lowered)
+            self._tell(replica.name, lease.errand.stage, lowered)
 
     def _tell(self, replica: str, stage: str, lowered: Decrease) -> None:
         structlog.get_logger().warning("limit lowered", replica=replica, stage=stage, **lowered._asdict())

@@ -1,4 +1,4 @@
-"""How many requests a replica has, of all stages and of each, and for how long it had them. Pure."""
+"""How many requests a replica has, of all kinds and of each, and for how long it had them. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """A time, as a request of one stage sees it. Differences of two moments, over their time, are means in flight."""
+    """A time, as a request of one `Errand.kind` sees it. Differences of two moments, over their time, are means in
+    flight."""
 
     s: float
     busy_s: float  # times in flight until then, summed over all requests
-    stage_busy_s: float  # likewise, over those of the stage
+    kind_busy_s: float  # likewise, over those of the kind
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Occupancy:
 
     def __init__(self) -> None:
         self._all = _Count()
-        self._stages: defaultdict[str, _Count] = defaultdict(_Count)
+        self._kinds: defaultdict[str, _Count] = defaultdict(_Count)
 
     @property
     def requests(self) -> int:
@@ -40,15 +41,15 @@ class Occupancy:
         """Of all requests, those in flight included; mean in flight = its growth / elapsed."""
         return self._all.busy_s(now_s)
 
-    def began(self, stage: str, now_s: float) -> None:
-        for count in (self._all, self._stages[stage]):
+    def began(self, kind: str, now_s: float) -> None:
+        for count in (self._all, self._kinds[kind]):
             count.requests += 1
             count.offset_s -= now_s
 
-    def ended(self, stage: str, now_s: float) -> None:
-        for count in (self._all, self._stages[stage]):
+    def ended(self, kind: str, now_s: float) -> None:
+        for count in (self._all, self._kinds[kind]):
             count.requests -= 1
             count.offset_s += now_s
 
-    def at(self, stage: str, now_s: float) -> Moment:
-        return Moment(now_s, self._all.busy_s(now_s), self._stages[stage].busy_s(now_s))
+    def at(self, kind: str, now_s: float) -> Moment:
+        return Moment(now_s, self._all.busy_s(now_s), self._kinds[kind].busy_s(now_s))

@@ -143,14 +143,14 @@ class Replica(Generic[B]):
             self._idle.clear()
         self.leases.add(lease)
         if lease.is_request:
-            self.occupancy.began(lease.errand.stage, lease.granted_s)
+            self.occupancy.began(lease.errand.kind, lease.granted_s)
             self._requests_sent += 1
 
     def released(self, lease: HeldLease[B]) -> None:
         self.leases.remove(lease)
         now_s = self._loop.time()
         if lease.is_request:
-            self.occupancy.ended(lease.errand.stage, now_s)
+            self.occupancy.ended(lease.errand.kind, now_s)
         if not self.leases:
             self._silence_s = now_s - self._silent_since_s
             self._idle.set()
@@ -272,7 +272,7 @@ class HeldLease(Generic[B]):
         self.service = replica.backend
         self.errand = errand
         self.granted_s = now_s
-        self.sent = replica.occupancy.at(errand.stage, now_s)
+        self.sent = replica.occupancy.at(errand.kind, now_s)
         self.is_request = is_request
         self.grant = grant
         self.work = errand.tokens

@@ -23,12 +23,16 @@ S_co = TypeVar("S_co", covariant=True)
 class Errand:
     """One request on its way through a pool, all its attempts included."""
 
-    stage: str  # requests of one stage are alike
+    stage: str
     priority: Priority
     session: str | None = None  # of requests that share a prefix
     tokens: int = 0  # that it may take of a token limit
+    kind: str = ""  # whose latencies are compared; of a stage whose requests are alike, its name
     failed_on: set[str] = field(default_factory=set)  # replicas, by name
     losses: int = 0  # replicas that ended or froze while they had it
+
+    def __post_init__(self) -> None:
+        self.kind = self.kind or self.stage
 
     @property
     def is_suspected(self) -> bool:
