@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from spot_async.concurrency import gather
 from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.errors import DeadlineExceededError, ThrottledError
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
 from spot_async.replicas.occupancy import Moment
 from spot_async.replicas.pool import ReplicaPool
@@ -36,31 +37,38 @@ def answer(limit, sent_s, now_s, *, in_flight):
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["answer", "refuse"]), st.floats(0, 5), st.integers(1, 60)), max_size=80))
-def test_a_limit_stays_between_one_and_the_most(events):
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["answer", "refuse", "time out"]), st.floats(0, 5), st.integers(1, 60)), max_size=80
+    ),
+    st.sampled_from([1, 8, 64]),
+)
+def test_a_limit_stays_between_one_and_the_most(events, slots):
     limit, now_s = ConcurrencyLimit(32), 0.0
+    limit.slots = slots
     for kind, seconds, in_flight in events:
         now_s += seconds
         if kind == "answer":
             answer(limit, now_s - 2.0, now_s, in_flight=in_flight)
         else:
-            limit.overloaded("429", sent_s=now_s - 2.0, now_s=now_s, in_flight=in_flight)
+            learn = limit.refused if kind == "refuse" else limit.timed_out
+            learn(kind, sent_s=now_s - 2.0, now_s=now_s, in_flight=in_flight)
         assert 1 <= limit.value <= 32
 
 
 def test_a_storm_of_refusals_lowers_the_limit_once_a_round_trip():
     limit = ConcurrencyLimit(512)
     for _ in range(40):  # all sent before anybody knew
-        limit.overloaded("429", sent_s=0.0, now_s=1.0, in_flight=40)
+        limit.refused("429", sent_s=0.0, now_s=1.0, in_flight=40)
     assert limit.value == 28  # seven tenths of what was in flight, not of the limit that nobody used
     assert limit.decreases == 1
-    limit.overloaded("429", sent_s=1.0, now_s=2.0, in_flight=28)
+    limit.refused("429", sent_s=1.0, now_s=2.0, in_flight=28)
     assert limit.value == 19
 
 
 def test_a_limit_grows_by_one_a_round_trip_and_only_when_it_is_used():
     limit = ConcurrencyLimit(512)
-    limit.overloaded("429", sent_s=0.0, now_s=1.0, in_flight=20)
+    limit.refused("429", sent_s=0.0, now_s=1.0, in_flight=20)
     for _ in range(100):
         answer(limit, 2.0, 3.0, in_flight=5)
     assert limit.value == 14
@@ -127,7 +135,7 @@ def test_a_bad_window_before_a_refusal_says_nothing_of_the_load_after_it():
     traffic = Traffic(limit)
     traffic.windows(1.0, in_flight=20, count=5)
     traffic.windows(10.0, in_flight=20)
-    limit.overloaded("HTTP 429", sent_s=traffic.s, now_s=traffic.s, in_flight=20)
+    limit.refused("HTTP 429", sent_s=traffic.s, now_s=traffic.s, in_flight=20)
     assert traffic.windows(10.0, in_flight=10) == (14, 1)
 
 
@@ -143,8 +151,22 @@ def test_latency_leaves_a_server_the_slots_that_it_has_and_refusals_do_not():
     traffic = Traffic(limit)
     traffic.windows(1.0, in_flight=80, count=5)
     assert traffic.windows(10.0, in_flight=80, count=2) == (64, 1)
-    limit.overloaded("HTTP 429", sent_s=traffic.s, now_s=traffic.s, in_flight=60)
+    limit.refused("HTTP 429", sent_s=traffic.s, now_s=traffic.s, in_flight=60)
     assert limit.value == 42
+
+
+@pytest.mark.parametrize(("error", "expected"), [(DeadlineExceededError("late"), 64), (ThrottledError("503"), 1)])
+def test_a_straggler_that_times_out_alone_leaves_a_server_the_slots_that_it_has(error, expected):
+    async def scenario():
+        pool = ReplicaPool("student", {"student": lambda: Backend(None, 64)})
+        async with pool:
+            lease = await pool.lease(Errand("rollout", (0,)))
+            with pytest.raises(type(error)):
+                async with lease:
+                    raise error
+            return pool.replicas[0].limit
+
+    assert run_on_virtual_time(scenario()) == expected
 
 
 @dataclass

@@ -14,7 +14,11 @@ that it has too much:
 Latency is no more than a sign, so it counts only where it means something. A short request's is that of whatever it
 happens to be served beside, so a window counts only where its kind is much of what the replica had to do meanwhile.
 One bad window may be a pause, such as for new weights; two in a row, the second of requests that were sent after the
-first, are not. And it never takes the limit below the slots that the server has: fewer would leave some of them empty.
+first, are not.
+
+Neither latency nor a time-out takes the limit below the slots that the server is known to have: fewer would leave some
+of them empty, and a request that outlasts its deadline is often the last one in flight. A server that refuses knows
+better.
 
 Like TCP's, it reacts once per round trip: what was sent before the last decrease says nothing of the load since. Also
 as in TCP, it comes down from what was in flight, for a limit that nobody reached says nothing: at a refusal from what
@@ -112,11 +116,17 @@ class ConcurrencyLimit:
             return None
         return self._judge(kind, window, now.s)
 
-    def overloaded(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
-        """A request was refused for now, or not answered in time; `in_flight` counts it."""
-        if sent_s < self._decreased_s:
-            return None
-        return self._decrease(1, now_s, in_flight, reason)
+    def refused(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
+        """A request was refused for now; `in_flight` counts it."""
+        return None if sent_s < self._decreased_s else self._decrease(1, now_s, in_flight, reason)
+
+    def timed_out(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
+        """A request was not answered in time; `in_flight` counts it."""
+        return None if sent_s < self._decreased_s else self._decrease(self._known_slots, now_s, in_flight, reason)
+
+    @property
+    def _known_slots(self) -> int:
+        return min(self.slots, self._maximum)
 
     def _judge(self, kind: str, window: _Window, now_s: float) -> Decrease | None:
         seconds_per_work, load = window.seconds / window.work, max(1.0, window.busy_s / window.seconds)
@@ -140,7 +150,7 @@ class ConcurrencyLimit:
             f"{kind}: {1e3 * seconds_per_work:.3g} ms a token, where {load:.0f} in flight "
             f"explain {1e3 * explained:.3g} ms"
         )
-        return self._decrease(min(self.slots, self._maximum), now_s, round(baseline.most_in_flight), reason)
+        return self._decrease(self._known_slots, now_s, round(baseline.most_in_flight), reason)
 
     def _decrease(self, least: int, now_s: float, in_flight: int, reason: str) -> Decrease | None:
         """From what was in flight: the limit itself may be far above."""

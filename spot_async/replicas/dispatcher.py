@@ -174,9 +174,9 @@ class Dispatcher(Generic[B]):
                 if error.retry_after_s is not None:
                     self._hold(replica, error.retry_after_s, now_s)
                 replica.answered(now_s)
-                lowered = replica.limit.overloaded(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
+                lowered = replica.limit.refused(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case DeadlineExceededError():
-                lowered = replica.limit.overloaded(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
+                lowered = replica.limit.timed_out(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case ServerRestartedError():
                 replica.report(Trouble.RESTARTED, error)
             case TransientError() if not _is_refusal(error):
