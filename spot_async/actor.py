@@ -57,7 +57,7 @@ class OpenRequest:
     deadline: float = 0.0
     told_s: float = 0.0  # longest time for which an endpoint asked to be left alone
     attempts: int = 0  # sendings so far
-    replica: str | None = None  # that has it; None while it waits for one, empty where there is only one
+    replica: str | None = None  # that has it; None while it waits, also to be sent again; empty if only one
 
     @property
     def priority(self) -> Priority:
@@ -100,7 +100,7 @@ class Stage(Generic[S]):
 
     @property
     def waiting(self) -> int:
-        """Requests that no server has yet, for want of a turn or of a server. For any thread."""
+        """Requests that no server has: for want of a turn or of a server, or between attempts. For any thread."""
         return sum(each.replica is None for each in tuple(self.open))
 
     @property
@@ -184,6 +184,7 @@ class Stage(Generic[S]):
                 if not isinstance(error, ThrottledError) or count & (count - 1) == 0:  # those are without limit
                     structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
+            this.replica = None
             await asyncio.sleep(delay_s)
 
     async def _hedged(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:

@@ -173,12 +173,16 @@ def test_an_endpoint_that_asks_for_longer_than_the_deadline_is_left_alone_for_as
         async def closed_for_an_hour(_, deadline):
             sent.append(loop.time())
             assert deadline - loop.time() == pytest.approx(10.0)
+            assert (probe.in_flight, probe.waiting) == (1, 0)
             if loop.time() < 3600.0:
                 raise ThrottledError("429: daily limit", retry_after_s=3600.0)
             return (told_s,) == tuple(each.told_s for each in probe.open)
 
         told_s = 3600.0
-        assert await probe.ask((0,), closed_for_an_hour)
+        asking = asyncio.create_task(probe.ask((0,), closed_for_an_hour))
+        await asyncio.sleep(1800.0)
+        assert (probe.in_flight, probe.waiting) == (0, 1)  # nobody has it meanwhile
+        assert await asking
         assert sent == [0.0, 3600.0]
 
     run_on_virtual_time(scenario())
