@@ -124,6 +124,16 @@ class ModelConfig(Section):
         ServingConfig(), description="what servers are given, and what is done about those that fail"
     )
 
+    @pydantic.model_validator(mode="after")
+    def _check_cores(self) -> Self:
+        threads, own = getattr(self.backend, "threads", 1), self.serving.own_cores
+        if 0 < own < threads:
+            raise ValueError(
+                f"serving.own_cores={own}: fewer than backend.threads={threads}, which would wait for each other: set "
+                f"serving.own_cores={threads}, or 0 to share all cores"
+            )
+        return self
+
 
 class TeacherConfig(ModelConfig):
     """The model that is learned from, and what is kept of its answers."""
