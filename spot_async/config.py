@@ -66,11 +66,7 @@ CONFIG_VERSION = 1  # of the schema below; raised when a file of the version bef
 class RunConfig(Section):
     """Where the run writes, and its seed."""
 
-    directory: str | None = Field(
-        None,
-        description="run directory, new, empty, or that of a run which failed before anything was trained or "
-        "evaluated (its files are kept in failed-start-1/); default `runs/<config name>/<time>`",
-    )
+    directory: str | None = Field(None, description="run directory, new or empty; default `runs/<config name>/<time>`")
     seed: int = Field(0, ge=0, description="every seed of the run derives from it")
     samples_every: int = Field(
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
