@@ -69,7 +69,7 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
     report = read_report(files)
     assert "teacher" not in dict(report.facts)
-    assert run_times(files.metrics(), files.config()).stages["reference"].slots == 8  # a second copy of the student
+    assert run_times(files.metrics(), files.config()).stages["reference"].slots is None  # it scores
     notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
     assert notes["Advantage"] == "Mean per token, as the policy gives it."
     assert "Responses without a signal" in notes
@@ -84,6 +84,13 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
 def test_slots_are_those_of_all_servers_that_run_and_known_of_servers_that_we_start(backend, down, slots):
     config = yaml.safe_load(f"student: {{backend: {{{backend}}}}}")
     assert stage_slots(config, "probe", down) == slots
+
+
+@pytest.mark.parametrize("stage", ["score", "candidates", "verify", "reference"])
+def test_what_does_not_generate_takes_no_slots(stage):
+    config = {role: {"backend": {"slots": 8}} for role in ("student", "teacher", "reference")}
+    assert stage_slots(config, stage) is None
+    assert stage_slots(config, "teacher_response") == 8
 
 
 def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
