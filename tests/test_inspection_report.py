@@ -58,6 +58,14 @@ def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(
     report = read_report(files)
     assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %, no better than before training"
     assert "iteration 0: Avg@8 62 %" in report.sections[0].plots[0].figure
+    end = {"avg": {"value": 0.875, "standard_error": 0.125}, "pass_at": {"8": {"value": 1.0, "standard_error": None}}}
+    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    report = read_report(files)  # the last evaluation during training was before the last iteration
+    assert dict(report.facts)["best"] == "iteration 4, Avg@8 87.5 ±12.5 %"
+    assert "iteration 4: Avg@8 88 %, Pass@8 100 %" in report.sections[0].plots[0].figure
+    files = make_run(tmp_path / "even", [], rows)
+    (tmp_path / "even" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    assert "88 %" not in read_report(files).sections[0].plots[0].figure  # it is that of the last iteration
 
 
 def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
@@ -114,6 +122,15 @@ def test_bins_of_lengths_are_round_and_hold_every_response():
     }  # fmt: skip
 
 
+def test_thirds_are_of_the_iterations_that_have_samples():
+    figure = length_histogram([(20, 5), (40, 15), (60, 25), (80, 35), (100, 45), (101, 45)])
+    shares = re.findall(r"<title>(\d+) to \d+ tokens: (first|last) third (\d+) %", figure)
+    assert {(part, int(bin_) // 10 * 10): int(share) for bin_, part, share in shares if share != "0"} == {
+        ("first", 0): 50, ("first", 10): 50, ("last", 40): 100
+    }  # fmt: skip
+    assert "all 50 %" in length_histogram([(20, 5), (40, 15)])
+
+
 @pytest.mark.parametrize(("p99", "named"), [(0.2, "p99 and longest"), (0.1, "longest")])
 def test_of_few_ticks_the_longest_lag_is_drawn_once(tmp_path, p99, named):
     lags = {"loop/lag_p50_s": 0.01, "loop/lag_p99_s": p99, "loop/lag_max_s": 0.2}
@@ -157,12 +174,21 @@ def test_a_teacher_that_writes_is_told_of_its_slots():
     assert "64 slots were mostly in use (49 rollout" in advice[0]
 
 
+TIER = {"problems": 3, "avg": 0.25, "avg_standard_error": 0.05, "pass": 0.5, "pass_standard_error": 0.1}
+EVALUATED = {"samples": 8, "tokens": 1, "tiers": {"all": TIER}}
+NOT_JUDGED = {"samples": 1, "tokens": 1, "tiers": {}}
+ACCURATE = metrics_row(1) | {"evaluation/avg@8": 0.5}
+
+
 @pytest.mark.parametrize(
     ("rows", "summary", "expected"),
     [
         ([], None, "No iteration has finished"),
         ([metrics_row(1)], None, "was stopped before its end"),
-        ([metrics_row(1)], {"before": None, "after": None}, "was not evaluated"),
+        ([metrics_row(1)], {"before": None, "after": None}, "The run was not evaluated: there is no table"),
+        ([metrics_row(1)], {"before": EVALUATED, "after": None}, "The trained student was not evaluated at the end."),
+        ([ACCURATE], {"before": None, "after": None}, "The trained student was not evaluated at the end."),
+        ([metrics_row(1)], {"before": NOT_JUDGED, "after": NOT_JUDGED, "change": {}}, "were not judged: there is no"),
         ([{"iteration": 1, "train/loss": 0.5}], {}, "probes no positions"),
         ([{"iteration": 1}], None, "nothing can be said"),
     ],
@@ -170,3 +196,4 @@ def test_a_teacher_that_writes_is_told_of_its_slots():
 def test_what_is_missing_is_said(tmp_path, rows, summary, expected):
     page = report_page(read_report(make_run(tmp_path / "run", [], rows, summary)))
     assert expected in Tags(page).text
+    assert ("Results on held-out problems" in page) == bool(summary and summary.get("before") == EVALUATED)

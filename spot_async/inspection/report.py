@@ -72,7 +72,8 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     for sample in files.samples():
         statistics.add(sample)
     before, after = files.evaluation("before"), files.evaluation("after")
-    evaluated = held_out(rows, config, before)
+    evaluated = held_out(rows, config, before, after)
+    results = result_table(summary, sampling_note(config, after or before))
     sections = (
         learning_section(rows, evaluated),
         probing_section(rows, statistics, PolicySettings.of(config)),
@@ -85,9 +86,11 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     return Report(
         name=files.path.resolve().name,
         facts=facts(config, rows, summary, evaluated),
-        notes=notes(files, config, rows, summary, statistics),
+        notes=notes(
+            files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
+        ),
         verdict=judge(run_times(rows, config)),
-        results=result_table(summary, sampling_note(config, after or before)),
+        results=results,
         sections=tuple(section for section in sections if section.plots),
     )
 
@@ -164,8 +167,8 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
         _present(
             ("Length of responses", "Mean tokens per response.",
              _lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
-            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run; of "
-             "fewer than three iterations, of all.",
+            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the "
+             "iterations that have samples; of fewer than three, of all.",
              length_histogram(statistics.lengths)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
              _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
@@ -254,20 +257,20 @@ def spending_section(rows: Rows) -> Section:
 
 
 def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
-    """Response lengths of the first and last third of the iterations; of all when there are fewer than three."""
+    """Response lengths, of the first and last third of the iterations that have some; of fewer than three, of all."""
     if not lengths:
         return None
-    last, longest = max(i for i, _ in lengths), max(max(tokens for _, tokens in lengths), 1)
-    parts = {"first third": (1, last // 3), "last third": (last - last // 3 + 1, last)}
-    if last < 3:
-        parts = {"all": (1, last)}
+    longest = max(max(tokens for _, tokens in lengths), 1)
+    iterations = sorted({iteration for iteration, _ in lengths})
+    third = len(iterations) // 3
+    parts = {"first third": iterations[:third], "last third": iterations[-third:]} if third else {"all": iterations}
     edges = [round(tick) for tick in nice_ticks(0.0, max(longest, LENGTH_BINS), LENGTH_BINS)]
     width = edges[1]
     series = []
-    for name, (begin, end) in parts.items():
+    for name, part in parts.items():
         counts = [0] * (len(edges) - 1)
         for iteration, tokens in lengths:
-            if begin <= iteration <= end:
+            if part[0] <= iteration <= part[-1]:
                 counts[min(len(counts) - 1, tokens // width)] += 1
         series.append((name, [count / max(1, sum(counts)) for count in counts]))
     return svg.histogram(edges, series, x_name="tokens", format_y=percent)
@@ -301,15 +304,20 @@ def notes(
     rows: Rows,
     summary: Mapping[str, Any] | None,
     statistics: SampleStatistics,
+    *,
+    was_evaluated: bool,
 ) -> tuple[str, ...]:
-    """What is not on the page."""
+    """What is not on the page; `was_evaluated` says that it has figures of evaluations."""
     found = []
     if not rows:
         found.append("No iteration has finished: there are no curves.")
     if summary is None:
         found.append("The run has no summary: it is still going, or it was stopped before its end.")
     elif not summary.get("after"):
-        found.append("The run was not evaluated: there is no table of results.")
+        found.append("The trained student was not evaluated at the end." if was_evaluated else
+                     "The run was not evaluated: there is no table of results.")  # fmt: skip
+    elif not was_evaluated:
+        found.append("The responses of its evaluations were not judged: there is no table of results.")
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
     if rows and not statistics.iterations:
