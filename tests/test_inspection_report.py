@@ -14,6 +14,7 @@ from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page
 from spot_async.inspection.report import length_histogram, read_report
 from spot_async.inspection.totals import run_times, stage_slots
+from spot_async.stages import STAGE_SERVERS
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
@@ -112,6 +113,24 @@ def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     let_in = figures["Servers: requests let in"]
     assert [line in let_in for line in ("student-1: limit", "student-1: in flight", "teacher: limit")] == [True] * 3
     assert "teacher: in flight" not in let_in
+
+
+def test_of_many_servers_and_stages_no_two_look_alike_and_the_page_knows_all_looks(tmp_path):
+    names = [*(f"student-{i}" for i in range(1, 7)), "teacher"]
+    row = {f"replica/{name}/{figure}": 64.0 for name in names for figure in ("limit", "mean_in_flight")}
+    row |= {f"wait/{stage}_s": 1.0 for stage in (*STAGE_SERVERS, "nothing")}
+    row |= {f"stage/{stage}/requests": 8.0 for stage in STAGE_SERVERS}
+    report = read_report(make_run(tmp_path / "run", [], [metrics_row(i) | row for i in (1, 2)]))
+    figures = {plot.title: plot.figure for section in report.sections for plot in section.plots}
+    looks = [
+        re.findall(rf'<{mark} class="([^"]*)"', figures[title])
+        for mark, title in (("polyline", "Servers: requests let in"), ("polygon", "What the trainer waited for"))
+    ]
+    assert [len(each) for each in looks] == [len(set(each)) for each in looks] == [14, 8]
+    page = report_page(report)
+    for name in {name for each in looks for look in each for name in look.split()} - {"d0"}:  # which is no dash
+        assert re.search(rf"\.{name} {{", page), name
+    assert [look.split()[1] for look in looks[0][::2]] == [look.split()[1] for look in looks[0][1::2]]  # of one server
 
 
 def test_bins_of_lengths_are_round_and_hold_every_response():

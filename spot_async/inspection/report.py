@@ -184,8 +184,13 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
         for stage in stages
     ]
     names = sorted({name.split("/")[1] for row in rows for name in row if name.startswith("replica/")})
-    figures = {"limit": "limit", "in flight": "mean_in_flight"}
-    servers = {f"{name}: {label}": f"replica/{name}/{key}" for name in names for label, key in figures.items()}
+    figures = {"in flight": "mean_in_flight", "limit": "limit"}
+    servers = [  # a colour for each, a dash for each figure; where colours come again, with other dashes
+        Series(f"{name}: {label}", points, server, dash + len(figures) * (server // len(svg.COLOURS)))
+        for server, name in enumerate(names)
+        for dash, (label, key) in enumerate(figures.items())
+        if (points := _points(rows, f"replica/{name}/{key}"))
+    ]
     lags = {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"}
     if 2 * sum(row.get(lags["p99"]) == row.get(lags["longest"]) for row in rows) > len(rows):
         lags = {"p50": lags["p50"], "p99 and longest": lags["longest"]}
@@ -204,8 +209,8 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
              _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True)),
-            ("Servers: requests let in", "Of all stages: the limit as the iteration ended, mean in flight during it.",
-             _lines(rows, servers, from_zero=True)),
+            ("Servers: requests let in", "Of all stages: mean in flight during the iteration, the limit as it ended.",
+             svg.line_plot(servers, from_zero=True) if servers else None),
             ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest. "
              "Of few events the last two are one.",
              _lines(rows, lags, seconds, from_zero=True)),
