@@ -237,6 +237,8 @@ class WeightSender:
             raise DeadlineExceededError(f"{self._name}: did not {what} before the deadline") from None
         except ProcessDiedError as died:
             raise TransientError(str(died)) from None
+        except (msgspec.DecodeError, zmq.ZMQError) as error:
+            raise TransientError(f"{self._name}: cannot {what}: {error}") from error
         if isinstance(answer, Failure):
             raise TransientError(f"{self._name}: cannot {what}: {answer.message}")
         return answer

@@ -78,7 +78,8 @@ def make_pool(
 
 def served_models(config: Config, plan: TrainPlan) -> dict[str, ModelConfig]:
     """What the plan says must be served, by role."""
-    teacher = config.teacher if plan.policy.needs.teacher else None
+    is_asked = plan.policy.needs.teacher and config.teacher is not None and not config.teacher.replay
+    teacher = config.teacher if is_asked else None
     models = {"student": config.student, "teacher": teacher, "reference": plan.reference}
     return {role: model for role, model in models.items() if model is not None}
 

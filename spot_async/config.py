@@ -66,11 +66,7 @@ CONFIG_VERSION = 1  # of the schema below; raised when a file of the version bef
 class RunConfig(Section):
     """Where the run writes, and its seed."""
 
-    directory: str | None = Field(
-        None,
-        description="run directory, new, empty, or that of a run which failed before anything was trained or "
-        "evaluated (its files are kept in failed-start-1/); default `runs/<config name>/<time>`",
-    )
+    directory: str | None = Field(None, description="run directory, new or empty; default `runs/<config name>/<time>`")
     seed: int = Field(0, ge=0, description="every seed of the run derives from it")
     samples_every: int = Field(
         1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
@@ -123,6 +119,16 @@ class ModelConfig(Section):
     serving: ServingConfig = Field(
         ServingConfig(), description="what servers are given, and what is done about those that fail"
     )
+
+    @pydantic.model_validator(mode="after")
+    def _check_cores(self) -> Self:
+        threads, own = getattr(self.backend, "threads", 1), self.serving.own_cores
+        if 0 < own < threads:
+            raise ValueError(
+                f"serving.own_cores={own}: fewer than backend.threads={threads}, which would wait for each other: set "
+                f"serving.own_cores={threads}, or 0 to share all cores"
+            )
+        return self
 
 
 class TeacherConfig(ModelConfig):

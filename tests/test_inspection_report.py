@@ -14,6 +14,7 @@ from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page
 from spot_async.inspection.report import length_histogram, read_report
 from spot_async.inspection.totals import run_times, stage_slots
+from spot_async.stages import STAGE_SERVERS
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
@@ -58,6 +59,14 @@ def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(
     report = read_report(files)
     assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %, no better than before training"
     assert "iteration 0: Avg@8 62 %" in report.sections[0].plots[0].figure
+    end = {"avg": {"value": 0.875, "standard_error": 0.125}, "pass_at": {"8": {"value": 1.0, "standard_error": None}}}
+    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    report = read_report(files)  # the last evaluation during training was before the last iteration
+    assert dict(report.facts)["best"] == "iteration 4, Avg@8 87.5 ±12.5 %"
+    assert "iteration 4: Avg@8 88 %, Pass@8 100 %" in report.sections[0].plots[0].figure
+    files = make_run(tmp_path / "even", [], rows)
+    (tmp_path / "even" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    assert "88 %" not in read_report(files).sections[0].plots[0].figure  # it is that of the last iteration
 
 
 def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
@@ -69,7 +78,7 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
     report = read_report(files)
     assert "teacher" not in dict(report.facts)
-    assert run_times(files.metrics(), files.config()).stages["reference"].slots == 8  # a second copy of the student
+    assert run_times(files.metrics(), files.config()).stages["reference"].slots is None  # it scores
     notes = {plot.title: plot.note for section in report.sections for plot in section.plots}
     assert notes["Advantage"] == "Mean per token, as the policy gives it."
     assert "Responses without a signal" in notes
@@ -86,6 +95,13 @@ def test_slots_are_those_of_all_servers_that_run_and_known_of_servers_that_we_st
     assert stage_slots(config, "probe", down) == slots
 
 
+@pytest.mark.parametrize("stage", ["score", "candidates", "verify", "reference"])
+def test_what_does_not_generate_takes_no_slots(stage):
+    config = {role: {"backend": {"slots": 8}} for role in ("student", "teacher", "reference")}
+    assert stage_slots(config, stage) is None
+    assert stage_slots(config, "teacher_response") == 8
+
+
 def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     row = metrics_row(1) | {"teacher/entropy_nats": 0.2, "train/advantage_mean": 0.0, "train/loss_branch": 0.5}
     row |= {"replica/student-1/limit": 64.0, "replica/student-1/mean_in_flight": 40.0, "replica/teacher/limit": 512.0}
@@ -99,12 +115,39 @@ def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     assert "teacher: in flight" not in let_in
 
 
+def test_of_many_servers_and_stages_no_two_look_alike_and_the_page_knows_all_looks(tmp_path):
+    names = [*(f"student-{i}" for i in range(1, 7)), "teacher"]
+    row = {f"replica/{name}/{figure}": 64.0 for name in names for figure in ("limit", "mean_in_flight")}
+    row |= {f"wait/{stage}_s": 1.0 for stage in (*STAGE_SERVERS, "nothing")}
+    row |= {f"stage/{stage}/requests": 8.0 for stage in STAGE_SERVERS}
+    report = read_report(make_run(tmp_path / "run", [], [metrics_row(i) | row for i in (1, 2)]))
+    figures = {plot.title: plot.figure for section in report.sections for plot in section.plots}
+    looks = [
+        re.findall(rf'<{mark} class="([^"]*)"', figures[title])
+        for mark, title in (("polyline", "Servers: requests let in"), ("polygon", "What the trainer waited for"))
+    ]
+    assert [len(each) for each in looks] == [len(set(each)) for each in looks] == [14, 8]
+    page = report_page(report)
+    for name in {name for each in looks for look in each for name in look.split()} - {"d0"}:  # which is no dash
+        assert re.search(rf"\.{name} {{", page), name
+    assert [look.split()[1] for look in looks[0][::2]] == [look.split()[1] for look in looks[0][1::2]]  # of one server
+
+
 def test_bins_of_lengths_are_round_and_hold_every_response():
     figure = length_histogram([(1, 0), (1, 146), (2, 146), (2, 10)])
     shares = dict(re.findall(r"<title>(\d+ to \d+) tokens: all (\d+) %", figure))
     assert {bin_: share for bin_, share in shares.items() if share != "0"} == {
         "0 to 10": "25", "10 to 20": "25", "140 to 150": "50"
     }  # fmt: skip
+
+
+def test_thirds_are_of_the_iterations_that_have_samples():
+    figure = length_histogram([(20, 5), (40, 15), (60, 25), (80, 35), (100, 45), (101, 45)])
+    shares = re.findall(r"<title>(\d+) to \d+ tokens: (first|last) third (\d+) %", figure)
+    assert {(part, int(bin_) // 10 * 10): int(share) for bin_, part, share in shares if share != "0"} == {
+        ("first", 0): 50, ("first", 10): 50, ("last", 40): 100
+    }  # fmt: skip
+    assert "all 50 %" in length_histogram([(20, 5), (40, 15)])
 
 
 @pytest.mark.parametrize(("p99", "named"), [(0.2, "p99 and longest"), (0.1, "longest")])
@@ -150,12 +193,21 @@ def test_a_teacher_that_writes_is_told_of_its_slots():
     assert "64 slots were mostly in use (49 rollout" in advice[0]
 
 
+TIER = {"problems": 3, "avg": 0.25, "avg_standard_error": 0.05, "pass": 0.5, "pass_standard_error": 0.1}
+EVALUATED = {"samples": 8, "tokens": 1, "tiers": {"all": TIER}}
+NOT_JUDGED = {"samples": 1, "tokens": 1, "tiers": {}}
+ACCURATE = metrics_row(1) | {"evaluation/avg@8": 0.5}
+
+
 @pytest.mark.parametrize(
     ("rows", "summary", "expected"),
     [
         ([], None, "No iteration has finished"),
         ([metrics_row(1)], None, "was stopped before its end"),
-        ([metrics_row(1)], {"before": None, "after": None}, "was not evaluated"),
+        ([metrics_row(1)], {"before": None, "after": None}, "The run was not evaluated: there is no table"),
+        ([metrics_row(1)], {"before": EVALUATED, "after": None}, "The trained student was not evaluated at the end."),
+        ([ACCURATE], {"before": None, "after": None}, "The trained student was not evaluated at the end."),
+        ([metrics_row(1)], {"before": NOT_JUDGED, "after": NOT_JUDGED, "change": {}}, "were not judged: there is no"),
         ([{"iteration": 1, "train/loss": 0.5}], {}, "probes no positions"),
         ([{"iteration": 1}], None, "nothing can be said"),
     ],
@@ -163,3 +215,4 @@ def test_a_teacher_that_writes_is_told_of_its_slots():
 def test_what_is_missing_is_said(tmp_path, rows, summary, expected):
     page = report_page(read_report(make_run(tmp_path / "run", [], rows, summary)))
     assert expected in Tags(page).text
+    assert ("Results on held-out problems" in page) == bool(summary and summary.get("before") == EVALUATED)

@@ -124,17 +124,36 @@ def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one
         RunDirectory.open(tmp_path)
 
 
-def test_a_start_that_came_to_nothing_does_not_block_its_directory_and_is_kept(run):
-    for n in (1, 2):
-        (run.path / "logs" / "run.jsonl").write_text(f"failure {n}")
-        (run.path / "trainer.json").write_text("{}")
-        (run.path / "weights").mkdir()
-        with run.locked(), pytest.raises(ConfigError, match="not empty"):  # it still goes on
-            RunDirectory.create(run.path, validate(CONFIG))
-        RunDirectory.create(run.path, validate(CONFIG))
-        assert sorted(each.name for each in (run.path / "logs").iterdir()) == []
-        assert (run.path / f"failed-start-{n}" / "logs" / "run.jsonl").read_text() == f"failure {n}"
-        assert not (run.path / "trainer.json").exists()
+def contents(directory):
+    return {each: each.read_bytes() if each.is_file() else None for each in directory.rglob("*")}
+
+
+def refusal(run, purpose="train"):
+    """Why `run`'s directory is not used for another, which leaves everything in it as it was."""
+    before = contents(run.path)
+    with pytest.raises(ConfigError) as refused:
+        RunDirectory.create(run.path, validate(CONFIG), purpose)
+    assert contents(run.path) == before
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("purpose", ["train", "eval"])
+def test_a_start_that_came_to_nothing_is_refused_with_what_can_be_deleted(run, purpose):
+    (run.path / "trainer.json").write_text("{}")
+    (run.path / "weights").mkdir()
+    assert "nothing was trained in it: delete it if that run is over, give another" in refusal(run, purpose)
+    (run.path / ".lock").write_text("process 12 on another.machine\n")  # whose lock nobody sees from here
+    assert "delete it if process 12 on another.machine is over, give another" in refusal(run, purpose)
+
+
+def test_a_second_start_takes_nothing_from_a_run_that_goes_on_and_names_its_process(run):
+    with run.locked():
+        assert f"delete it if process {os.getpid()} on " in refusal(run)
+
+
+def test_the_later_of_two_starts_that_both_saw_an_empty_directory_is_refused(run, monkeypatch):
+    monkeypatch.setattr(RunDirectory, "check_unused", lambda *_: None)
+    assert "cannot use" in refusal(run, "eval")
 
 
 @pytest.mark.parametrize(
@@ -148,14 +167,10 @@ def test_a_start_that_came_to_nothing_does_not_block_its_directory_and_is_kept(r
         "run.json",
     ],
 )
-def test_a_directory_with_anything_of_value_is_refused(run, name):
+def test_nobody_is_told_to_delete_anything_of_value(run, name):
     (run.path / name).parent.mkdir(exist_ok=True)
     (run.path / name).write_text('{"format": 1, "command": "eval"}' if name == "run.json" else "something")
-    (run.path / ".lock").touch()
-    before = sorted(run.path.rglob("*"))
-    with pytest.raises(ConfigError, match="not empty"):
-        RunDirectory.create(run.path, validate(CONFIG))
-    assert sorted(run.path.rglob("*")) == before
+    assert refusal(run).endswith("is not empty; give another, or null for a new one")
 
 
 def test_fewer_weights_than_the_student_link_needs_are_refused():

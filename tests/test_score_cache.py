@@ -249,6 +249,8 @@ def test_weights_that_differ_anywhere_are_another_teacher(tmp_path):
         save_file({**ends, "m.middle": generator.normal(size=64)}, tmp_path / name / "model.safetensors")
         digests.append(weights_digest(tmp_path / name))
     assert digests[0] != digests[1]
+    (tmp_path / "one" / "pytorch_model.bin").write_bytes(b"older")  # servers read those too
+    assert weights_digest(tmp_path / "one") != digests[0]
 
 
 def test_how_a_server_of_ours_computes_is_part_of_who_the_teacher_is():

@@ -297,7 +297,7 @@ def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
     assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
 
 
-def test_a_port_that_is_taken_is_one_line_and_the_same_command_goes_through_once_it_is_free(tmp_path, monkeypatch):
+def test_a_port_that_is_taken_is_one_line_and_the_next_start_says_what_to_delete(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = train(tmp_path / "run", f"teacher.backend.port={port}")
@@ -306,7 +306,8 @@ def test_a_port_that_is_taken_is_one_line_and_the_same_command_goes_through_once
     (line,) = error_lines(err)
     assert str(port) in line
     command.assert_nothing_left()
-    assert invoke(monkeypatch, *arguments(tmp_path / "run", f"teacher.backend.port={port}"), "--dry-run").exit_code == 0
+    again = invoke(monkeypatch, *arguments(tmp_path / "run", f"teacher.backend.port={port}"))
+    assert_refused(again, "run.directory", f"nothing was trained in it: delete it if process {command.process.pid} on ")
 
 
 def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path):

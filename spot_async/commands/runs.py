@@ -48,12 +48,11 @@ def train(
             show_estimates(screen, estimates)
             show_machine(screen, machine)
             return
-        from spot_async.runtime import train as run_training  # now: the run locks its directory, soon after it is made
-
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
+    from spot_async.runtime import train as run_training
     from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 

@@ -29,7 +29,7 @@ class StageUse:
     in_flight: float  # mean requests
     queued: float  # mean requests that waited for their turn
     limit: int
-    slots: int | None = None  # what its servers take at once, all together, where that is known
+    slots: int | None = None  # what its servers generate at once, all together, where it generates and that is known
     asked_per_s: float | None = None  # requests that came in
     latency_s: float | None = None  # mean of a request, from its turn to its answer
     throttled_share: float = 0.0  # of what was sent: refused for now (429, 503)

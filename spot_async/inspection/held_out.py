@@ -82,25 +82,29 @@ class HeldOut:
         return svg.line_plot(series, format_y=percent, most=1.0, marked=marked)
 
 
-def held_out(rows: Rows, config: Mapping[str, Any], before: Mapping[str, Any] | None) -> HeldOut | None:
-    """The evaluations in a run's metrics, after the one `before` it; None where none was made."""
+def held_out(
+    rows: Rows, config: Mapping[str, Any], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None = None
+) -> HeldOut | None:
+    """The evaluations in a run's metrics, between those `before` and `after` it; None where the metrics have none."""
     found = (re.fullmatch(r"evaluation/avg@(\d+)", name) for row in rows for name in row)
     k = next((int(match[1]) for match in found if match), None)
     if k is None:
         return None
     names = ("avg", "pass")[:k]  # of one sample both are the same figure
-    curves = {name: curve for name in names if (curve := _curve(rows, name, k, before)).points}
+    curves = {name: curve for name in names if (curve := _curve(rows, name, k, before, after)).points}
     criterion = str((config.get("evaluation") or {}).get("best_by"))
     return HeldOut(tuple(curves.values()), curves.get(criterion, curves["avg"]))
 
 
-def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None) -> Curve:
+def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Curve:
     metric = f"evaluation/{name}@{k}"
     found = [(row["iteration"], row[metric], row.get(f"{metric}_standard_error", math.nan))
              for row in rows if metric in row]  # fmt: skip
-    start = _overall(before or {}, name, k)
+    start, end = _overall(before or {}, name, k), _overall(after or {}, name, k)
     if start is not None and found:
         found.insert(0, (0.0, start["value"], _number(start["standard_error"])))
+    if end is not None and found and metric not in rows[-1]:  # else it is the same evaluation
+        found.append((rows[-1]["iteration"], end["value"], _number(end["standard_error"])))
     points = tuple((iteration, value) for iteration, value, _ in found)
     return Curve(f"{name.capitalize()}@{k}", points, tuple(error for *_, error in found))
 
@@ -119,9 +123,12 @@ def _number(value: float | None) -> float:
 
 
 def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTable | None:
-    """Avg@k and Pass@k per tier, before and after; None without an evaluation. `note` ends the one below it."""
-    found = {when: summary[when] for when in ("before", "after") if summary and summary.get(when)}
-    if summary is None or not found:
+    """Avg@k and Pass@k per tier, before and after; None where nothing was judged. `note` ends the one below it."""
+    if summary is None:
+        return None
+    evaluations = {when: summary.get(when) for when in ("before", "after")}
+    found = {when: each for when, each in evaluations.items() if each and each["tiers"]}
+    if not found:
         return None
     whole = next(iter(found.values()))
     k = whole["samples"]

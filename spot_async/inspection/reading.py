@@ -93,7 +93,8 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_evaluation = RunDirectory.open(path).purpose == "eval"
+        purpose = RunDirectory.open(path).purpose  # None of older programs, whose evaluations end with this file
+        self.is_evaluation = purpose == "eval" or (purpose is None and (path / "evaluation.jsonl").exists())
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""

@@ -72,7 +72,8 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     for sample in files.samples():
         statistics.add(sample)
     before, after = files.evaluation("before"), files.evaluation("after")
-    evaluated = held_out(rows, config, before)
+    evaluated = held_out(rows, config, before, after)
+    results = result_table(summary, sampling_note(config, after or before))
     sections = (
         learning_section(rows, evaluated),
         probing_section(rows, statistics, PolicySettings.of(config)),
@@ -85,9 +86,11 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     return Report(
         name=files.path.resolve().name,
         facts=facts(config, rows, summary, evaluated),
-        notes=notes(files, config, rows, summary, statistics),
+        notes=notes(
+            files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
+        ),
         verdict=judge(run_times(rows, config)),
-        results=result_table(summary, sampling_note(config, after or before)),
+        results=results,
         sections=tuple(section for section in sections if section.plots),
     )
 
@@ -164,8 +167,8 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
         _present(
             ("Length of responses", "Mean tokens per response.",
              _lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
-            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the run; of "
-             "fewer than three iterations, of all.",
+            ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the "
+             "iterations that have samples; of fewer than three, of all.",
              length_histogram(statistics.lengths)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
              _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
@@ -181,8 +184,13 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
         for stage in stages
     ]
     names = sorted({name.split("/")[1] for row in rows for name in row if name.startswith("replica/")})
-    figures = {"limit": "limit", "in flight": "mean_in_flight"}
-    servers = {f"{name}: {label}": f"replica/{name}/{key}" for name in names for label, key in figures.items()}
+    figures = {"in flight": "mean_in_flight", "limit": "limit"}
+    servers = [  # a colour for each, a dash for each figure; where colours come again, with other dashes
+        Series(f"{name}: {label}", points, server, dash + len(figures) * (server // len(svg.COLOURS)))
+        for server, name in enumerate(names)
+        for dash, (label, key) in enumerate(figures.items())
+        if (points := _points(rows, f"replica/{name}/{key}"))
+    ]
     lags = {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"}
     if 2 * sum(row.get(lags["p99"]) == row.get(lags["longest"]) for row in rows) > len(rows):
         lags = {"p50": lags["p50"], "p99 and longest": lags["longest"]}
@@ -201,8 +209,8 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
              _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True)),
-            ("Servers: requests let in", "Of all stages: the limit as the iteration ended, mean in flight during it.",
-             _lines(rows, servers, from_zero=True)),
+            ("Servers: requests let in", "Of all stages: mean in flight during the iteration, the limit as it ended.",
+             svg.line_plot(servers, from_zero=True) if servers else None),
             ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest. "
              "Of few events the last two are one.",
              _lines(rows, lags, seconds, from_zero=True)),
@@ -254,20 +262,20 @@ def spending_section(rows: Rows) -> Section:
 
 
 def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
-    """Response lengths of the first and last third of the iterations; of all when there are fewer than three."""
+    """Response lengths, of the first and last third of the iterations that have some; of fewer than three, of all."""
     if not lengths:
         return None
-    last, longest = max(i for i, _ in lengths), max(max(tokens for _, tokens in lengths), 1)
-    parts = {"first third": (1, last // 3), "last third": (last - last // 3 + 1, last)}
-    if last < 3:
-        parts = {"all": (1, last)}
+    longest = max(max(tokens for _, tokens in lengths), 1)
+    iterations = sorted({iteration for iteration, _ in lengths})
+    third = len(iterations) // 3
+    parts = {"first third": iterations[:third], "last third": iterations[-third:]} if third else {"all": iterations}
     edges = [round(tick) for tick in nice_ticks(0.0, max(longest, LENGTH_BINS), LENGTH_BINS)]
     width = edges[1]
     series = []
-    for name, (begin, end) in parts.items():
+    for name, part in parts.items():
         counts = [0] * (len(edges) - 1)
         for iteration, tokens in lengths:
-            if begin <= iteration <= end:
+            if part[0] <= iteration <= part[-1]:
                 counts[min(len(counts) - 1, tokens // width)] += 1
         series.append((name, [count / max(1, sum(counts)) for count in counts]))
     return svg.histogram(edges, series, x_name="tokens", format_y=percent)
@@ -301,15 +309,20 @@ def notes(
     rows: Rows,
     summary: Mapping[str, Any] | None,
     statistics: SampleStatistics,
+    *,
+    was_evaluated: bool,
 ) -> tuple[str, ...]:
-    """What is not on the page."""
+    """What is not on the page; `was_evaluated` says that it has figures of evaluations."""
     found = []
     if not rows:
         found.append("No iteration has finished: there are no curves.")
     if summary is None:
         found.append("The run has no summary: it is still going, or it was stopped before its end.")
     elif not summary.get("after"):
-        found.append("The run was not evaluated: there is no table of results.")
+        found.append("The trained student was not evaluated at the end." if was_evaluated else
+                     "The run was not evaluated: there is no table of results.")  # fmt: skip
+    elif not was_evaluated:
+        found.append("The responses of its evaluations were not judged: there is no table of results.")
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
     if rows and not statistics.iterations:

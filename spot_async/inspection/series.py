@@ -22,6 +22,7 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]  # ascending x
     colour: int | None = None  # of the style sheet's; default: its place among the series
+    dash: int | None = None  # likewise; default: that of its colour
     errors: Sequence[float] = ()  # of each point, drawn to both sides of it; none where not finite
 
 
@@ -124,7 +125,7 @@ def drawn_series(series: Sequence[Series]) -> list[Series]:
     """Those with points, thinned, each with a colour."""
     colours = [i if each.colour is None else each.colour for i, each in enumerate(series)]
     thin = [
-        Series(each.name, thinned(finite(each.points)), colour, _thinned_errors(each))
+        Series(each.name, thinned(finite(each.points)), colour, each.dash, _thinned_errors(each))
         for each, colour in zip(series, colours, strict=True)
     ]
     return [each for each in thin if each.points]

@@ -59,15 +59,15 @@ def line_plot(
     if marked is not None:
         marks.append(_upright("mark", x(marked), TOP, HEIGHT - BOTTOM))
     smoothed = smooth and len(drawn) == 1 and len(drawn[0].points) >= SMOOTH_FROM
-    keys = [_key(f"line c{each.colour}{' raw' if smoothed else ''}", each.name) for each in drawn if each.name]
+    keys = [_key(f"{_line(each)}{' raw' if smoothed else ''}", each.name) for each in drawn if each.name]
     for each in drawn:
         for at, low, high in whiskers(each):
-            marks.append(_upright(f"whisker c{each.colour}", x(at), y(low), y(min(high, most))))
+            marks.append(_upright(f"whisker {_colour(each.colour)}", x(at), y(low), y(min(high, most))))
         dots = len(each.points) == 1
-        marks.append(_path(each.points, x, y, f"line c{each.colour}{' raw' if smoothed else ''}", dots=dots))
+        marks.append(_path(each.points, x, y, f"{_line(each)}{' raw' if smoothed else ''}", dots=dots))
         if smoothed:
-            marks.append(_path(running_mean(each.points), x, y, f"line c{each.colour}", dots=False))
-            keys.append(_key(f"line c{each.colour}", "thick: running mean"))
+            marks.append(_path(running_mean(each.points), x, y, _line(each), dots=False))
+            keys.append(_key(_line(each), "thick: running mean"))
     if level is not None:
         marks.append(Markup('<line class="mark" x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/>').format(
             LEFT, WIDTH - RIGHT, y(level[1])))  # fmt: skip
@@ -88,7 +88,7 @@ def level_document(series: Sequence[Series], *, x_name: str, title: str, format_
     """`level_plot` as an SVG file of its own, with colours, title and legend in it. There must be data."""
     drawn, marks = _levels(series, x_name, None, format_y)
     legend = [Markup('<g transform="translate({},{})">').format(LEFT, LEGEND_TOP + ROW_HEIGHT * i)
-              + Markup('<line class="line c{}" x1="0" x2="18" y1="-4" y2="-4"/>').format(each.colour)
+              + Markup('<line class="{}" x1="0" x2="18" y1="-4" y2="-4"/>').format(_line(each))
               + _text(24, 0, each.name, "start") + Markup("</g>") for i, each in enumerate(drawn)]  # fmt: skip
     height = LEGEND_TOP + ROW_HEIGHT * len(drawn)
     heading = _text((LEFT + WIDTH - RIGHT) / 2, -8, title, "middle")
@@ -101,7 +101,7 @@ def level_document(series: Sequence[Series], *, x_name: str, title: str, format_
 def _document_style() -> str:
     """What pages' style sheets say of plots, for light backgrounds and without variables."""
     colours = "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(COLOURS))
-    dashes = "".join(f".line.c{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(DASHES) if dash)
+    dashes = "".join(f".line.d{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(DASHES) if dash)
     return (
         "svg{background:#fff;font:11px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}text{fill:#5d6167}"
         ".grid{stroke:#d9dbde;stroke-width:.7}.line{fill:none;stroke-width:1.8}.strip{fill:none}"
@@ -125,8 +125,8 @@ def _levels(
         marks.append(_upright("mark", x(math.log2(marked)), TOP, HEIGHT - BOTTOM))
     for each in drawn:
         if len(each.points) > 1:
-            marks.append(_path(each.points, x, y, f"line c{each.colour}", dots=False))
-        marks += [_path([point], x, y, f"line c{each.colour}", dots=True) for point in each.points]
+            marks.append(_path(each.points, x, y, _line(each), dots=False))
+        marks += [_path([point], x, y, _line(each), dots=True) for point in each.points]
     for power in range(math.ceil(low), math.floor(high) + 1):
         marks.append(_text(x(power), HEIGHT - BOTTOM + 15, short_number(2**power), "middle"))
     marks.append(_titles(drawn, x, format_y, lambda at: f"{round(2**at)} {x_name}"))
@@ -157,7 +157,7 @@ def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -
         else:
             corners = [(x(at), y(value)) for at, value in outline]
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
-        marks.append(Markup('<polygon class="area c{}" points="{}"/>').format(each.colour, points))
+        marks.append(Markup('<polygon class="area {}" points="{}"/>').format(_colour(each.colour), points))
     marks.append(_titles(drawn, x, format_y))
     return _figure(marks, drawn, _area_keys(drawn))
 
@@ -180,7 +180,7 @@ def histogram(
         for i, value in enumerate(values):
             left = LEFT + slot * (i + 0.07) + width * number
             title = f"{edges[i]} to {edges[i + 1]} {x_name}: {name} {format_y(value)}"
-            marks.append(_box(f"bar c{number}", left, y(value), width, y(0.0) - y(value), title))
+            marks.append(_box(f"bar {_colour(number)}", left, y(value), width, y(0.0) - y(value), title))
     for i in range(0, bins + 1, max(1, bins // 5)):
         marks.append(_text(LEFT + slot * i, HEIGHT - BOTTOM + 15, str(edges[i]), "middle"))
     return _figure(marks, _named(series), _area_keys(_named(series)))
@@ -201,7 +201,7 @@ def row_plot(
         start = 0.0
         for number, (name, values) in enumerate(parts):
             title = f"{label}: {name} {format_x(values[i])}".strip()
-            marks.append(_box(f"bar c{number}", x(start), top, x(start + values[i]) - x(start), 14, title))
+            marks.append(_box(f"bar {_colour(number)}", x(start), top, x(start + values[i]) - x(start), 14, title))
             start += values[i]
         marks.append(_text(x(start) + 5, top + 11, format_x(totals[i]), "start"))
     return _figure(marks, _named(parts), _area_keys(_named(parts)), len(labels) * ROW_HEIGHT + 6)
@@ -276,12 +276,25 @@ def _text(x: float, y: float, text: str, anchor: str) -> Markup:
     return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
 
 
+def _line(series: Series) -> str:
+    """Classes of a line: those of the seventh colour on come again, with another dash."""
+    colour = series.colour or 0
+    dash = colour + colour // len(COLOURS) if series.dash is None else series.dash
+    return f"line {_colour(colour)} d{dash % len(DASHES)}"
+
+
+def _colour(number: int | None) -> str:
+    """Classes of a colour; bars and areas of the seventh on, which come again, are paler."""
+    again, colour = divmod(number or 0, len(COLOURS))
+    return f"c{colour}{' again' if again else ''}"
+
+
 def _line_keys(series: Sequence[Series]) -> list[Markup]:
-    return [_key(f"line c{each.colour}", each.name) for each in series if each.name]
+    return [_key(_line(each), each.name) for each in series if each.name]
 
 
 def _area_keys(series: Sequence[Series]) -> list[Markup]:
-    return [_key(f"bar c{each.colour}", each.name) for each in series if each.name]
+    return [_key(f"bar {_colour(each.colour)}", each.name) for each in series if each.name]
 
 
 def _key(style: str, name: str) -> Markup:

@@ -14,6 +14,7 @@ from spot_async.inspection.reading import SampleSummary
 from spot_async.stages import STAGE_SERVERS
 
 RELATIVE_BINS = 20
+GENERATING = ("rollout", "probe", "teacher_response")  # stages whose requests take slots; scores are batched by tokens
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -86,14 +87,14 @@ def stage_names(rows: Rows) -> list[str]:
 
 
 def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | None:
-    """What the stage's servers take at once, all together but for those that are `down`.
+    """What the stage's servers generate at once, all together but for those that are `down`.
 
-    A reference without a section is served as the student is. None where the configuration does not say: servers at
-    a `url` were started with slots of their own.
+    None of stages that do not generate, and where the configuration does not say: servers at a `url` were started with
+    slots of their own.
     """
-    role = STAGE_SERVERS.get(stage, "")
-    model = config.get(role) or (config.get("student") if role == "reference" else None) or {}
-    backend = model.get("backend") or {}
+    if stage not in GENERATING:
+        return None
+    backend = (config.get(STAGE_SERVERS[stage]) or {}).get("backend") or {}
     slots: int | None = backend.get("slots")
     if slots is None or backend.get("url"):
         return None

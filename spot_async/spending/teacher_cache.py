@@ -24,6 +24,7 @@ from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
 
 T = TypeVar("T", bound=msgspec.Struct)
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files that servers read weights from
 
 
 class TeacherCache:
@@ -148,7 +149,7 @@ def teacher_model(teacher: TeacherConfig) -> str:
 def weights_digest(directory: Path) -> bytes:
     """Of a model directory: its configuration and its weight files, whole. A second or so for each GB."""
     found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(each for each in directory.iterdir() if each.suffix in WEIGHT_SUFFIXES):
         with path.open("rb") as file:
             found.update(path.name.encode() + hashlib.file_digest(file, "blake2b").digest())
     return found.digest()
