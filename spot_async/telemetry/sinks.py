@@ -117,7 +117,7 @@ def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[Met
             for name, value in metrics.items():
                 gauge.add_metric([name], value)
             yield gauge
-            queue = GaugeMetricFamily("spot_async_stage_queue", "requests that wait for their turn", labels=["stage"])
+            queue = GaugeMetricFamily("spot_async_stage_queue", "requests that no server has yet", labels=["stage"])
             in_flight = GaugeMetricFamily("spot_async_stage_in_flight", "requests being answered", labels=["stage"])
             for stage in stages:
                 queue.add_metric([stage.name], stage.waiting)
