@@ -118,7 +118,7 @@ def take_given_cores() -> None:
         try:
             os.sched_setaffinity(0, {int(core) for core in given.split(",")})
         except OSError as error:
-            sys.stderr.write(f"cannot have cores {given} to itself: {error.strerror}\n")
+            sys.stderr.write(f"cannot be bound to cores {given}: {error.strerror}\n")
 
 
 def process_tree(root: int) -> dict[int, list[str]]:

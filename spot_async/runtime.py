@@ -21,7 +21,7 @@ from spot_async import registry
 from spot_async.assembly import Backends, make_backends, make_orchestrator, make_stages, served_models, trainer_settings
 from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
-from spot_async.cores import available_cores, confined, share_cores
+from spot_async.cores import confined
 from spot_async.diagnosis import Diagnosis, compare_students, diagnose
 from spot_async.errors import BudgetSpentError, RequestError, StorageError
 from spot_async.evaluation.measuring import measure, write_evaluation
@@ -34,7 +34,7 @@ from spot_async.preflight import TrainPlan
 from spot_async.protocols import Verifier
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import TrainOutcome, summarize
-from spot_async.servers import cores_wanted
+from spot_async.servers import core_shares
 from spot_async.spending.records import SpendingLog
 from spot_async.spending.run_spending import RunSpending
 from spot_async.telemetry.console import RunConsole
@@ -108,7 +108,7 @@ async def train(
     screen = RunConsole(console, plan.schedule.iterations)
     spending = RunSpending(config, plan)
     ledger_file = SpendingLog(directory, spending.accounts)
-    cores = share_cores(available_cores(), cores_wanted(served_models(config, plan)))
+    cores = core_shares(served_models(config, plan))
     backends = make_backends(config, plan, directory, spending, cores)
     replicas = partial(replica_lines, backends.by_role())
     screen.replicas = replicas
@@ -117,7 +117,7 @@ async def train(
     watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
     lag = LoopLag()
     student = backends.student
-    trainer = TrainerProcess(trainer_settings(config, plan, directory), cores=cores.available)
+    trainer = TrainerProcess(trainer_settings(config, plan, directory), cores=cores.available if cores.own else None)
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
     stages.teacher_cache = spending.teacher_cache

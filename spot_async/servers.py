@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from spot_async import registry
 from spot_async.config import ModelConfig, PluginSettings
-from spot_async.cores import CoreShares
+from spot_async.cores import CoreShares, available_cores, share_cores
 from spot_async.protocols import Backend, Billed
 from spot_async.spending.account import Account
 
@@ -47,11 +47,12 @@ def backend_factories(
     return {name: factory(each.on_cores(own.get(name))) for name, each in servers.items()}
 
 
-def cores_wanted(models: Mapping[str, ModelConfig]) -> dict[str, int]:
-    """How many cores each server that these models' backends start should have to itself, by the server's name."""
-    return {
+def core_shares(models: Mapping[str, ModelConfig]) -> CoreShares:
+    """The cores of this process, shared out to the servers that these roles' backends start."""
+    wanted = {
         each.server_name(role): model.serving.own_cores
         for role, model in models.items()
         for each in model.backend.servers()
         if each.place is None or not each.place.is_attached
     }
+    return share_cores(available_cores(), wanted)

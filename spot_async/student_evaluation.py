@@ -11,7 +11,7 @@ from rich.text import Text
 from spot_async.assembly import StudentBackend, make_pool
 from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
-from spot_async.cores import available_cores, confined, share_cores
+from spot_async.cores import confined
 from spot_async.diagnosis import capabilities, evaluation_warnings
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
@@ -23,7 +23,7 @@ from spot_async.monitoring import Phases
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import evaluation_summary
-from spot_async.servers import cores_wanted
+from spot_async.servers import core_shares
 from spot_async.spending.records import SpendingLog, spending_words, summarize_spending
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import log_events_to
@@ -51,7 +51,7 @@ async def evaluate_student(
     accounts = {} if account is None else {"student": account}
     spending = SpendingLog(directory, accounts)
     spending.go_on()
-    cores = share_cores(available_cores(), cores_wanted({"student": config.student}))
+    cores = core_shares({"student": config.student})
     student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory, account, cores)
     result: EvaluationResult | None = None
     spent: BudgetSpentError | None = None

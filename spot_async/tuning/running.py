@@ -17,7 +17,7 @@ from spot_async import registry
 from spot_async.assembly import Backends, make_stages, served_models
 from spot_async.concurrency import running, watched
 from spot_async.config import Config
-from spot_async.cores import CoreShares, available_cores, confined, share_cores
+from spot_async.cores import CoreShares, confined
 from spot_async.diagnosis import diagnose
 from spot_async.errors import ConfigError
 from spot_async.initial_weights import send_initial_weights
@@ -25,7 +25,7 @@ from spot_async.preflight import TrainPlan
 from spot_async.protocols import Billed, Verifier
 from spot_async.run_directory import RunDirectory
 from spot_async.seeds import derive_seed
-from spot_async.servers import backend_factories, cores_wanted
+from spot_async.servers import backend_factories, core_shares
 from spot_async.spending.account import Account
 from spot_async.stages import STAGE_SERVERS, Stages
 from spot_async.tuning.measurement import Level, Ramp
@@ -94,7 +94,7 @@ async def tune(
     Raises what starting the servers raises, ConfigError when `doctor` would refuse them, RequestError when a prompt
     cannot be supervised.
     """
-    cores = share_cores(available_cores(), cores_wanted(served_models(config, plan)))
+    cores = core_shares(served_models(config, plan))
     backends = _one_of_each(config, plan, directory, cores)
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
