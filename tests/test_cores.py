@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -66,7 +67,11 @@ async def test_what_starts_while_a_process_is_confined_shares_its_cores_unless_t
 
 
 def cores_of_threads() -> set[frozenset[int]]:
-    return {frozenset(os.sched_getaffinity(int(entry.name))) for entry in Path("/proc/self/task").iterdir()}
+    found = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found.add(frozenset(os.sched_getaffinity(int(thread.name))))
+    return found
 
 
 async def cores_of_child(start: Start, directory: Path, cores: Collection[int] | None) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -57,8 +58,11 @@ def command(tmp_path: Path) -> list[str]:
 
 def children() -> set[int]:
     """Processes whose parent this is, zombies included."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
