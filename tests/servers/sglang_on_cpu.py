@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import numpy.typing as npt
+import pytest
 from server_process import RunningServer
 
 from spot_async.backends.sglang import SglangBackend
@@ -35,6 +36,11 @@ def tokens(count: int, seed: int) -> npt.NDArray[np.int32]:
 
 def sampling(max_tokens: int, **changes: Any) -> SamplingSettings:
     return SamplingSettings(**{"max_tokens": max_tokens, "stop_token_ids": (END,), "seed": 1, **changes})
+
+
+def endless(max_tokens: int) -> SamplingSettings:
+    """For a request that must still be under way later: no token that happens to be drawn ends it."""
+    return sampling(max_tokens, stop_token_ids=())
 
 
 def rows_of(dense_logprobs: Callable[..., npt.NDArray[np.float32]]) -> Rows:
@@ -68,12 +74,15 @@ def connecting(run_directory: Path) -> Connect:
 
 
 async def wait_until(server: RunningServer, count: int) -> None:
-    """Until so many requests are under way on the server."""
-    async with asyncio.timeout(30.0), httpx.AsyncClient() as client:
-        while True:
-            loads = (await client.get(server.url + "/v1/loads")).json()["loads"]
-            if sum(each["num_running_reqs"] + each["num_waiting_reqs"] for each in loads) == count:
-                return
+    """Until so many requests (`endless` ones) are under way on the server."""
+    seen = None
+    try:
+        async with asyncio.timeout(30.0), httpx.AsyncClient() as client:
+            while seen != count:
+                loads = (await client.get(server.url + "/v1/loads")).json()["loads"]
+                seen = sum(each["num_running_reqs"] + each["num_waiting_reqs"] for each in loads)
+    except TimeoutError:
+        pytest.fail(f"after 30 s the server has {seen} requests, not {count}")
 
 
 async def check_everything(backend: SglangBackend, model: Path, rows: Rows, version: WeightVersion) -> None:

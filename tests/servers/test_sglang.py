@@ -25,6 +25,7 @@ from sglang_on_cpu import (
     Rows,
     check_everything,
     connecting,
+    endless,
     rows_of,
     sampling,
     soon,
@@ -212,7 +213,7 @@ async def test_an_id_that_is_still_in_use_is_a_transient_error(
     async with connect(sglang_student) as backend:
         same = uuid.uuid4()
         monkeypatch.setattr("spot_async.backends.sglang.uuid.uuid4", lambda: same)
-        first = asyncio.create_task(backend.generate(tokens(5, 1), sampling(1500, stop_token_ids=()), deadline=soon()))
+        first = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
         await wait_until(sglang_student, 1)
         with pytest.raises(TransientError, match="Duplicate request ID"):
             await backend.generate(tokens(5, 1), sampling(4), deadline=soon())

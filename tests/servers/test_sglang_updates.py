@@ -20,6 +20,7 @@ from sglang_on_cpu import (
     Rows,
     check_everything,
     connecting,
+    endless,
     rows_of,
     sampling,
     soon,
@@ -85,7 +86,7 @@ async def test_an_update_in_the_middle_of_a_generation_splits_it_at_the_switch(
     transport: str, sglang_student: RunningServer, models: Any, connect: Connect, rows: Rows
 ) -> None:
     prompt = tokens(20, 8)
-    settings = sampling(1500, stop_token_ids=())
+    settings = endless(1500)
     async with connect(sglang_student, weights=weight_settings(transport)) as backend:
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
         async with asyncio.TaskGroup() as group:
@@ -115,7 +116,7 @@ async def test_the_sequence_of_older_versions_ends_with_the_new_weights_too(
     """Requests in flight are aborted there, which their stages take as a reason to ask again."""
     monkeypatch.setattr("spot_async.backends.sglang_weights.FLUSH_WHILE_PAUSED", (9,))
     async with connect(sglang_student) as backend:
-        under_way = asyncio.create_task(backend.generate(tokens(5, 1), sampling(1500), deadline=soon()))
+        under_way = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
         await wait_until(sglang_student, 1)
         await backend.update_weights(snapshot_of(models.other, SECOND), deadline=soon())
         with pytest.raises(TransientError, match="the server aborted the request"):
@@ -131,7 +132,7 @@ async def test_an_update_whose_flush_was_refused_is_finished(
     async with connect(sglang_student) as backend:
         control = backend._weights._control
         transport = backend._weights._transport
-        under_way = asyncio.create_task(backend.generate(tokens(5, 1), sampling(1500), deadline=soon()))
+        under_way = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
         await wait_until(sglang_student, 1)
         await control.post("/pause_generation", {"mode": "in_place"}, soon())
 
@@ -213,8 +214,7 @@ async def test_a_request_that_is_given_up_frees_its_place_and_no_other(
 ) -> None:
     async with connect(sglang_student) as backend:
         requests = [
-            asyncio.create_task(backend.generate(tokens(5, n), sampling(1800, stop_token_ids=()), deadline=soon()))
-            for n in range(4)
+            asyncio.create_task(backend.generate(tokens(5, n), endless(1800), deadline=soon())) for n in range(4)
         ]
         await wait_until(sglang_student, 4)
         requests[1].cancel()
@@ -229,7 +229,7 @@ async def test_a_request_that_is_given_up_frees_its_place_and_no_other(
 async def test_a_deadline_that_passes_frees_the_place_too(sglang_student: RunningServer, connect: Connect) -> None:
     async with connect(sglang_student) as backend:
         with pytest.raises(TransientError, match="no reply before the deadline"):
-            await backend.generate(tokens(5, 0), sampling(1900, stop_token_ids=()), deadline=soon(0.5))
+            await backend.generate(tokens(5, 0), endless(1900), deadline=soon(0.5))
         await wait_until(sglang_student, 0)
 
 
@@ -248,7 +248,7 @@ async def test_seeds_act_under_deterministic_inference_and_a_killed_server_is_a_
             first, again, other = await asyncio.gather(sample(1 << 62), sample(1 << 62), sample((1 << 62) + 1))
             assert first == again != other
 
-            settings = sampling(1900, stop_token_ids=())
+            settings = endless(1900)
             request = asyncio.create_task(backend.generate(tokens(5, 0), settings, deadline=soon()))
             await wait_until(server, 1)
             server.signal_group(signal.SIGKILL)
