@@ -27,7 +27,7 @@ from pydantic import Field
 from spot_async.concurrency import while_alive
 from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
-from spot_async.processes import ChildProcess, foreign_environment
+from spot_async.processes.child import ChildProcess, foreign_environment
 
 LOG_LINES = 10  # shown of a server that failed, from the end of its log
 LOG_ERRORS = 3  # and what exceptions said before

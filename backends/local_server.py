@@ -23,7 +23,7 @@ from pydantic import Field
 from spot_async.concurrency import while_alive
 from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
-from spot_async.processes import ChildProcess
+from spot_async.processes.child import ChildProcess
 from spot_async.serving.settings import EngineSettings
 
 from .connection import Url, address_of, check_different

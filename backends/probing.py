@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from spot_async.probes import NOISE_MARGIN
+from spot_async.checks.probes import NOISE_MARGIN
 from spot_async.types import FloatArray, Generation, IntArray, LogprobTemperature
 
 LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities: rows that were equal once need not be again

@@ -14,9 +14,9 @@ import numpy as np
 import structlog
 
 from spot_async.alignment import decision_row
+from spot_async.checks.probes import NOISE_MARGIN
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
-from spot_async.probes import NOISE_MARGIN
 
 from .probing import noise_nats
 from .vllm_client import NoSuchRouteError, VllmClient

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from spot_async.processes import exit_with_parent
+from spot_async.processes.child import exit_with_parent
 
 if __name__ == "__main__":
     exit_with_parent()  # before the seconds that importing torch takes

@@ -25,7 +25,7 @@ from spot_async import wire
 from spot_async.concurrency import while_alive
 from spot_async.config import Section
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
-from spot_async.processes import ChildProcess
+from spot_async.processes.child import ChildProcess
 from spot_async.types import WeightSnapshot
 
 from .connection import is_loopback

@@ -34,7 +34,7 @@ from spot_async.backends.held_weights import HeldWeights
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.local import LocalBackend
 from spot_async.config import ScoreStageConfig, StageConfig, StagesConfig
-from spot_async.memory import tune_gc
+from spot_async.processes.memory import tune_gc
 from spot_async.serving import api
 from spot_async.stages import Services
 from spot_async.types import Capabilities, SamplingSettings

@@ -23,7 +23,7 @@ import torch
 from report import show, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
-from spot_async.memory import tune_malloc
+from spot_async.processes.memory import tune_malloc
 from spot_async.serving.api import GenerateRequest
 from spot_async.serving.engine import Engine
 from spot_async.serving.fused import fused

@@ -67,8 +67,8 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
     """Two updates in this process; what the second took, and memory."""
     import torch.distributed as dist
 
-    from spot_async.spending.machine import rank_memory
-    from spot_async.spending.model_size import read_size
+    from spot_async.estimates.machine import rank_memory
+    from spot_async.estimates.model_size import read_size
     from spot_async.trainer.messages import Batch
     from spot_async.trainer.parallel import process_group, rank_device, strategy_of
     from spot_async.trainer.rank import StudentTrainer

@@ -33,8 +33,8 @@ from report import show, spread
 from spot_async.backends.local import LocalBackend
 from spot_async.concurrency import gather
 from spot_async.config import StagesConfig
-from spot_async.cores import CoreShares, available_cores, confined, share_cores
-from spot_async.memory import tune_gc
+from spot_async.processes.cores import CoreShares, available_cores, confined, share_cores
+from spot_async.processes.memory import tune_gc
 from spot_async.stages import Services
 from spot_async.types import Generation
 from spot_async.verification.boxed_match import BoxedMatch

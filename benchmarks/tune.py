@@ -27,8 +27,8 @@ from report import show, spread
 
 from spot_async.backends.local import LocalBackend
 from spot_async.config import StagesConfig
-from spot_async.config_loading import load_config
-from spot_async.memory import tune_gc
+from spot_async.config.loading import load_config
+from spot_async.processes.memory import tune_gc
 from spot_async.stages import Services
 from spot_async.tuning.results import Tuning, read_tuning
 from spot_async.verification.boxed_match import BoxedMatch

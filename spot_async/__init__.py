@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spot_async.config import PromptConfig as PromptConfig
     from spot_async.config import SamplingConfig as SamplingConfig
     from spot_async.config import StagesConfig as StagesConfig
-    from spot_async.config_loading import load_config as load_config
+    from spot_async.config.loading import load_config as load_config
     from spot_async.errors import ConfigError as ConfigError
     from spot_async.errors import DataError as DataError
     from spot_async.errors import ProcessDiedError as ProcessDiedError
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _NAMES_OF_MODULE = {
     "concurrency": ("both", "gather"),
     "config": ("Config", "PluginSettings", "PromptConfig", "SamplingConfig", "StagesConfig"),
-    "config_loading": ("load_config",),
+    "config.loading": ("load_config",),
     "errors": (
         "ConfigError",
         "DataError",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from spot_async.checks.preflight import TrainPlan, sleeps_while_training
 from spot_async.config import Config, ModelConfig
-from spot_async.cores import CoreShares
 from spot_async.deadlines import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.orchestrator import (
     LiveEvaluation,
@@ -19,7 +19,7 @@ from spot_async.orchestrator import (
     OrchestratorSettings,
     RunObserver,
 )
-from spot_async.preflight import TrainPlan, sleeps_while_training
+from spot_async.processes.cores import CoreShares
 from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.retry import RetryPolicy

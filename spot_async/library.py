@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from spot_async import runtime
+from spot_async.checks.preflight import plan_training
 from spot_async.concurrency import root_cause
 from spot_async.config import Config, SamplingConfig, StagesConfig
-from spot_async.config_loading import config_from, load_config
+from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, SpotError
-from spot_async.preflight import plan_training
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
 from spot_async.run_directory import RunDirectory, name_of
 from spot_async.run_summary import TrainOutcome

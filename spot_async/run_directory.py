@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from spot_async.config import Config
-from spot_async.config_loading import dump_yaml
+from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.weight_files import delete_weights
 

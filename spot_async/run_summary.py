@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spot_async.checks.preflight import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.figures import finite
 from spot_async.evaluation.results import EvaluationResult, paired_change
-from spot_async.preflight import TrainPlan
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 
 

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from spot_async import registry
 from spot_async.assembly import Backends, make_backends, make_orchestrator, make_stages, served_models, trainer_settings
+from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
+from spot_async.checks.preflight import TrainPlan
 from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
-from spot_async.cores import confined
-from spot_async.diagnosis import Diagnosis, compare_students, diagnose
 from spot_async.errors import BudgetSpentError, RequestError, StorageError
 from spot_async.evaluation.measuring import measure, write_evaluation
 from spot_async.evaluation.results import EvaluationResult
@@ -30,7 +30,7 @@ from spot_async.initial_weights import send_initial_weights
 from spot_async.ledger import PromptState
 from spot_async.monitoring import Phases, make_live_verdict
 from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorState, RunObserver
-from spot_async.preflight import TrainPlan
+from spot_async.processes.cores import confined
 from spot_async.protocols import Verifier
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import TrainOutcome, summarize

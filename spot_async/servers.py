@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from spot_async import registry
 from spot_async.config import ModelConfig, PluginSettings
-from spot_async.cores import CoreShares, available_cores, share_cores
+from spot_async.processes.cores import CoreShares, available_cores, share_cores
 from spot_async.protocols import Backend, Billed
 from spot_async.spending.account import Account
 

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from spot_async.assembly import StudentBackend, make_pool
+from spot_async.checks.diagnosis import capabilities, evaluation_warnings
 from spot_async.concurrency import alongside, budget_error, running, watched
 from spot_async.config import Config
-from spot_async.cores import confined
-from spot_async.diagnosis import capabilities, evaluation_warnings
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.measuring import measure
@@ -20,6 +19,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.initial_weights import send_initial_weights
 from spot_async.model_files import ModelFiles
 from spot_async.monitoring import Phases
+from spot_async.processes.cores import confined
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import evaluation_summary

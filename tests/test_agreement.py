@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.agreement import agreement
+from spot_async.checks.agreement import agreement
+from spot_async.checks.probes import Asked
 from spot_async.errors import TransientError
-from spot_async.probes import Asked
 from spot_async.types import Capabilities, FloatArray, TokenScores, WeightVersion
 
 V0 = WeightVersion(0, 0)

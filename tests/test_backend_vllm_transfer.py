@@ -26,7 +26,7 @@ from spot_async.backends.vllm_client import read_error
 from spot_async.backends.vllm_transfer import TransferTransport, transfer_config
 from spot_async.backends.vllm_weights import WeightUpdater
 from spot_async.backends.weight_transport import WeightSender, WeightSettings
-from spot_async.config_loading import validate_as
+from spot_async.config.loading import validate_as
 from spot_async.errors import ConfigError, DataError, ProcessDiedError, TransientError
 from spot_async.types import WeightSnapshot, WeightVersion
 

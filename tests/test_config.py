@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.config_loading import dump_yaml, load_config
+from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError
 
 MINIMAL = """

@@ -19,7 +19,7 @@ from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
-from spot_async.config_loading import dump_yaml, validate
+from spot_async.config.loading import dump_yaml, validate
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 
 KEY = "sk-a-key-that-nobody-may-read"

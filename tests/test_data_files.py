@@ -14,7 +14,7 @@ from problem_files import load, read, write
 from pyarrow import parquet
 
 from spot_async.config import ProblemSetConfig
-from spot_async.config_loading import apply_override, validate_as
+from spot_async.config.loading import apply_override, validate_as
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
 from spot_async.types import Problem

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_async import config_docs
+from spot_async.config import docs as config_docs
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])

@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from spot_async.checks.preflight import plan_evaluation
 from spot_async.cli import app
 from spot_async.config import EvaluationConfig
-from spot_async.config_loading import load_config
+from spot_async.config.loading import load_config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.identity import identity_of
@@ -37,7 +38,6 @@ from spot_async.evaluation.response_log import (
 )
 from spot_async.evaluation.runner import collected, evaluate
 from spot_async.model_files import read_model
-from spot_async.preflight import plan_evaluation
 from spot_async.prompts import PromptSource
 from spot_async.run_directory import RunDirectory
 from spot_async.simulation.services import SimulatedStudent

@@ -16,11 +16,11 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from spot_async import runtime
-from spot_async.config_loading import load_config
+from spot_async.checks.preflight import plan_evaluation, plan_training
+from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.response_log import count_kept
 from spot_async.model_files import read_model
-from spot_async.preflight import plan_evaluation, plan_training
 from spot_async.run_directory import RunDirectory
 from spot_async.runtime import train
 from spot_async.student_evaluation import evaluate_student

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import spot_async
-from spot_async.config_loading import load_config
+from spot_async.checks.preflight import plan_training
+from spot_async.config.loading import load_config
 from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError, DataError
-from spot_async.preflight import plan_training
 from spot_async.types import Generation, TokenScores, Verdict, VersionSpan, WeightVersion
 
 ROOT = Path(__file__).parents[1]

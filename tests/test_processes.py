@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spot_async.errors import ProcessDiedError
-from spot_async.processes import ChildProcess, tree_cpu_s
+from spot_async.processes.child import ChildProcess, tree_cpu_s
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -86,7 +86,7 @@ async def test_the_cpu_time_of_a_tree_is_counted(tmp_path):
 
 ENDLESS = """
 import sys, threading
-from spot_async.processes import exit_at_once
+from spot_async.processes.child import exit_at_once
 sys.excepthook = exit_at_once
 threading.Thread(target=threading.Event().wait).start()  # the end of the interpreter waits for it
 raise MemoryError("none left")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spot_async.config import ProblemSetConfig, PromptConfig
-from spot_async.config_loading import validate_as
+from spot_async.config.loading import validate_as
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
 from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
-from spot_async.config_loading import validate
+from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult

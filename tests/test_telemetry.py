@@ -19,7 +19,7 @@ import structlog
 from rich.console import Console
 
 from spot_async.config import TelemetryConfig
-from spot_async.config_loading import validate
+from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
 from spot_async.orchestrator import IterationResult, PhaseTimes
 from spot_async.run_directory import RunDirectory

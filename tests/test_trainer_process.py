@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import spot_async.trainer.handle as handle
 from spot_async import wire
 from spot_async.errors import ProcessDiedError, TrainerError
-from spot_async.processes import ChildProcess, exit_at_once
+from spot_async.processes.child import ChildProcess, exit_at_once
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group

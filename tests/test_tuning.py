@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.config import Config, SamplingConfig, StageConfig, StagesConfig
-from spot_async.config_loading import config_from, load_config
+from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError, ThrottledError
 from spot_async.simulation.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.simulation.virtual_time import run_on_virtual_time

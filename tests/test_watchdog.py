@@ -20,16 +20,16 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from spot_async.checks.preflight import plan_training
 from spot_async.cli import exit_code
 from spot_async.commands import outcomes
 from spot_async.concurrency import alongside, root_cause
 from spot_async.config import SamplingConfig, StagesConfig
-from spot_async.config_loading import load_config
+from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
 from spot_async.library import stages_for
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
-from spot_async.preflight import plan_training
 from spot_async.run_directory import RunDirectory
 from spot_async.simulation.services import (
     END_TOKEN,
@@ -282,7 +282,7 @@ HANGING = """
     from pathlib import Path
     from spot_async.cli import hung
     from spot_async.concurrency import alongside
-    from spot_async.processes import ChildProcess, exit_with_parent
+    from spot_async.processes.child import ChildProcess, exit_with_parent
     from spot_async.run_directory import RunDirectory
     from spot_async.watchdog import monitor
     from spot_async.watchdog.limits import SilenceLimits

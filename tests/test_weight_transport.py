@@ -20,7 +20,7 @@ from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.snapshots import TensorHeader
 from spot_async.backends.weight_transport import WeightSender, WeightSettings, buckets
 from spot_async.concurrency import both
-from spot_async.config_loading import validate_as
+from spot_async.config.loading import validate_as
 from spot_async.errors import ConfigError, DeadlineExceededError, TransientError
 from spot_async.weight_files import weight_files
 

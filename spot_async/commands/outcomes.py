@@ -21,7 +21,7 @@ from rich.text import Text
 from spot_async.concurrency import root_cause
 from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError
 from spot_async.evaluation.response_log import count_kept
-from spot_async.memory import tune_gc
+from spot_async.processes.memory import tune_gc
 from spot_async.run_directory import RunDirectory
 from spot_async.text import counted
 

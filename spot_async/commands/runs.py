@@ -13,7 +13,7 @@ from rich.text import Text
 from spot_async.commands.arguments import ConfigPath, DryRun, Overrides
 from spot_async.commands.outcomes import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
-from spot_async.config_loading import dump_yaml, load_config
+from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.run_directory import RunDirectory, name_of
 from spot_async.text import counted
@@ -32,9 +32,9 @@ def train(
     Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
     samples.jsonl (what the policy saw), the resolved configuration and all logs.
     """
-    from spot_async.preflight import plan_training  # imports transformers: not for --help
-    from spot_async.spending.estimate import estimate_run, show_estimates
-    from spot_async.spending.machine import estimate_machine, show_machine
+    from spot_async.checks.preflight import plan_training  # imports transformers: not for --help
+    from spot_async.estimates.endpoints import estimate_run, show_estimates
+    from spot_async.estimates.machine import estimate_machine, show_machine
 
     try:
         settings = load_config(config, overrides or ())
@@ -97,12 +97,12 @@ def evaluate(
 
     Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
     """
+    from spot_async.checks.preflight import plan_evaluation
+    from spot_async.estimates.endpoints import evaluation_estimate
     from spot_async.evaluation.figures import read_figures
     from spot_async.evaluation.measuring import add_pass_k, is_complete
     from spot_async.evaluation.response_log import count_kept
     from spot_async.model_files import read_model
-    from spot_async.preflight import plan_evaluation
-    from spot_async.spending.estimate import evaluation_estimate
     from spot_async.telemetry.figures_table import figures_table
 
     with ExitStack() as stack:
@@ -163,8 +163,8 @@ def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDire
 
 def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
     """What `eval --dry-run` prints."""
-    from spot_async.diagnosis import evaluation_warnings
-    from spot_async.spending.estimate import evaluation_estimate
+    from spot_async.checks.diagnosis import evaluation_warnings
+    from spot_async.estimates.endpoints import evaluation_estimate
 
     screen.print(Text(dump_yaml(config)))
     for benchmark in benchmarks:
@@ -184,7 +184,7 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: A
 
 def show_plan(config: Config, path: Path, plan: Any) -> None:
     """What `train --dry-run` prints."""
-    from spot_async.diagnosis import plan_warnings
+    from spot_async.checks.diagnosis import plan_warnings
 
     first = next(iter(plan.schedule))
     screen.rule("configuration, defaults included", align="left")

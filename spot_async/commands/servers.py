@@ -10,7 +10,7 @@ import typer
 from spot_async.commands.arguments import ConfigPath, Overrides
 from spot_async.commands.outcomes import exit_code, fail, screen
 from spot_async.concurrency import root_cause
-from spot_async.config_loading import load_config
+from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 
 
@@ -32,7 +32,7 @@ def doctor(
     Nothing is trained. `train` makes the same checks before it begins. Exit code 1 when the run would be unsafe or a
     server fails, 2 when the configuration is wrong.
     """
-    from spot_async.preflight import plan_training
+    from spot_async.checks.preflight import plan_training
 
     try:
         settings = load_config(config, overrides or ())
@@ -40,7 +40,7 @@ def doctor(
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
-    from spot_async.doctor import examine_and_show
+    from spot_async.checks.doctor import examine_and_show
     from spot_async.scratch import working_directory
 
     try:
@@ -70,7 +70,7 @@ def tune(
     Asks for a few prompts as the run would, then sends those requests again, more and more of them at a time, to one
     server after the other. The file that is written is a configuration to train with: it has CONFIG as its base.
     """
-    from spot_async.preflight import plan_training
+    from spot_async.checks.preflight import plan_training
     from spot_async.tuning.results import check_output
     from spot_async.tuning.running import TuneOptions, check_options, without_files
 

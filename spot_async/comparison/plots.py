@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spot_async.comparison.statistics import PassCurves
-from spot_async.config_evaluation import MACRO, MEAN_COLUMN
+from spot_async.config.evaluation import MACRO, MEAN_COLUMN
 from spot_async.inspection import svg
 from spot_async.inspection.series import Series
 

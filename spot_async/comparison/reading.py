@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.config_evaluation import RESERVED_NAMES
+from spot_async.config.evaluation import RESERVED_NAMES
 from spot_async.errors import DataError
 from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, read_figures
 from spot_async.run_directory import refuse_newer

@@ -13,7 +13,7 @@ import numpy as np
 
 from spot_async.comparison.bootstrap import Floats, Interval, macro, percentile_interval, resampled_means
 from spot_async.comparison.reading import PairedBenchmark
-from spot_async.config_evaluation import MEAN_COLUMN
+from spot_async.config.evaluation import MEAN_COLUMN
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import pass_at_k_of_counts
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.config import ModelConfig
-from spot_async.config_loading import apply_override, validate_as
+from spot_async.config.loading import apply_override, validate_as
 from spot_async.conformance.checks import Outcome, Status
 from spot_async.conformance.running import check_backend
 from spot_async.scratch import working_directory

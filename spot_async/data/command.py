@@ -15,7 +15,7 @@ from rich.text import Text
 
 from spot_async import registry
 from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptConfig
-from spot_async.config_loading import apply_override, load_config, validate_as
+from spot_async.config.loading import apply_override, load_config, validate_as
 from spot_async.data.check import GoldCheck, Spread, answer_type, check_golds, count_by, find_repeated
 from spot_async.data.keys import about
 from spot_async.data.overlap import Overlap, find_overlaps, too_short

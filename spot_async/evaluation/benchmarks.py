@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
-from spot_async.config_evaluation import ALL_TIERS, ONLY
+from spot_async.config.evaluation import ALL_TIERS, ONLY
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, gold_index, order_choices, with_options

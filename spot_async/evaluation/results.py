@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.config_evaluation import ALL_TIERS, MACRO
+from spot_async.config.evaluation import ALL_TIERS, MACRO
 from spot_async.evaluation.figures import (
     BenchmarkFigures,
     Estimate,

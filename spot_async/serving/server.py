@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from spot_async.errors import ConfigError, DataError
-from spot_async.memory import tune_gc, tune_malloc
+from spot_async.processes.memory import tune_gc, tune_malloc
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import re
 import msgspec
 from pydantic import Field
 
-from spot_async.config_base import NonNegativeFloat, Section
+from spot_async.config.base import NonNegativeFloat, Section
 
 PER_MILLION = 1e-6
 NUMBER = re.compile(rb"\s*:\s*(\d+)\s*[,}]")

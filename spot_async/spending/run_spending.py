@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from spot_async.checks.preflight import TrainPlan
 from spot_async.config import Config
-from spot_async.preflight import TrainPlan
 from spot_async.spending.account import Account
 from spot_async.spending.records import SpendingMetrics, summarize_spending
 from spot_async.spending.score_cache import CacheCounters, ScoreCache

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from spot_async.processes import exit_with_parent
+from spot_async.processes.child import exit_with_parent
 
 if __name__ == "__main__":
     exit_with_parent()  # before the seconds that importing torch takes

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
-from spot_async.processes import exit_at_once
+from spot_async.processes.child import exit_at_once
 from spot_async.trainer.batching import MicroBatch
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]

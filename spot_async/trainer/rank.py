@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from spot_async.errors import TrainerError
-from spot_async.memory import tune_malloc
+from spot_async.processes.memory import tune_malloc
 from spot_async.seeds import derive_seed
 from spot_async.trainer.batching import (
     MicroBatch,

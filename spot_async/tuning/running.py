@@ -15,13 +15,13 @@ from typing import Any
 
 from spot_async import registry
 from spot_async.assembly import Backends, make_stages, served_models
+from spot_async.checks.diagnosis import diagnose
+from spot_async.checks.preflight import TrainPlan
 from spot_async.concurrency import running, watched
 from spot_async.config import Config
-from spot_async.cores import CoreShares, confined
-from spot_async.diagnosis import diagnose
 from spot_async.errors import ConfigError
 from spot_async.initial_weights import send_initial_weights
-from spot_async.preflight import TrainPlan
+from spot_async.processes.cores import CoreShares, confined
 from spot_async.protocols import Billed, Verifier
 from spot_async.run_directory import RunDirectory
 from spot_async.seeds import derive_seed

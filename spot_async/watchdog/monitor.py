@@ -3,7 +3,7 @@
 The task ends a silent run with `StalledError`, which takes everything down in order. The thread is for what the task
 cannot see or survive: a blocked event loop, and a run that does not come down. It reports the first, and ends the
 process for either once the silence is past its limit, where the process is ours to end; children die with their parent
-(`processes.py`, `guard.py`). What the report says is `report.py`.
+(`processes/`). What the report says is `report.py`.
 """
 
 from __future__ import annotations

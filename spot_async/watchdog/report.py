@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spot_async import guard
-from spot_async.processes import log_lines
+from spot_async.processes import guard
+from spot_async.processes.child import log_lines
 from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
 from spot_async.watchdog.progress import LastCommit
 from spot_async.watchdog.stacks import grouped

@@ -35,10 +35,10 @@ from spot_async.backends.launch import LaunchSettings
 from spot_async.concurrency import gather, watched
 from spot_async.config import ModelConfig, SamplingConfig, ScoreStageConfig, ServingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
-from spot_async.guard import process_tree
 from spot_async.model_files import read_model
 from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
 from spot_async.policies.spot import SpotPolicy
+from spot_async.processes.guard import process_tree
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.servers import backend_factories

@@ -24,7 +24,7 @@ from wider_heads import with_wider_heads
 from spot_async.assembly import make_pool
 from spot_async.concurrency import running
 from spot_async.config import Config
-from spot_async.config_loading import load_config
+from spot_async.config.loading import load_config
 from spot_async.evaluation.benchmarks import plan_benchmarks
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import evaluate

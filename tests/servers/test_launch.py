@@ -18,7 +18,7 @@ from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
 from spot_async.errors import ConfigError, ProcessDiedError
-from spot_async.guard import process_tree
+from spot_async.processes.guard import process_tree
 from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
 
 PROMPT = np.arange(10, 30, dtype=np.int32)

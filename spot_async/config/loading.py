@@ -20,8 +20,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from spot_async.config import Config
-from spot_async.config_base import ONE, SEVERAL
-from spot_async.config_plugins import PluginSettings, PluginSettingsError
+from spot_async.config.base import ONE, SEVERAL
+from spot_async.config.plugins import PluginSettings, PluginSettingsError
 from spot_async.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.checks.preflight import TrainPlan
 from spot_async.config import Config
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.inspection.reading import RunFiles
-from spot_async.preflight import TrainPlan
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Usage
 from spot_async.spending.run_spending import RunSpending

@@ -34,7 +34,7 @@ class Section(BaseModel):
 T = TypeVar("T")
 
 # A value, or a list of such values: for what may be said of each of several servers. The tags keep errors readable:
-# those of the form that was given and of no other, under the key itself (`config_loading` leaves the tags out).
+# those of the form that was given and of no other, under the key itself (`loading.py` leaves the tags out).
 ONE, SEVERAL = "<one>", "<several>"
 
 

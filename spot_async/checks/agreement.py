@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from spot_async import probes
+from spot_async.checks import probes
+from spot_async.checks.probes import NOISE_MARGIN, Asked
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, RequestError
-from spot_async.probes import NOISE_MARGIN, Asked
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.types import Capabilities

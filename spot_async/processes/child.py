@@ -22,8 +22,8 @@ from typing import BinaryIO
 
 import structlog
 
-from spot_async import guard
 from spot_async.errors import ProcessDiedError, StorageError
+from spot_async.processes import guard
 
 LOG_TAIL_BYTES = 4096
 LOG_SEARCH_BYTES = 1 << 16  # looked through for what went wrong before the last words

@@ -15,16 +15,16 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from spot_async import probes
-from spot_async.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
+from spot_async.checks import probes
+from spot_async.checks.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
+from spot_async.checks.preflight import TrainPlan, check_capabilities, sums_ends
+from spot_async.checks.probes import Asked, Noise
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig
 from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import ConfigError, RequestError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.model_files import ModelFiles
-from spot_async.preflight import TrainPlan, check_capabilities, sums_ends
-from spot_async.probes import Asked, Noise
 from spot_async.prompts import DATE_WARNING
 from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.spending.teacher_cache import ReplayedTeacher

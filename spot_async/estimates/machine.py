@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.checks.preflight import TrainPlan, sleeps_while_training
 from spot_async.config import Config, ModelConfig, TrainingConfig
-from spot_async.inspection.reading import RunFiles
-from spot_async.preflight import TrainPlan, sleeps_while_training
-from spot_async.spending.device_memory import (
+from spot_async.estimates.device_memory import (
     CONTEXT_GIB,
     DEVICE_GIB,
     GIB,
@@ -33,9 +32,9 @@ from spot_async.spending.device_memory import (
     server_on,
     trainer_memory,
 )
-from spot_async.spending.estimate import ASSUMED_SHARE, mean_response_tokens
-from spot_async.spending.model_size import ModelSize, read_size
-from spot_async.spending.work import (
+from spot_async.estimates.endpoints import ASSUMED_SHARE, mean_response_tokens
+from spot_async.estimates.model_size import ModelSize, read_size
+from spot_async.estimates.work import (
     BYTES_PER_S,
     DECODING_SHARE,
     OPERATIONS_PER_S,
@@ -47,6 +46,7 @@ from spot_async.spending.work import (
     scoring_s,
     training_s,
 )
+from spot_async.inspection.reading import RunFiles
 
 SERVER_FRACTION = 0.9  # of the device that servers take when not told otherwise, about
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal, Self
 import pydantic
 from pydantic import Field, TypeAdapter
 
-from spot_async.config_base import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section, spelled
-from spot_async.config_plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
-from spot_async.config_problems import ProblemSetConfig, PromptConfig, Thinking
+from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section, spelled
+from spot_async.config.plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
+from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
 
 # What `evaluation.preset: paper` holds to their defaults, which are the paper's (method.md section 6).
 PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")

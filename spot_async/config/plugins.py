@@ -13,7 +13,7 @@ import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError
 
 from spot_async import registry
-from spot_async.config_base import Section
+from spot_async.config.base import Section
 
 if TYPE_CHECKING:
     from spot_async.spending.account import Account

@@ -1,9 +1,7 @@
 """The schema of a run's configuration: every key, its type, default, unit and meaning.
 
-Problem sets and prompts stand in `config_problems.py`, evaluation in `config_evaluation.py`, what sections are made of
-in `config_base.py`; other modules take all of them from here. Keys whose value names a plug-in (`kind: ...`) hold that
-plug-in's own settings (`config_plugins.py`). Reading YAML, overrides and turning errors into one line is
-`config_loading.py`; what can only be checked against model directories and data is `preflight.py`.
+Problem sets and prompts stand in `problems.py`, evaluation in `evaluation.py`, what sections are made of in `base.py`.
+Keys whose value names a plug-in (`kind: ...`) hold that plug-in's own settings (`plugins.py`).
 """
 
 from __future__ import annotations
@@ -13,52 +11,17 @@ from typing import Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from spot_async.config_base import (
+from spot_async.config.base import (
     NonNegativeFloat,
-    OneOrMore,
     PositiveFloat,
     PositiveInt,
     Probability,
     Section,
-    as_list,
 )
-from spot_async.config_evaluation import BenchmarkConfig, EvaluationConfig, check_paper
-from spot_async.config_plugins import BackendSettings, Place, PluginSettings, PolicySettings, TrainingVerifier
-from spot_async.config_problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
+from spot_async.config.evaluation import EvaluationConfig, check_paper
+from spot_async.config.plugins import BackendSettings, PolicySettings, TrainingVerifier
+from spot_async.config.problems import DataConfig, PromptConfig
 from spot_async.retry import DEFAULT_ATTEMPTS
-
-__all__ = [
-    "CONFIG_VERSION",
-    "BenchmarkConfig",
-    "Config",
-    "DataConfig",
-    "Duplicates",
-    "EvaluationConfig",
-    "ModelConfig",
-    "NonNegativeFloat",
-    "OneOrMore",
-    "Place",
-    "PluginSettings",
-    "PositiveFloat",
-    "PositiveInt",
-    "Probability",
-    "ProblemSetConfig",
-    "PromptConfig",
-    "QueueConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "ScoreStageConfig",
-    "Section",
-    "ServingConfig",
-    "StageConfig",
-    "StagesConfig",
-    "TeacherConfig",
-    "TelemetryConfig",
-    "TrainingConfig",
-    "WandbConfig",
-    "as_list",
-    "nearest_divisor",
-]
 
 CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
 

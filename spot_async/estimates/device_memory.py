@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spot_async.spending.model_size import ModelSize, Precision
+from spot_async.estimates.model_size import ModelSize, Precision
 
 GIB = float(1 << 30)
 DEVICE_GIB = 80.0  # of the GPUs that the recipes are for

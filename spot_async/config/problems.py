@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import pydantic
 from pydantic import Field
 
-from spot_async.config_base import OneOrMore, Section, as_list, spelled
+from spot_async.config.base import OneOrMore, Section, as_list, spelled
 
 Thinking = Annotated[
     bool | None,

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.assembly import make_backends
+from spot_async.checks.diagnosis import Diagnosis, Fact
+from spot_async.checks.preflight import TrainPlan
 from spot_async.concurrency import running
 from spot_async.config import Config
-from spot_async.diagnosis import Diagnosis, Fact
-from spot_async.preflight import TrainPlan
 from spot_async.run_directory import RunDirectory
 from spot_async.runtime import diagnose_servers
 

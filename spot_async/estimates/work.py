@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spot_async.spending.model_size import ModelSize
+from spot_async.estimates.model_size import ModelSize
 
 # NVIDIA A800 and A100, 80 GB (data sheet): dense bfloat16 operations and memory bytes per second.
 OPERATIONS_PER_S = 312e12

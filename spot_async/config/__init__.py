@@ -1,0 +1,68 @@
+"""A run's configuration. What other parts need of the schema is importable from here.
+
+Reading YAML, overrides, and turning errors into one line is `loading.py`; what can only be checked against model
+directories and data is `checks/preflight.py`.
+"""
+
+from spot_async.config.base import (
+    NonNegativeFloat,
+    OneOrMore,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+    as_list,
+)
+from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
+from spot_async.config.plugins import Place, PluginSettings
+from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
+from spot_async.config.schema import (
+    CONFIG_VERSION,
+    Config,
+    ModelConfig,
+    QueueConfig,
+    RunConfig,
+    SamplingConfig,
+    ScoreStageConfig,
+    ServingConfig,
+    StageConfig,
+    StagesConfig,
+    TeacherConfig,
+    TelemetryConfig,
+    TrainingConfig,
+    WandbConfig,
+    nearest_divisor,
+)
+
+__all__ = [
+    "CONFIG_VERSION",
+    "BenchmarkConfig",
+    "Config",
+    "DataConfig",
+    "Duplicates",
+    "EvaluationConfig",
+    "ModelConfig",
+    "NonNegativeFloat",
+    "OneOrMore",
+    "Place",
+    "PluginSettings",
+    "PositiveFloat",
+    "PositiveInt",
+    "Probability",
+    "ProblemSetConfig",
+    "PromptConfig",
+    "QueueConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScoreStageConfig",
+    "Section",
+    "ServingConfig",
+    "StageConfig",
+    "StagesConfig",
+    "TeacherConfig",
+    "TelemetryConfig",
+    "TrainingConfig",
+    "WandbConfig",
+    "as_list",
+    "nearest_divisor",
+]
