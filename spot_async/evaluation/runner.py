@@ -45,88 +45,105 @@ async def evaluate(
     known: Mapping[ResponseKey, JudgedResponse] | None = None,
     keep: Callable[[JudgedResponse], Awaitable[None]] = _nowhere,
 ) -> EvaluationResult:
-    """Run one evaluation. `verifiers` are by benchmark; one without is not judged.
+    """Run one evaluation.
 
-    Of `known` responses none is asked for again; each new one is given to `keep`. `on_progress(finished, total)` is
-    called after each response, `on_stages` once before.
+    `verifiers` maps benchmark names to verifiers; responses to a benchmark without one are not judged. Responses in
+    `known` are not sampled again; every new one is given to `keep`. `on_stages` is called once at the start,
+    `on_progress(finished, total)` after each response.
 
-    Raises what a request failed with, in a group; `BudgetSpentError` only once all that is paid for is kept.
+    Raises the errors of failed requests in an exception group. Raises `BudgetSpentError` when the budget runs out, but
+    only after every response that was paid for has been kept.
     """
 
-    def stage(name: str, service: S | ServicePool[S]) -> Stage[S]:
-        return Stage(
-            name,
-            pool_of(service),
-            concurrency=config.concurrency,
-            timeout_s=config.timeout_s,
-            retry=RetryPolicy(DEFAULT_ATTEMPTS),
-            mailbox_capacity=1,
-            jitter=lambda: 0.5,
-        )
-
-    generation_stage = stage("evaluation", generator)
-    verify_stages = {id(verifier): stage("evaluation verify", verifier) for verifier in verifiers.values()}
-    on_stages((generation_stage, *verify_stages.values()))
+    total = sum(benchmark.samples * len(benchmark.sources) for benchmark in benchmarks)
+    sampler = ResponseSampler(benchmarks, config, generator=generator, verifiers=verifiers, vocabulary=vocabulary)
+    on_stages(sampler.stages)
     judged = dict(known or {})
-    every = [
-        (b, j, i)
-        for b, benchmark in enumerate(benchmarks)
-        for j in range(len(benchmark.sources))
-        for i in range(benchmark.samples)
-    ]
-    jobs = iter([job for job in every if _key(benchmarks, job) not in judged])
-
+    jobs = iter([job for job in _jobs(benchmarks) if _key(benchmarks, job) not in judged])
     spent: list[BudgetSpentError] = []
 
     async def work(jobs: Iterator[Job]) -> None:
         for job in jobs:
             try:
-                response = await judge(job)
+                response = await sampler.sample(job)
             except BudgetSpentError as error:
                 spent.append(error)
                 return
             await keep(response)
             judged[response.key] = response
-            on_progress(len(judged), len(every))
+            on_progress(len(judged), total)
 
-    async def judge(job: Job) -> JudgedResponse:
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(config.concurrency, total)):
+            group.create_task(work(jobs))
+    if spent:
+        raise spent[0]
+    return collected(benchmarks, judged, config.pass_k)
+
+
+class ResponseSampler:
+    """Samples one response at a time and has it judged; `stages` are those that it asks."""
+
+    def __init__(
+        self,
+        benchmarks: Sequence[Benchmark],
+        config: EvaluationConfig,
+        *,
+        generator: Generator | ServicePool[Generator],
+        verifiers: Mapping[str, Verifier],
+        vocabulary: Vocabulary,
+    ) -> None:
+        self._benchmarks = benchmarks
+        self._config = config
+        self._vocabulary = vocabulary
+        self._generation = self._stage("evaluation", generator)
+        # One stage per verifier: benchmarks that share a verifier share its concurrency limit too.
+        by_verifier = {id(each): self._stage("evaluation verify", each) for each in verifiers.values()}
+        self._verification = {name: by_verifier[id(verifier)] for name, verifier in verifiers.items()}
+        self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values())
+
+    def _stage(self, name: str, service: S | ServicePool[S]) -> Stage[S]:
+        return Stage(
+            name,
+            pool_of(service),
+            concurrency=self._config.concurrency,
+            timeout_s=self._config.timeout_s,
+            retry=RetryPolicy(DEFAULT_ATTEMPTS),
+            mailbox_capacity=1,
+            jitter=lambda: 0.5,
+        )
+
+    async def sample(self, job: Job) -> JudgedResponse:
+        """The response to one job; its verdict is None where the benchmark has no verifier."""
         b, j, i = job
-        benchmark = benchmarks[b]
+        benchmark = self._benchmarks[b]
         problem, prompt_ids = benchmark.sources[j].problem, benchmark.sources[j].token_ids
         sampling = SamplingSettings(
-            temperature=config.temperature,
-            top_p=config.top_p,
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
             max_tokens=benchmark.max_response_tokens,
-            stop_token_ids=vocabulary.end_token_ids,
-            seed=derive_seed(config.seed, j, i),
+            stop_token_ids=self._vocabulary.end_token_ids,
+            seed=derive_seed(self._config.seed, j, i),
         )
         session = f"eval-{b}-{j}"
-        generation = await generation_stage.ask(
+        generation = await self._generation.ask(
             job,
             lambda generator, deadline: generator.generate(prompt_ids, sampling, session=session, deadline=deadline),
             session=session,
             tokens=len(prompt_ids) + sampling.max_tokens,
             work=lambda generation: len(generation.token_ids),
         )
-        text = vocabulary.decode(generation.token_ids)
-        verifier = verifiers.get(benchmark.name)
-        asked = verify_stages[id(verifier)] if verifier is not None else None
+        text = self._vocabulary.decode(generation.token_ids)
+        verification = self._verification.get(benchmark.name)
         return JudgedResponse(
             benchmark=benchmark.name,
             problem_id=problem.id,
             sample=i,
-            verdict=None if asked is None else await ask_verdict(asked, job, problem, text),
+            verdict=None if verification is None else await ask_verdict(verification, job, problem, text),
             tokens=len(generation.token_ids),
             finish_reason=generation.finish_reason,
             response=text,
         )
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(config.concurrency, len(every))):
-            group.create_task(work(jobs))
-    if spent:
-        raise spent[0]
-    return collected(benchmarks, judged, config.pass_k)
 
 
 def collected(
@@ -168,6 +185,14 @@ def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:
         for source in benchmark.sources
         for i in range(benchmark.samples)
     }
+
+
+def _jobs(benchmarks: Sequence[Benchmark]) -> Iterator[Job]:
+    """Every response that the benchmarks ask for: first benchmark first, its problems in order."""
+    for b, benchmark in enumerate(benchmarks):
+        for j in range(len(benchmark.sources)):
+            for i in range(benchmark.samples):
+                yield b, j, i
 
 
 def _key(benchmarks: Sequence[Benchmark], job: Job) -> ResponseKey:
