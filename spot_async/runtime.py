@@ -7,7 +7,7 @@ returns, and the run directory is complete up to the last finished iteration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHi
 from spot_async.telemetry.live_verdict import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
-from spot_async.telemetry.sinks import open_sinks
+from spot_async.telemetry.sinks import MetricSink, open_sinks
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import Prompt
@@ -105,113 +105,168 @@ async def train(
 
     `exit_process`: see `Watchdog`.
     """
-    screen = RunConsole(console, plan.schedule.iterations)
-    spending = RunSpending(config, plan)
-    ledger_file = SpendingLog(directory, spending.accounts)
-    cores = core_shares(served_models(config, plan))
-    backends = make_backends(config, plan, directory, spending, cores)
-    replicas = partial(replica_lines, backends.by_role())
-    screen.replicas = replicas
-    for pool in backends.pools().values():
-        pool.tell_of_limits(screen.warn)
-    watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
-    lag = LoopLag()
-    student = backends.student
-    trainer = TrainerProcess(trainer_settings(config, plan, directory), cores=cores.available if cores.own else None)
-    verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
-    stages = make_stages(config, plan, backends, verifier)
-    stages.teacher_cache = spending.teacher_cache
-    history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
-    reached = Reached()
-
+    run = TrainingRun(config, plan, directory, console, exit_process)
     with ExitStack() as stack:
-        with suppress(StorageError):  # no locks there: other starts are refused anyway, without its process
-            stack.enter_context(directory.locked())
-        stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
-        stack.callback(ledger_file.write)  # whatever ends the run
-        sinks = stack.enter_context(open_sinks(config, directory.path, stages.all))
-        stack.enter_context(screen.live())
-        stack.enter_context(watchdog)
-        stack.enter_context(lag.measuring())
-        stack.enter_context(confined(cores))
-        for warning in cores.warnings:
-            screen.warn(warning)
-        phases = Phases(screen, watchdog)
-        phases.begin(f"starting {', '.join(backends.pools())} and trainer")
-
-        async def run() -> None:
-            phases.begin("checking the servers")
-            diagnosis = await diagnose_servers(config, plan, backends)
-            diagnosis.raise_if_unsafe()
-            for warning in diagnosis.warnings:
-                screen.warn(warning)
-            stages.capabilities = diagnosis.capabilities
-            await spending.teacher_asked(diagnosis.capabilities)
-            ledger_file.write(iteration=0)
-            await send_initial_weights(config.student, student, stages.capabilities["student"], phases.begin)
-            student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
-            stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
-            vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
-
-            async def evaluated(when: str, weights: Path) -> EvaluationResult | None:
-                result = None
-                try:
-                    result = await measure(
-                        config, plan.evaluation, vocabulary, student, directory, phases, when, weights
-                    )
-                except* BudgetSpentError as spent:
-                    reached.is_out_of_money(spent)
-                return result
-
-            async def evaluate_live(iteration: int) -> EvaluationResult | None:
-                if not evaluation_is_due(config, iteration):
-                    return None
-                result = await evaluated(f"{iteration:06d}", directory.weights_after(iteration))
-                if iteration < plan.schedule.iterations:  # else it is over
-                    phases.begin(f"training with {config.policy.kind}", orchestrator)
-                return result
-
-            reached.before = await evaluated("before", plan.student.directory)
-            log = RunLog(
-                directory,
-                stages,
-                sinks,
-                samples_every=config.run.samples_every,
-                backends=backends.by_role(),
-                loop_lag=lag,
-                spending=spending.metrics(),
-            )
-            observer = Observers(log, ledger_file, history, screen)
-            orchestrator = make_orchestrator(config, plan, stages, trainer, [student], observer, evaluate_live)
-            orchestrator.report_to(watchdog)
-            reached.orchestrator = orchestrator
-            phases.begin(f"training with {config.policy.kind}", orchestrator)
-            verdicts = make_live_verdict(config, orchestrator, backends.by_role(), screen)
-            trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
-            with trace:
-                async with alongside(verdicts.speak):
-                    await orchestrator.run()
-            iterations = orchestrator.state.iteration
-            after, last = history.result_after(iterations), directory.weights_after(iterations)
-            if after is not None:  # the same weights, problems and seeds: asking again would give it again
-                write_evaluation(config, plan.evaluation, directory, "after", last, after)
-            elif reached.spent is None:
-                after = await evaluated("after", last if iterations else plan.student.directory)
-                if after is not None and history.best is not None:
-                    history.add(iterations, after, (directory.path / "student").resolve())
-            reached.after = after
-
-        servers = list(backends.by_role().values())
-        async with alongside(watchdog.watch), running(*spending.resources, *servers, trainer, verifier):
-            try:
-                await watched(run(), [*(each.watch for each in servers), trainer.watch])
-            except* BudgetSpentError as spent:
-                reached.is_out_of_money(spent)
-            outcome = reached.outcome(directory.path, history.best, spending.summary())
-            watchdog.phase_began("stopping")
+        sinks = run.open_files(stack)
+        outcome = await run.run(sinks)
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
     directory.write_summary(summarize(config, plan, outcome))
     return outcome
+
+
+class TrainingRun:
+    """The parts of one training run, and the order in which it uses them."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: TrainPlan,
+        directory: RunDirectory,
+        console: Console,
+        exit_process: Callable[[str], None] | None,
+    ) -> None:
+        """Makes the parts; nothing is started."""
+        self._config = config
+        self._plan = plan
+        self._directory = directory
+        self._screen = RunConsole(console, plan.schedule.iterations)
+        self._spending = RunSpending(config, plan)
+        self._ledger_file = SpendingLog(directory, self._spending.accounts)
+        self._cores = core_shares(served_models(config, plan))
+        self._backends = make_backends(config, plan, directory, self._spending, self._cores)
+        replicas = partial(replica_lines, self._backends.by_role())
+        self._screen.replicas = replicas
+        for pool in self._backends.pools().values():
+            pool.tell_of_limits(self._screen.warn)
+        self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
+        self._phases = Phases(self._screen, self._watchdog)
+        self._lag = LoopLag()
+        self._trainer = TrainerProcess(
+            trainer_settings(config, plan, directory), cores=self._cores.available if self._cores.own else None
+        )
+        self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
+        self._stages = make_stages(config, plan, self._backends, self._verifier)
+        self._stages.teacher_cache = self._spending.teacher_cache
+        self._history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
+        self._vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)  # of evaluations
+        self._reached = Reached()
+
+    def open_files(self, stack: ExitStack) -> Sequence[MetricSink]:
+        """Lock the run directory, and enter what must outlive the servers: logs, screen and watchdog."""
+        directory = self._directory
+        with suppress(StorageError):  # no locks there: other starts are refused anyway, without its process
+            stack.enter_context(directory.locked())
+        stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        stack.callback(self._ledger_file.write)  # whatever ends the run
+        sinks = stack.enter_context(open_sinks(self._config, directory.path, self._stages.all))
+        stack.enter_context(self._screen.live())
+        stack.enter_context(self._watchdog)
+        stack.enter_context(self._lag.measuring())
+        stack.enter_context(confined(self._cores))
+        for warning in self._cores.warnings:
+            self._screen.warn(warning)
+        return sinks
+
+    async def run(self, sinks: Sequence[MetricSink]) -> TrainOutcome:
+        """Start the servers and the trainer, train, and stop them again."""
+        self._phases.begin(f"starting {', '.join(self._backends.pools())} and trainer")
+        servers = list(self._backends.by_role().values())
+        processes = running(*self._spending.resources, *servers, self._trainer, self._verifier)
+        async with alongside(self._watchdog.watch), processes:
+            try:
+                await watched(self._work(sinks), [*(each.watch for each in servers), self._trainer.watch])
+            except* BudgetSpentError as spent:
+                self._reached.is_out_of_money(spent)
+            outcome = self._reached.outcome(self._directory.path, self._history.best, self._spending.summary())
+            self._watchdog.phase_began("stopping")
+        return outcome
+
+    async def _work(self, sinks: Sequence[MetricSink]) -> None:
+        """What the run does while its servers live."""
+        await self._prepare_servers()
+        self._reached.before = await self._evaluate("before", self._plan.student.directory)
+        orchestrator = self._make_orchestrator(sinks)
+        self._phases.begin(f"training with {self._config.policy.kind}", orchestrator)
+        verdicts = make_live_verdict(self._config, orchestrator, self._backends.by_role(), self._screen)
+        trace = trace_to(self._directory.path / "trace.json", orchestrator) if self._config.run.trace else nullcontext()
+        with trace:
+            async with alongside(verdicts.speak):
+                await orchestrator.run()
+        self._reached.after = await self._evaluate_after(orchestrator.state.iteration)
+
+    async def _prepare_servers(self) -> None:
+        """Check what the servers do, and send the student's servers its first weights."""
+        config, plan, screen, student = self._config, self._plan, self._screen, self._backends.student
+        self._phases.begin("checking the servers")
+        diagnosis = await diagnose_servers(config, plan, self._backends)
+        diagnosis.raise_if_unsafe()
+        for warning in diagnosis.warnings:
+            screen.warn(warning)
+        self._stages.capabilities = diagnosis.capabilities
+        await self._spending.teacher_asked(diagnosis.capabilities)
+        self._ledger_file.write(iteration=0)
+        await send_initial_weights(config.student, student, diagnosis.capabilities["student"], self._phases.begin)
+        student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
+        self._stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
+
+    def _make_orchestrator(self, sinks: Sequence[MetricSink]) -> Orchestrator:
+        """The orchestrator, with all that watches it."""
+        log = RunLog(
+            self._directory,
+            self._stages,
+            sinks,
+            samples_every=self._config.run.samples_every,
+            backends=self._backends.by_role(),
+            loop_lag=self._lag,
+            spending=self._spending.metrics(),
+        )
+        observer = Observers(log, self._ledger_file, self._history, self._screen)
+        student = self._backends.student
+        orchestrator = make_orchestrator(
+            self._config, self._plan, self._stages, self._trainer, [student], observer, self._evaluate_live
+        )
+        orchestrator.report_to(self._watchdog)
+        self._reached.orchestrator = orchestrator
+        return orchestrator
+
+    async def _evaluate(self, when: str, weights: Path) -> EvaluationResult | None:
+        """See `measure`; None also where the budget ran out meanwhile."""
+        result = None
+        try:
+            result = await measure(
+                self._config,
+                self._plan.evaluation,
+                self._vocabulary,
+                self._backends.student,
+                self._directory,
+                self._phases,
+                when,
+                weights,
+            )
+        except* BudgetSpentError as spent:
+            self._reached.is_out_of_money(spent)
+        return result
+
+    async def _evaluate_live(self, iteration: int) -> EvaluationResult | None:
+        """An `orchestrator.LiveEvaluation`."""
+        if not evaluation_is_due(self._config, iteration):
+            return None
+        result = await self._evaluate(f"{iteration:06d}", self._directory.weights_after(iteration))
+        if iteration < self._plan.schedule.iterations:  # otherwise training is over
+            self._phases.begin(f"training with {self._config.policy.kind}", self._reached.orchestrator)
+        return result
+
+    async def _evaluate_after(self, iterations: int) -> EvaluationResult | None:
+        """The evaluation after training, of the weights that so many iterations made."""
+        directory, history = self._directory, self._history
+        after, last = history.result_after(iterations), directory.weights_after(iterations)
+        if after is not None:  # the last mid-run evaluation had the same weights, problems and seeds
+            write_evaluation(self._config, self._plan.evaluation, directory, "after", last, after)
+        elif self._reached.spent is None:
+            after = await self._evaluate("after", last if iterations else self._plan.student.directory)
+            if after is not None and history.best is not None:
+                history.add(iterations, after, (directory.path / "student").resolve())
+        return after
 
 
 def evaluation_is_due(config: Config, iteration: int) -> bool:
