@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from spot_async.alignment import decision_rows
 from spot_async.errors import TrainerError
 from spot_async.feed_guard import check_arrays
-from spot_async.types import SoftTargets, Supervision
+from spot_async.types import BoolArray, FloatArray, SoftTargets, Supervision
+
+Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask
 
 
 def mini_batches(batch: Sequence[Supervision], prompts_per_update: int, seed: int) -> list[list[Supervision]]:
@@ -109,7 +112,7 @@ class MicroBatch:
         return replace(self, behavior_logprobs=behavior, advantages=advantages)
 
 
-def advantages_of(sample: Supervision) -> np.ndarray[Any, Any] | None:
+def advantages_of(sample: Supervision) -> FloatArray | None:
     """(T,) given, or teacher minus behaviour (method.md section 4); None without a policy term."""
     if sample.teacher_logprobs is not None:
         return sample.teacher_logprobs - sample.behavior_logprobs
@@ -143,24 +146,24 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
     )
 
 
-def _policy_mask(sample: Supervision) -> np.ndarray[Any, Any] | None:
+def _policy_mask(sample: Supervision) -> BoolArray | None:
     """(T,) where the sample has an advantage; None without a policy term."""
     if sample.teacher_logprobs is None and sample.advantages is None:
         return None
     return np.ones(len(sample.response_ids), np.bool_) if sample.policy_mask is None else sample.policy_mask
 
 
-def _where(mask: np.ndarray[Any, Any] | None, values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
+def _where(mask: BoolArray | None, values: FloatArray | None) -> FloatArray | None:
     """0 where there is no policy term: an advantage of 0 has no loss and no gradient, whatever the ratio."""
     return None if mask is None or values is None else np.where(mask, values, 0)
 
 
-def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+def _joined(parts: Sequence[Array]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64))
 
 
-def _padded(rows: Sequence[np.ndarray[Any, Any] | None], width: int, dtype: type) -> Tensor:
-    padded: np.ndarray[Any, Any] = np.zeros((len(rows), width), dtype)
+def _padded(rows: Sequence[Array | None], width: int, dtype: type) -> Tensor:
+    padded: Array = np.zeros((len(rows), width), dtype)
     for i, row in enumerate(rows):
         if row is not None:
             padded[i, : len(row)] = row

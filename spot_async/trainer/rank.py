@@ -192,19 +192,29 @@ class StudentTrainer:
         self, batch: MicroBatch, mini_batch: Sequence[Supervision], tally: Tally, *, has_moved: bool
     ) -> LossParts:
         """Add the gradient of one micro-batch's share of its mini-batch's loss."""
-        training = self._training
         logprobs, candidates = self._logprobs(batch)
         weights = self._importance_weights(batch)  # (B, T)
-        terms = LossTerms(
+        parts = minibatch_share(
+            self._loss_terms(batch, logprobs, candidates, weights),
+            aggregation=self._training.loss_aggregation,
+            minibatch_trajectories=len(mini_batch),
+            minibatch_tokens=sum(len(sample.response_ids) for sample in mini_batch),
+        )
+        parts.total.backward()  # type: ignore[no-untyped-call]
+        self._tally_loss(batch, logprobs, weights, parts, tally)
+        if self._training.behavior == "recomputed" or not has_moved:
+            self._tally_mismatch(batch, logprobs.detach(), tally)
+        return parts
+
+    def _loss_terms(self, batch: MicroBatch, logprobs: Tensor, candidates: Tensor, weights: Tensor) -> LossTerms:
+        """The terms of `loss.py`, from log-probabilities (B, T) and (N, k) and importance weights (B, T)."""
+        training = self._training
+        policy = clipped_policy_loss(
+            logprobs, batch.behavior_logprobs, batch.advantages, clip=training.clip, dual_clip=training.dual_clip
+        )
+        return LossTerms(
             mask=batch.mask,
-            policy=weights
-            * clipped_policy_loss(
-                logprobs,
-                batch.behavior_logprobs,
-                batch.advantages,
-                clip=training.clip,
-                dual_clip=training.dual_clip,
-            ),
+            policy=weights * policy,
             reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
             reference_coefficient=training.reference_kl,
             branch=BranchTerm(
@@ -213,13 +223,10 @@ class StudentTrainer:
                 rows=batch.soft_trajectories,
             ),
         )
-        parts = minibatch_share(
-            terms,
-            aggregation=training.loss_aggregation,
-            minibatch_trajectories=len(mini_batch),
-            minibatch_tokens=sum(len(sample.response_ids) for sample in mini_batch),
-        )
-        parts.total.backward()  # type: ignore[no-untyped-call]
+
+    def _tally_loss(self, batch: MicroBatch, logprobs: Tensor, weights: Tensor, parts: LossParts, tally: Tally) -> None:
+        """Count the loss, and how far the policy has moved, for the iteration's metrics."""
+        training = self._training
         ratios = ratio_statistics(
             logprobs,
             batch.behavior_logprobs,
@@ -245,9 +252,6 @@ class StudentTrainer:
             importance_capped=(weights[batch.policy_mask] >= (training.importance_cap or math.inf)).sum(),
         )
         tally.see(ratio=ratios.ratio_max)
-        if training.behavior == "recomputed" or not has_moved:
-            self._tally_mismatch(batch, logprobs.detach(), tally)
-        return parts
 
     def _importance_weights(self, batch: MicroBatch) -> Tensor:
         """(B, T), of 1 where no cap is set."""
