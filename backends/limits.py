@@ -43,7 +43,13 @@ class Limits:
             raise PermanentError(f"{self.server}: max_tokens={new_tokens}: a response has at least one token")
         self.check(prompt_ids, new_tokens=new_tokens, top_k=top_k)
 
+    def check_positions(self, positions: IntArray, response_ids: IntArray) -> None:
+        """Positions (N,), 0-based, of a response (T,)."""
+        if positions.size and not 0 <= positions.min() <= positions.max() < len(response_ids):
+            raise PermanentError(f"{self.server}: positions are not all of the response's {len(response_ids)}")
+
     def check_ids(self, token_ids: IntArray) -> None:
+        """Token ids of any shape."""
         outside = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
         if outside.size:
             raise PermanentError(

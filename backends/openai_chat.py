@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from spot_async.errors import PermanentError, PoisonedReplyError
+from spot_async.errors import PermanentError
 from spot_async.types import IntArray
+
+from .replies import only
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}message\N{OBJECT REPLACEMENT CHARACTER}"
 TEMPLATE_ARGUMENTS: tuple[dict[str, bool], ...] = ({"enable_thinking": False}, {"enable_thinking": True}, {})
@@ -35,9 +37,7 @@ class ChatReply(msgspec.Struct):
 
     @property
     def only(self) -> ChatChoice:
-        if len(self.choices) != 1:
-            raise PoisonedReplyError(f"{len(self.choices)} choices where 1 was asked for")
-        return self.choices[0]
+        return only(self.choices)
 
 
 def user_message(role: str, tokenizer: Any, prompt_ids: IntArray) -> str:

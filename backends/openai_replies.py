@@ -30,6 +30,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from .replies import only
 from .stepwise import Steps
 from .token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
 
@@ -72,9 +73,7 @@ class Completion(msgspec.Struct):
 
     @property
     def only(self) -> Choice:
-        if len(self.choices) != 1:
-            raise PoisonedReplyError(f"{len(self.choices)} choices where 1 was asked for")
-        return self.choices[0]
+        return only(self.choices)
 
 
 Row = Mapping[str, float | None]  # of one token's distribution: log-probabilities by key

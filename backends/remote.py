@@ -17,7 +17,7 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.config import NonNegativeFloat, OneOrMore, Place, PositiveInt, as_list
+from spot_async.config import NonNegativeFloat, OneOrMore, Place, PositiveInt, as_list, backend_section
 from spot_async.errors import ConfigError, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.model_files import ModelFiles, read_model
 from spot_async.spending.account import Account
@@ -194,8 +194,8 @@ class RemoteServer:
 
     @property
     def section(self) -> str:
-        """Where its settings stand, for errors; with its name where that does not say which server it is."""
-        return f"{self.role}.backend" + (f" ({self.name})" if self.name != self.role else "")
+        """Where its settings stand, for errors."""
+        return backend_section(self.role, self.name)
 
     async def watch(self) -> None:
         """Run for as long as the server does, when we started it; for ever when we did not."""

@@ -7,6 +7,8 @@ other where a reply says something twice: a row's probabilities, a token and its
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +22,15 @@ LEAST_NATS = -1e4  # of a token that was chosen or given: a loss takes its expon
 ENTROPY_SLACK_NATS = 1e-2
 MASS_SLACK = 0.05  # of a row's probabilities that were rounded to bfloat16 one by one
 AGREEMENT_NATS = 0.05  # between a token's log-probability and the same one in its row: one number, said twice
+
+T = TypeVar("T")
+
+
+def only(choices: Sequence[T]) -> T:
+    """The one choice of a reply to a request for one."""
+    if len(choices) != 1:
+        raise PoisonedReplyError(f"{len(choices)} choices where 1 was asked for")
+    return choices[0]
 
 
 def check_generation(

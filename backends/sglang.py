@@ -26,11 +26,9 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
-import pydantic
-from pydantic import Field
 
+from spot_async.alignment import branch_prefix
 from spot_async.concurrency import gather
-from spot_async.config import as_list
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
 from spot_async.spending.prices import Size
 from spot_async.types import (
@@ -52,13 +50,13 @@ from .probing import differences, noise_nats, temperature_convention
 from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
 from .served_topk import bounded_scores, scored_positions
-from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, prefix_lengths, probe_prompt
+from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, probe_prompt
 from .sglang_launch import sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
-from .sleeping import SleepSettings, check_sglang, sleep_sglang, wake_sglang
+from .sleeping import check_sglang, sleep_sglang, wake_sglang
 from .stepwise import Steps
-from .weight_transport import WeightSettings, check_reachable
+from .student_settings import StudentServerSettings
 
 ABORT = "/abort_request"
 READY = "/model_info"  # /health costs a generated token and a second, and fails while the server is paused
@@ -74,14 +72,8 @@ T = TypeVar("T")
 class SglangBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
 
-    class Settings(SleepSettings):
+    class Settings(StudentServerSettings):
         kind: Literal["sglang"] = "sglang"
-        weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
-
-        @pydantic.model_validator(mode="after")
-        def _check_weights(self) -> Self:
-            check_reachable(self.weights, as_list(self.url), servers=len(self.servers()))
-            return self
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
@@ -197,9 +189,9 @@ class SglangBackend(RemoteBackend):
         deadline: float,
     ) -> ScoredPositions:
         self._check_temperature(temperature)
-        sequence = np.concatenate([prompt_ids, response_ids])
-        lengths = prefix_lengths(self._name, prompt_ids, response_ids, positions)
-        found = await self._next_tokens(((sequence[:length], None) for length in lengths), top_k, temperature, deadline)
+        self._limits.check_positions(positions, response_ids)
+        asked = [(branch_prefix(prompt_ids, response_ids, position), None) for position in positions.tolist()]
+        found = await self._next_tokens(asked, top_k, temperature, deadline)
         tops = [each.top for each in found if each.top is not None]
         return scored_positions(
             np.concatenate([top.ids for top in tops] or [np.zeros((0, top_k), np.int32)]),
@@ -222,9 +214,11 @@ class SglangBackend(RemoteBackend):
             return np.zeros(candidate_ids.shape, np.float32)
         self._check_temperature(temperature)
         self._limits.check_ids(candidate_ids)
-        sequence = np.concatenate([prompt_ids, response_ids])
-        lengths = prefix_lengths(self._name, prompt_ids, response_ids, positions)
-        asked = ((sequence[:length], ids) for length, ids in zip(lengths, candidate_ids, strict=True))
+        self._limits.check_positions(positions, response_ids)
+        asked = [
+            (branch_prefix(prompt_ids, response_ids, position), ids)
+            for position, ids in zip(positions.tolist(), candidate_ids, strict=True)
+        ]
         found = await self._next_tokens(asked, 0, temperature, deadline)
         other = next((each.version for each in found if each.version != expected_version), None)
         if other is not None:

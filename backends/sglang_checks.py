@@ -11,7 +11,6 @@ import uuid
 import msgspec
 import numpy as np
 
-from spot_async.alignment import branch_prefix_length
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.types import Generation, IntArray, SamplingSettings
 
@@ -81,13 +80,6 @@ async def probe_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
             "directory of the model that is served"
         )
     return np.array(ours, np.int32)
-
-
-def prefix_lengths(name: str, prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[int]:
-    """Of the context of each response position's decision. Raises `PermanentError` for positions that there are not."""
-    if positions.size and not 0 <= positions.min() <= positions.max() < len(response_ids):
-        raise PermanentError(f"{name}: positions are not all of the response's {len(response_ids)}")
-    return [branch_prefix_length(len(prompt_ids), position) for position in positions.tolist()]
 
 
 def check_end(name: str, generation: Generation, sampling: SamplingSettings) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 import numpy as np
 import structlog
 
-from spot_async.alignment import decision_row
+from spot_async.alignment import branch_prefix, decision_row
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
 from spot_async.types import (
@@ -41,11 +41,12 @@ from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
 from .sleeping import check_vllm, sleep_vllm, wake_vllm
-from .vllm_client import Sampled, VllmClient, check_temperature, prefixes, read_error
+from .student_settings import StudentServerSettings
+from .vllm_client import Sampled, VllmClient, check_temperature, read_error
 from .vllm_launch import vllm_command
 from .vllm_probes import Found, probe
 from .vllm_replies import version_spans
-from .vllm_transfer import TransferSettings, make_updater, transfer_config
+from .vllm_transfer import make_updater, transfer_config
 
 PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
 CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
@@ -58,7 +59,7 @@ T = TypeVar("T")
 class VllmBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
-    class Settings(TransferSettings):
+    class Settings(StudentServerSettings):
         kind: Literal["vllm"] = "vllm"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
@@ -244,7 +245,7 @@ class VllmBackend(RemoteBackend):
         check_temperature(self._name, temperature)
         rows = await self._one_by_one(
             functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
-            for prefix in prefixes(prompt_ids, response_ids, positions)
+            for prefix in _prefixes(prompt_ids, response_ids, positions)
         )
         none = np.zeros((0, top_k))
         return scored_positions(
@@ -268,8 +269,7 @@ class VllmBackend(RemoteBackend):
         check_temperature(self._name, temperature)
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
-        if not (positions.min() >= 0 and positions.max() < len(response_ids)):
-            raise PermanentError(f"{self._name}: positions must lie in the response's {len(response_ids)} tokens")
+        self._limits.check_positions(positions, response_ids)
         self._limits.check_ids(candidate_ids)
         if self._candidate_support == "batched":
             logprobs = await self._chosen_at_once(
@@ -277,7 +277,7 @@ class VllmBackend(RemoteBackend):
             )
         elif self._candidate_support == "single":
             logprobs = await self._chosen_singly(
-                prefixes(prompt_ids, response_ids, positions), candidate_ids, expected_version, deadline
+                _prefixes(prompt_ids, response_ids, positions), candidate_ids, expected_version, deadline
             )
         else:
             raise ConfigError(
@@ -392,3 +392,8 @@ class VllmBackend(RemoteBackend):
         for span in spans:
             if span.version != expected:
                 raise VersionMismatchError(f"{self._name}: holds weights {span.version}, {expected} were asked for")
+
+
+def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
+    """The context of each response position's decision."""
+    return [branch_prefix(prompt_ids, response_ids, position).tolist() for position in positions.tolist()]

@@ -78,13 +78,6 @@ def check_temperature(role: str, temperature: float) -> None:
         )
 
 
-def prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
-    """The context of each response position's decision."""
-    prompt, response = prompt_ids.tolist(), response_ids.tolist()
-    lengths = (branch_prefix_length(len(prompt), position) for position in positions.tolist())
-    return [(prompt + response)[:length] for length in lengths]
-
-
 class VllmClient:
     """Speaks the best dialect that the server has; `model` is the name that requests carry."""
 

@@ -19,6 +19,7 @@ from spot_async.errors import PoisonedReplyError
 from spot_async.types import FloatArray, IntArray, VersionSpan
 
 from .held_weights import SentNames
+from .replies import only
 from .stepwise import Steps
 from .token_texts import TOKEN_ID_PREFIX
 
@@ -142,7 +143,7 @@ class GenerateRoute:
 
     def read(self, reply: bytes) -> Answer:
         read = self._reply.decode(reply)
-        choice = _only(read.choices)
+        choice = only(read.choices)
         return Answer(
             token_ids=choice.token_ids,
             finish_reason=choice.finish_reason,
@@ -173,7 +174,7 @@ class CompletionsRoute:
         return {"model": model, "prompt": token_ids, **as_ids, **NEUTRAL, **parameters}
 
     def read(self, reply: bytes) -> Answer:
-        choice = _only(self._reply.decode(reply).choices)
+        choice = only(self._reply.decode(reply).choices)
         return Answer(
             token_ids=choice.token_ids,
             finish_reason=choice.finish_reason,
@@ -252,12 +253,6 @@ def read_npy(content: bytes, shape: tuple[int, int]) -> FloatArray:
         raise PoisonedReplyError(f"numbers of shape {found} for {shape} chosen tokens")
     array: FloatArray = np.frombuffer(content, "<f4", count=shape[0] * shape[1], offset=header.end()).reshape(shape)
     return array
-
-
-def _only(choices: list[Any]) -> Any:
-    if len(choices) != 1:
-        raise PoisonedReplyError(f"{len(choices)} choices where one was asked for")
-    return choices[0]
 
 
 def _token_id(name: str) -> int:

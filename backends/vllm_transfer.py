@@ -14,36 +14,21 @@ import json
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
-import pydantic
-from pydantic import Field
 
 from spot_async.concurrency import both
-from spot_async.config import as_list
 from spot_async.errors import ConfigError, RequestError
 from spot_async.types import WeightSnapshot
 
 from .remote import RemoteServer
-from .sleeping import SleepSettings
 from .snapshots import Layout
 from .vllm_weights import DiskTransport, Transport, WeightUpdater, post
-from .weight_transport import WeightSender, WeightSettings, buckets, check_reachable
+from .weight_transport import WeightSender, WeightSettings, buckets
 
 NOT_CONFIGURED = "Weight transfer not configured"
 CLEAN_UP_TIMEOUT_S = 10.0
-
-
-class TransferSettings(SleepSettings):
-    """Settings of a server that can be sent weights."""
-
-    weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
-
-    @pydantic.model_validator(mode="after")
-    def _check_weights(self) -> Self:
-        check_reachable(self.weights, as_list(self.url), servers=len(self.servers()))
-        return self
 
 
 class Workers(msgspec.Struct):

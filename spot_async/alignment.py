@@ -8,6 +8,10 @@ ruins everything (method.md, Alignment).
 
 from __future__ import annotations
 
+import numpy as np
+
+from spot_async.types import IntArray
+
 
 def decision_row(prompt_length: int, position: int) -> int:
     """Output row (0-based, over prompt + response) that decides response position `position`."""
@@ -25,3 +29,8 @@ def decision_rows(prompt_length: int, response_length: int) -> slice:
 def branch_prefix_length(prompt_length: int, position: int) -> int:
     """Tokens of prompt + response that come before the decision at `position`: the context c_t."""
     return decision_row(prompt_length, position) + 1
+
+
+def branch_prefix(prompt_ids: IntArray, response_ids: IntArray, position: int) -> IntArray:
+    """The context c_t itself: token ids of prompt + response that come before the decision at `position`."""
+    return np.concatenate([prompt_ids, response_ids])[: branch_prefix_length(len(prompt_ids), position)]

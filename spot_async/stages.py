@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from spot_async.actor import Stage
-from spot_async.alignment import branch_prefix_length
+from spot_async.alignment import branch_prefix
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.deadlines import VERIFY_ATTEMPTS
 from spot_async.end_tokens import EndTokens, with_summed_last
@@ -295,8 +295,7 @@ class BoundStages:
         budget = self._stages.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
             return _empty_generation()  # verified as it stands (method.md section 2)
-        context_length = branch_prefix_length(len(self._prompt.token_ids), position)
-        context_ids = np.concatenate([self._prompt.token_ids, response_ids])[:context_length]
+        context_ids = branch_prefix(self._prompt.token_ids, response_ids, position)
         prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
             self._stages.probe,

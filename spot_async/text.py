@@ -10,6 +10,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def shortened(text: str, characters: int) -> str:
+    """The text's first `characters`, with an ellipsis where there are more."""
+    return text if len(text) <= characters else f"{text[:characters]}…"
+
+
 def visible(text: str) -> str:
     """Text whose every character shows: control and direction characters become symbols.
 

@@ -20,7 +20,7 @@ from spot_async.checks.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agre
 from spot_async.checks.preflight import TrainPlan, check_capabilities, sums_ends
 from spot_async.checks.probes import Asked, Noise
 from spot_async.concurrency import gather
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import ConfigError, RequestError
 from spot_async.evaluation.benchmarks import Benchmark
@@ -332,8 +332,8 @@ class _Examination:
 
     @property
     def section(self) -> str:
-        """Where its settings stand; with its name where a role has several servers."""
-        return f"{self.role}.backend" + (f" ({self.name})" if self.name != self.role else "")
+        """Where its settings stand, for messages."""
+        return backend_section(self.role, self.name)
 
     @property
     def _scores(self) -> bool:

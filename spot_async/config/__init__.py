@@ -14,7 +14,7 @@ from spot_async.config.base import (
     as_list,
 )
 from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
-from spot_async.config.plugins import Place, PluginSettings
+from spot_async.config.plugins import Place, PluginSettings, backend_section
 from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.config.schema import (
     CONFIG_VERSION,
@@ -64,5 +64,6 @@ __all__ = [
     "TrainingConfig",
     "WandbConfig",
     "as_list",
+    "backend_section",
     "nearest_divisor",
 ]

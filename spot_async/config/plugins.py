@@ -83,6 +83,11 @@ class PluginSettings(Section):
         """
 
 
+def backend_section(role: str, server_name: str) -> str:
+    """Where a backend's settings stand, for messages; with the server's name where its role has several."""
+    return f"{role}.backend" + (f" ({server_name})" if server_name != role else "")
+
+
 class PluginSettingsError(ValueError):
     """Carries a plug-in section's own validation errors out of the section that holds it."""
 

@@ -23,7 +23,7 @@ from spot_async.data.problem_set import ProblemSet, load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.prompts import PromptRenderer, render_all
 from spot_async.protocols import Verifier
-from spot_async.text import visible
+from spot_async.text import shortened, visible
 from spot_async.types import Problem
 from spot_async.vocabulary import Vocabulary
 
@@ -188,9 +188,9 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
 def _show_samples(screen: Console, problems: Sequence[Problem], renderer: PromptRenderer | None) -> None:
     for problem in problems[:: max(1, len(problems) // SAMPLES)][:SAMPLES]:
         screen.rule(shown(f"problem {problem.id}"), align="left")
-        screen.print(shown(_cut(problem.text)))
+        screen.print(shown(shortened(problem.text, SHOWN_CHARS)))
         for letter, choice in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", problem.choices, strict=False):
-            screen.print(shown(f"({letter}) {_cut(choice)}"))
+            screen.print(shown(f"({letter}) {shortened(choice, SHOWN_CHARS)}"))
         screen.print(shown(f"answer: {problem.answer or '(none)'}"))
     if renderer is not None:
         screen.rule("first prompt", align="left")
@@ -202,7 +202,7 @@ def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str) -> None:
     screen.rule(shown(f"{about(key)}answers against themselves, by {by}"), align="left")
     screen.print(f"{golds.tried} tried, {len(golds.unverifiable)} unverifiable", highlight=False)
     for problem, verdict in golds.unverifiable[:SHOWN_IDS]:
-        screen.print(shown(f"  {problem.id}: {_cut(problem.answer)!r} is {verdict}"))
+        screen.print(shown(f"  {problem.id}: {shortened(problem.answer, SHOWN_CHARS)!r} is {verdict}"))
     if golds.spelling_only:
         ids = _ids([problem.id for problem in golds.spelling_only])
         screen.print(shown(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
@@ -240,7 +240,3 @@ def _table(title: str, *columns: str) -> Table:
 def _ids(ids: Sequence[str]) -> str:
     more = f", and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
     return ", ".join(ids[:SHOWN_IDS]) + more
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"

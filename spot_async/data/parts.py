@@ -14,6 +14,7 @@ import msgspec
 from spot_async.data.keys import setting
 from spot_async.data.rows import Columns, Row
 from spot_async.errors import DataError
+from spot_async.text import shortened
 from spot_async.types import Problem
 
 Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution"]
@@ -106,8 +107,9 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
     try:
         found = msgspec.convert(_message(value) if part == "problem" else value, types)
     except msgspec.ValidationError:
+        shown = shortened(repr(value), SHOWN_CHARS)
         raise DataError(
-            f"{row.where}: column {name!r} is {_shortened(repr(value))}, but `{part}` is {words}; name another in "
+            f"{row.where}: column {name!r} is {shown}, but `{part}` is {words}; name another in "
             f"{setting(key, f'fields.{part}')}, or correct the file"
         ) from None
     if part == "answer":
@@ -116,10 +118,6 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
         return as_text(found)
     texts = tuple(map(as_text, found))
     return texts if part == "choices" else ", ".join(texts)  # a problem of two kinds is a kind of its own
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
 
 
 def _is_empty(value: Any) -> bool:
