@@ -50,9 +50,11 @@ def score_positions(
     """Acquisition scores from full-vocabulary natural logs at the teacher's top-k tokens.
 
     `teacher_logprobs` and `student_logprobs` are (T, k) over the same tokens; `teacher_entropy` is
-    (T,) in nats; `vocab_size` is the size of the teacher's softmax. Log-probabilities may be -inf. A
-    student without any mass on the candidates has no shape to compare, and its divergence is 1: such
-    rows give the largest score a position can have, so a student not asked yet can be written as -inf.
+    (T,) in nats; `vocab_size` is the size of the teacher's softmax.
+
+    Log-probabilities may be -inf. Where all of a student's row is -inf it has no mass on the candidates, and JS
+    counts as 1: the position gets the largest score it can have. Callers may pass such a row for a student that
+    they have not asked yet.
 
     Raises `ValueError` on shapes that do not belong together and on lambdas that are not a convex pair.
     """
@@ -95,7 +97,7 @@ def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) ->
 
 
 def random_scores(count: int, seed: int) -> npt.NDArray[np.float64]:
-    """Scores (count,) in (0, 1] of a selection that looks at nothing: the control for every other one."""
+    """The control that looks at nothing: uniform scores (count,) in (0, 1], drawn from `seed` alone."""
     return 1.0 - np.random.default_rng(seed).random(count)
 
 
@@ -116,7 +118,7 @@ def probeable_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Boo
 
 
 def _is_blank_or_punctuation(text: str) -> bool:
-    # Unicode files $ + < = > ^ ` | ~ under symbols; as characters of ASCII they count as punctuation here.
+    # Unicode calls $ + < = > ^ ` | ~ symbols; here they count as punctuation, as all ASCII punctuation does.
     return all(
         character in string.punctuation or unicodedata.category(character).startswith("P") for character in text.strip()
     )

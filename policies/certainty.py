@@ -1,11 +1,11 @@
 """Which positions are the M best when scores are only known within intervals, and what to ask to find out.
 
-A state machine: evidence goes in, questions come out, and at any time the best choice with what is certain of it. No
-servers, no tasks, no clock. What intervals are is `score_bounds`' business, how questions are put is `selection`'s.
+A state machine: evidence goes in, questions come out. At any time it has the best selection so far, and says what of
+it is certain. It knows no servers, tasks or clock. `score_bounds` computes the intervals, `selection` asks the servers.
 
-The exact selection is the one of `acquisition.select_positions` from the rows that count: those a server gives when it
-is asked for a position on purpose (a wide top-k of the teacher, candidates of the student). Everything else is evidence
-about them. A choice is certain when every selection that fits the evidence is the same.
+The exact selection is what `acquisition.select_positions` chooses from the rows that count: those that a server gives
+when it is asked for single positions (a wide top-k of the teacher, candidates of the student). Everything else is
+evidence about those rows. A selection is certain when every selection that fits the evidence is the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .score_bounds import (
 )
 
 WIDENING = 8  # times the teacher's top-k, from one question about a position to the next
-SMALL = 1e-30
+SMALL = 1e-30  # keeps logarithms of bounds finite
 
 
 class Decision(NamedTuple):
@@ -64,7 +64,7 @@ def decide(score: Interval, budget: int) -> Decision:
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows to ask for next, those first whose answer can decide most."""
+    """Rows to ask for next, those first whose answers can decide most. False when there is nothing to ask."""
 
     student: Ints  # the student's log-probabilities at the teacher's candidates
     teacher: dict[int, Ints]  # wider rows of the teacher, by their top-k
@@ -74,7 +74,7 @@ class Questions:
 
 
 class Evidence:
-    """All that is known of one response's positions. Rows are those that may be chosen at all."""
+    """All that is known of one response. It has a row for each position that may be selected."""
 
     def __init__(
         self,
@@ -112,18 +112,18 @@ class Evidence:
 
     @property
     def selected(self) -> Ints:
-        """The choice by midpoints. What is settled holds for any scores within the intervals, and so for these."""
+        """The selection by midpoints. It agrees with `decision`, which holds for any scores within the intervals."""
         return select_positions(self.bounds.score.middle, ~self.decision.ruled_out, self.budget)
 
     def questions(self, among: Bools, limit: int) -> Questions:
-        """What to ask next about at most `limit` of the rows `among`; false when nothing is left to ask."""
+        """What to ask next about at most `limit` of the rows where `among` (T,) is true; false when nothing is left."""
         width = np.minimum(self._width * WIDENING, self._widest)
         settled = (self.teacher.noise_nats == 0.0) & self.teacher.exact_entropy
         ask_teacher = ~settled & (width > self._width)
         ask_student = self._student_answers & ~self.student.is_exact_at(self.teacher.ids[:, : self.rule.candidates])
         rows = self.undecided
         rows = rows[(ask_teacher | ask_student)[rows] & among[rows]][:limit]
-        # Of two sources of doubt the larger one first. Candidates that may be others are the teacher's to name.
+        # The larger source of doubt is asked about first. Only the teacher can settle which tokens are candidates.
         score, entropy = self.bounds.score.at(rows), self.bounds.entropy.at(rows)
         of_score, of_entropy = (
             np.log(np.maximum(x.upper, SMALL) / np.maximum(x.lower, SMALL)) for x in (score, entropy)
@@ -144,7 +144,7 @@ class Evidence:
         self._student_answers[rows] = False
 
     def take_teacher(self, rows: Ints, reply: ScoredPositions, top_k: int) -> None:
-        """Rows of the teacher once more, with `top_k` tokens each: from now on these are the rows that count."""
+        """The teacher's reply about single positions, `top_k` tokens each: from now on the rows that count."""
         served, k = self.teacher.ids.shape[-1], self.rule.candidates
         before = np.sort(self.teacher.ids[rows, :k], axis=-1)
         self.teacher.ids[rows] = reply.topk_ids[:, :served]

@@ -31,7 +31,10 @@ def distillation_sample(
     metrics: dict[str, float] | None = None,
     record: dict[str, Any] | None = None,
 ) -> Sample:
-    """Supervision by the teacher's log-probabilities, with soft targets where the policy made some."""
+    """A sample supervised by the teacher's log-probabilities, with soft targets where the policy made some.
+
+    `metrics` and `record` are added to those that every such sample has.
+    """
     supervision = Supervision(
         prompt_ordinal=prompt.ordinal,
         problem_id=prompt.problem.id,
@@ -51,7 +54,7 @@ def distillation_sample(
 
 
 def teacher_metrics(scores: TokenScores) -> dict[str, float]:
-    """The mean entropy of what is known; for a teacher that reads text, also the share that is not."""
+    """The mean entropy over known positions; of a teacher that reads text also the share of unknown ones."""
     if scores.valid is None:
         return {"teacher/entropy_nats": float(scores.entropy.mean())}
     masked = {"teacher/masked": 1.0 - float(scores.valid.mean())}

@@ -33,7 +33,7 @@ class EopdSettings(PluginSettings):
 
 
 class EopdPolicy:
-    """EOPD for one prompt."""
+    """EOPD for one prompt at a time."""
 
     Settings = EopdSettings
 
@@ -69,16 +69,19 @@ class EopdPolicy:
         ]
 
     def _uncertain(self, scores: TokenScores, stages: PromptStages) -> BoolArray:
-        """(T,) where the entropy is known only within bounds that hold tau; its midpoint decides there.
+        """(T,) true where tau lies within the entropy's bounds, so that their midpoint decides the gate.
 
-        Bounds are widened by the teacher's noise, which moves entropies by a factor (see `score_bounds`).
+        Bounds are widened by the teacher's noise, which changes entropies by a factor (see `score_bounds`).
         """
         factor = math.exp(stages.teacher.logprob_noise_nats) if stages.teacher is not None else 1.0
         tau = self.settings.tau_nats
         return (scores.entropy_lower / factor <= tau) & (tau < scores.entropy_upper * factor)
 
     def _forward_kl(self, scores: TokenScores, gated: npt.NDArray[np.int64]) -> SoftTargets:
-        """alpha times the mean over all T positions: the trajectory's loss is a sum over soft targets."""
+        """The forward KL at the gated positions (N,), weighted alpha / T (the paper's Eqs. (3) and (4)).
+
+        The method takes the mean over all T positions, and the trainer sums soft targets over a trajectory.
+        """
         target = teacher_prior(scores.topk_logprobs[gated])  # (N, k)
         return SoftTargets(
             positions=gated.astype(np.int32),

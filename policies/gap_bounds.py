@@ -1,13 +1,13 @@
 """True intervals of JS and of the gap G when both policies' probabilities are only known within bounds.
 
-Pure numpy in float64. JS is jointly convex in the two renormalised policies P and Q, which each lie in a box cut by
-"sums to 1". Both extremes are bounded by linear programmes whose duals hold for any multiplier:
+Pure numpy in float64. JS is jointly convex in the two renormalised policies P and Q. Each of them lies in a box and
+sums to 1. Both extremes are bounded by linear programmes whose duals hold for any multiplier:
 
 * from below, JS(P, Q) >= 1/2 sum P log r + Q log(2 - r) for every r in (0, 2), with equality at r = 2P / (P + Q);
 * from above, a convex function on a box is at most its largest corner, term by term, with what the sums cost taken off.
 
-How much the student covers couples both halves of the gap: the more it covers, the less is missing, and the smaller the
-share that any bound leaves to one candidate. So coverage is cut into slices, and each has bounds of its own.
+Both halves of the gap depend on the student's coverage A: a larger A leaves less mass missing, and it also limits the
+share that one candidate can have. So the interval of A is cut into slices, and each slice gets bounds of its own.
 
 Axes: T positions, J slices of coverage, k candidates.
 """
@@ -51,7 +51,11 @@ def gap_bounds(
     lambda_mass: float,
     lambda_shape: float,
 ) -> tuple[Pair, Pair]:
-    """JS in bits and G of teacher shares (T, k) and student probabilities (T, k) within bounds, given A (T,)."""
+    """Intervals (T,) of JS in bits, and of G = lambda_mass (1 - A) + lambda_shape JS.
+
+    `share_*` (T, k) bound the teacher renormalised on its candidates, `student_*` (T, k) the student's full-vocabulary
+    probabilities of the same candidates, and `coverage` (T,) their sum A.
+    """
     edges = _slices(coverage)  # (T, J + 1)
     less, more = edges[:, :-1], edges[:, 1:]
     box_lower, box_upper = _share_box(student_lower, student_upper, less, more)  # (T, J, k)
@@ -96,7 +100,7 @@ def _share_box(lower: Floats, upper: Floats, less: Floats, more: Floats) -> tupl
 def _nearest(middle: Floats, lower: Floats, upper: Floats) -> Floats:
     """The shares (T, J, k) in the box that are closest to `middle` in JS: a common multiple of it, clipped.
 
-    Found by bisection on the multiple's logarithm; the bounds hold however well it is found.
+    Found by bisection on the logarithm of the multiple. An inexact result makes bounds wider, never wrong.
     """
     small, large = np.full(lower.shape[:2], -60.0), np.full(lower.shape[:2], 60.0)
     for _ in range(BISECTIONS):
@@ -125,7 +129,7 @@ def _least_linear(slope: Floats, lower: Floats, upper: Floats) -> Floats:
 
 
 def _at_most(p: Floats, q: Floats, p_lower: Floats, p_upper: Floats, q_lower: Floats, q_upper: Floats) -> Floats:
-    """Upper bound (T, J) in nats: the largest corners, term by term, less what leaving "sums to 1" would cost."""
+    """Upper bound (T, J) in nats: the largest corner of each term, with a Lagrange price on "sums to 1"."""
     price = (p * 0.5 * np.log(np.maximum(2.0 * p / np.maximum(p + q, TINY), TINY))).sum(axis=-1, keepdims=True)
 
     def corner(share: Floats) -> Floats:

@@ -48,7 +48,7 @@ class Attempt:
 
 
 class GrpoPolicy:
-    """GRPO for one prompt."""
+    """GRPO for one prompt at a time."""
 
     Settings = GrpoSettings
 
@@ -58,7 +58,7 @@ class GrpoPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         group = await gather(self._attempt(n, stages) for n in range(self.settings.samples))
-        # Missing evidence is no reward of 0: such a response counts for no mean and is not trained.
+        # Missing evidence is not a reward of 0: such a response is left out of the group's mean, and not trained on.
         rewards = np.array([a.verdict.reward for a in group if a.verdict.reward is not None])
         advantages = iter(group_advantages(rewards))
         return [

@@ -59,7 +59,7 @@ class KdSettings(PluginSettings):
 
 
 class KdPolicy:
-    """KD for one prompt; remembers each problem's response for later epochs."""
+    """KD for one prompt at a time; remembers each problem's response for later epochs."""
 
     Settings = KdSettings
 
@@ -159,9 +159,10 @@ class KdPolicy:
         )
 
     def _targets(self, taught: TeacherResponse) -> SoftTargets:
-        """`(1 - w) CE + w FKL` at every position as one mixture: all of 1 - w on the token written, w on the prior.
+        """`(1 - w) CE + w FKL` at every position (T,), as one soft target each.
 
-        Where the teacher's candidates are not known, the cross-entropy is all there is, with its own weight.
+        The target gives 1 - w to the token written and spreads w over the teacher's prior; its offset makes the
+        reported loss the KL. Positions whose candidates are unknown keep the cross-entropy, weighted 1 - w.
         """
         k, scores = self._top_k, taught.scores
         written = taught.response.token_ids[:, None]  # (T, 1); may be among the candidates, probabilities then add up

@@ -1,14 +1,19 @@
-"""True intervals of acquisition scores when servers give a top-k of each row instead of the whole distribution.
+"""Intervals that surely hold the acquisition score, for servers that give a top-k of each row, not the whole row.
 
-Pure numpy in float64; asks nobody and chooses nothing. Method.md section 1, "When the full distribution is not served".
+Pure numpy in float64; asks no server and selects nothing. Method.md section 1, "When the full distribution is not
+served".
 
-What noise means here. Two computations of a row (in another batch, by another kernel) are two distributions over
-the vocabulary. A served row is one of them; the row that counts is another, in which the log-probability of every
-token, served or not, lies within the server's measured noise `n`. So does that of every set of tokens and of its
-complement; and so does the log of the entropy, since `H' <= -sum p' log p <= e^n H`, and the other way round.
-Which tokens are the teacher's top k may differ too, where two stand closer to each other than the noise.
+What noise means here. A server that computes the same row twice (in another batch, with another kernel) gives two
+slightly different distributions. The *served* row is one of them. The row that *counts*, from which the exact selection
+would be made, is another. All bounds rest on one assumption: between the two, the log-probability of each token, served
+or not, differs by at most the server's measured noise `n`. It follows that
 
-Bounds are widened by more than float64 rounds, and by what float32 rounds log-probabilities. They need not be tight.
+* the log-probability of any set of tokens, and of its complement, differs by at most `n` too;
+* the entropies differ by a factor of at most e^n, since `H' <= -sum p' log p <= e^n H`, and the other way round;
+* the teacher's top k may be other tokens, where two log-probabilities are closer together than the noise moves them.
+
+Bounds are also widened for rounding: of float64 here, and of log-probabilities that were sent as float32. They must be
+true, and need not be tight.
 
 Axes: T positions, K the teacher's served top-k, k candidates (the first of those), L known student tokens.
 """
@@ -79,7 +84,7 @@ class ScoreBounds(NamedTuple):
 
 @dataclass
 class TeacherRows:
-    """What is known of the teacher. A row asked for again replaces what was served first."""
+    """What is known of the teacher. A row that is asked for again replaces the one served first."""
 
     ids: Ints  # (T, K) descending by probability
     logprobs: Floats  # (T, K)
@@ -94,13 +99,13 @@ class TeacherRows:
 
 @dataclass
 class StudentRows:
-    """What is known of the student: some tokens in any order, and what there can be of all others."""
+    """What is known of the student: some tokens in any order, and upper bounds for all others."""
 
-    ids: Ints  # (T, L) -1 for none; what comes first of a token is true, and only candidates come twice
+    ids: Ints  # (T, L) -1 where empty; of a token that is listed twice the first entry counts
     logprobs: Floats  # (T, L)
     noise_nats: Floats  # (T, L) 0 where the value is the one that counts
-    cap: Floats  # (T,) no other token is likelier
-    missing: Floats  # (T,) nor are all others together
+    cap: Floats  # (T,) largest probability that any one token not listed can have
+    missing: Floats  # (T,) largest probability that all tokens not listed can have together
 
     def at(self, rows: Ints) -> StudentRows:
         return StudentRows(*(value[rows] for value in vars(self).values()))
@@ -122,18 +127,18 @@ class StudentRows:
         self.logprobs[rows, : ids.shape[-1]] = np.asarray(logprobs, dtype=np.float64)
 
     def logprobs_at(self, ids: Ints) -> Floats:
-        """(T, k) as they were told, at tokens (T, k); NaN where nothing was."""
+        """The log-probabilities (T, k) listed for tokens (T, k); NaN where a token is not listed."""
         same = ids[:, :, None] == self.ids[:, None, :]
         told = np.take_along_axis(self.logprobs, same.argmax(axis=-1), axis=-1)
         return np.where(same.any(axis=-1), told, np.nan)
 
     def is_exact_at(self, ids: Ints) -> Bools:
-        """(T,) whether the values that count are known at all of tokens (T, k)."""
+        """(T,) true where all of the tokens (T, k) are listed with the values that count."""
         exact = (self.noise_nats == 0.0)[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
         return np.asarray(exact.any(axis=-1).all(axis=-1))
 
     def drop(self, rows: Ints, count: int) -> None:
-        """Forget what was `put`: the candidates are others now."""
+        """Empty the first `count` places of `rows` again, where `put` writes: the candidates have changed."""
         self.ids[rows, :count] = -1
 
 
@@ -153,7 +158,7 @@ class ScoreRule:
 
 
 def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
-    """What a student that reads whole responses says of tokens (T, L) it was asked about."""
+    """Rows of a student that was asked for the exact log-probabilities (T, L) of tokens (T, L)."""
     values = np.asarray(logprobs, dtype=np.float64)
     missing = probability_interval(np.exp(values).sum(axis=-1), 0.0).complement().upper
     return StudentRows(np.asarray(ids, dtype=np.int64), values, np.zeros(values.shape), missing, missing)
@@ -166,7 +171,7 @@ def served_student(
     sampled_logprobs: npt.ArrayLike,
     noise_nats: float,
 ) -> StudentRows:
-    """What a rollout tells: its top-k (T, K), which may be empty (T, 0), and the tokens it sampled (T,)."""
+    """Rows of a student known only by its rollout: its top-K (T, K), or (T, 0) for none, and sampled tokens (T,)."""
     ids, sampled = np.asarray(topk_ids, dtype=np.int64), np.asarray(sampled_ids, dtype=np.int64)
     logprobs = np.asarray(topk_logprobs, dtype=np.float64)
     last = logprobs[:, -1] if ids.shape[1] else np.zeros(len(ids))
@@ -181,7 +186,10 @@ def served_student(
 
 
 def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *, shape: bool = True) -> ScoreBounds:
-    """Intervals that hold the scores of the rows that count. Without `shape` JS is left at [0, 1], which is fast."""
+    """Intervals (T,) of the scores, and their parts, of the rows that count.
+
+    `shape=False` leaves JS at [0, 1]: its bounds take most of the time.
+    """
     k = rule.candidates
     served = teacher.entropy_lower, teacher.entropy_upper, teacher.exact_entropy
     entropy = normalized_entropy(*served, teacher.noise_nats, rule.vocab_size)
@@ -215,7 +223,7 @@ def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *,
 def normalized_entropy(
     lower: npt.ArrayLike, upper: npt.ArrayLike, exact: npt.ArrayLike, noise_nats: npt.ArrayLike, vocab_size: int
 ) -> Interval:
-    """Hbar (T,) of the rows that count, from bounds in nats of the served ones."""
+    """Interval of Hbar (T,) in the rows that count, from entropy bounds (T,) in nats of the served rows."""
     factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
     # A sum of float32 probabilities leaves this much unseen, wherever in the vocabulary it may be.
     lost = np.where(exact, 0.0, MASS_ROUNDING * np.log(vocab_size / MASS_ROUNDING))
@@ -226,7 +234,10 @@ def normalized_entropy(
 
 
 def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Interval:
-    """Of a set of tokens: the noise bounds its probability and its complement's by a factor each."""
+    """The probability of a set of tokens in the row that counts, from that in the served row (any shape).
+
+    The noise changes it, and that of all other tokens together, by a factor of at most e^noise each.
+    """
     served = np.clip(np.asarray(mass, dtype=np.float64), 0.0, 1.0)
     factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
     lower = np.maximum(served / factor, 1.0 - (1.0 - served + MASS_ROUNDING) * factor) - MASS_ROUNDING * served
@@ -235,7 +246,10 @@ def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Inte
 
 
 def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Floats, Floats]:
-    """Bounds (T, k) of the teacher renormalised on its candidates, by rank: the noise moves odds twice."""
+    """Bounds (T, k) of the teacher renormalised on its candidates, by rank.
+
+    Odds of one candidate against the others are a ratio of two noisy numbers, so the noise counts twice.
+    """
     logprobs = teacher.logprobs[:, :k]
     weights = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True))
     share = weights / weights.sum(axis=-1, keepdims=True)
@@ -297,7 +311,7 @@ class Interchangeable(NamedTuple):
 
 
 def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
-    """Tokens that stand closer together than two computations of their row."""
+    """Finds tokens whose log-probabilities are so close that the noise may change which are the best k."""
     k, served = rule.candidates, teacher.logprobs.shape[-1]
     if k >= rule.vocab_size:
         nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
@@ -312,7 +326,7 @@ def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
 
 
 def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: StudentRows, rule: ScoreRule) -> ScoreBounds:
-    """Where nothing is estimated, the very numbers that `score_positions` gives, so that ties are ties."""
+    """Rows in which nothing is estimated get exactly what `score_positions` computes, so that ties stay ties."""
     k = rule.candidates
     exact = (teacher.noise_nats == 0.0) & teacher.exact_entropy
     logprobs = np.full((len(exact), k), -np.inf)

@@ -23,7 +23,8 @@ from .acquisition import PositionScores
 from .certainty import Evidence
 from .score_bounds import Ints, ScoreRule, StudentRows, TeacherRows, asked_student, served_student
 
-# Nothing was estimated; certain from what was served; certain once single positions were asked for; by midpoints.
+# exact: nothing was estimated. certain: decided by what was served. refined: decided once single positions were asked
+# for. uncertain: not decided, so chosen by the midpoints of intervals.
 Outcome = Literal["exact", "certain", "refined", "uncertain"]
 OUTCOMES: tuple[Outcome, ...] = ("exact", "certain", "refined", "uncertain")
 
@@ -42,12 +43,12 @@ class Selection:
     asked: Mapping[str, int] | None = None  # what asking again came to; None where nothing was estimated
 
 
-LARGE_EVIDENCE = 8192  # entries of the teacher's top-k; what takes longer than 10 ms goes beside the event loop
+LARGE_EVIDENCE = 8192  # entries of the teacher's top-k; more take over 10 ms, and are worked on in a thread
 NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), score=np.zeros(0))
 
 
 def is_batched(student: Capabilities | None) -> bool:
-    """Whether the student gives exact candidates of all positions for the price of one reading."""
+    """Whether the student gives exact candidate log-probabilities of all positions from one forward pass."""
     return student is None or student.candidate_logprobs == "batched"
 
 
@@ -66,7 +67,10 @@ async def certified_selection(
     budget: int,
     max_asked: int,
 ) -> Selection:
-    """The `budget` best of the eligible positions, from intervals; at most `max_asked` of them are asked for again."""
+    """The `budget` best of the eligible positions (E,), where scores are only known within intervals.
+
+    Servers are asked again about at most `max_asked` positions. Raises the `RequestError` of a question that failed.
+    """
     student = await _student_rows(rollout, scores, eligible, stages, rule)
 
     def gather() -> Evidence:
@@ -100,7 +104,7 @@ async def certified_selection(
 
 
 class Refinement:
-    """Asks servers for the positions that a choice hangs on."""
+    """Asks servers about the positions that could still be selected or not."""
 
     def __init__(self, evidence: Evidence, rollout: Generation, eligible: Ints, stages: PromptStages) -> None:
         self._evidence = evidence
@@ -160,7 +164,7 @@ class Refinement:
 async def _student_rows(
     rollout: Generation, scores: TokenScores, eligible: Ints, stages: PromptStages, rule: ScoreRule
 ) -> StudentRows:
-    """What the rollout served or, where that costs one reading, the exact values at all that the teacher served."""
+    """Exact log-probabilities at the teacher's top-K where one pass gives them, else what the rollout served."""
     if rule.asks_student and is_batched(stages.student):
         ids = scores.topk_ids[eligible]
         version = rollout.version_spans[0].version
@@ -190,7 +194,7 @@ def _teacher_rows(scores: TokenScores, eligible: Ints, teacher: Capabilities | N
 
 
 def _by_version(rollout: Generation, eligible: Ints, rows: Ints) -> dict[WeightVersion, Ints]:
-    """Rows by the weights that sampled their tokens: only those may speak for pi_old."""
+    """Rows by the weights that sampled their tokens: only log-probabilities of those weights are pi_old's."""
     ends = [span.end for span in rollout.version_spans]
     span = np.searchsorted(ends, eligible[rows], side="right")
     versions = [each.version for each in rollout.version_spans]

@@ -134,7 +134,7 @@ def outcome_rewards(verdicts: Iterable[Verdict]) -> list[float]:
 
 
 class SpotPolicy:
-    """Algorithm 1 for one prompt."""
+    """Algorithm 1 for one prompt at a time: `supervise` is its inner loop."""
 
     Settings = SpotSettings
 
@@ -184,19 +184,21 @@ class SpotPolicy:
         ]
 
     async def _rollout(self, stages: PromptStages) -> Generation:
+        """With the student's top-k only where nothing better says what the student thinks of the candidates."""
         if self._estimates(stages) and self._rule.asks_student and stages.student and not is_batched(stages.student):
             top_k = min(self.settings.served_top_k, stages.student.max_generation_top_k)
             return await stages.rollout(top_k=top_k)
         return await stages.rollout()
 
     def _teacher_top_k(self, stages: PromptStages) -> int:
+        """k_s, or more where the teacher's entropy is bounded from its top-k: more tokens give tighter bounds."""
         needed = self.needs.teacher_top_k
         if self._estimates(stages) and stages.teacher:
             return max(needed, min(self.settings.served_top_k, stages.teacher.max_top_k))
         return needed
 
     def _estimates(self, stages: PromptStages) -> bool:
-        """Whether some of what scores are made of is not served whole."""
+        """Whether servers give only part of what the acquisition score needs, so that it is known within intervals."""
         if self._probeable is None or self.settings.selection == "random":
             return False
         asks_student = self.settings.selection == "score" and not is_batched(stages.student)
@@ -286,6 +288,7 @@ class SpotPolicy:
         )
 
     def _keeps(self, branch: Branch) -> bool:
+        """Whether the branch is distilled: those in B+, and all of them without verifier guidance."""
         return branch.viable or not self.settings.verifier_guidance
 
     def _metrics(
@@ -327,7 +330,7 @@ class SpotPolicy:
     def _branch_record(
         self, rollout: Generation, stages: PromptStages, selection: Selection, branch: Branch
     ) -> dict[str, Any]:
-        """Probabilities are of the full vocabulary but for `prior` and `target`, which sum to 1 over the candidates."""
+        """Probabilities are over the full vocabulary; only `prior` and `target` sum to 1 over the candidates."""
         row = int(np.searchsorted(selection.eligible, branch.position))
         parts = {} if selection.parts is None else selection.parts._asdict()
         student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])

@@ -55,7 +55,10 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
 
     def respelled(self, end_token_id: int) -> TeacherResponse:
-        """As kept, from what stages gave for a student that ends with `end_token_id`; and for such a student again."""
+        """The same response with the teacher's end token and `end_token_id`, a student's, in each other's place.
+
+        Its own inverse: it makes the form that is kept of what stages gave, and again what that student trains on.
+        """
         tokens = swap_tokens(self.response.token_ids, end_token_id, self.end_token_id)
         scores = self.scores
         if scores is not None:
@@ -67,7 +70,7 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseFile:
-    """Written by one run (`to_save`, `append`) or several alike, one after the other; read by later ones (`read`)."""
+    """Written by one run, or by several like it one after the other (`to_save`, `append`); read by others (`read`)."""
 
     def __init__(self, path: Path, context: PolicyContext, top_k: int, key: str = "policy.load") -> None:
         """`key` is the setting that names the file, for errors."""
@@ -89,8 +92,11 @@ class ResponseFile:
 
     @classmethod
     def to_save(cls, path: Path, context: PolicyContext, top_k: int) -> tuple[ResponseFile, dict[str, TeacherResponse]]:
-        """A file to append to, and what it holds already by problem: responses were paid for, and are not asked for
-        again. Nothing is written before the first new one. Raises ConfigError or DataError."""
+        """A file to append to, and the responses that it already holds, by problem.
+
+        Those have been paid for, and are not asked for again. Nothing is written before the first new response.
+        Raises ConfigError or DataError.
+        """
         if not path.parent.is_dir():
             raise ConfigError(f"policy.save: no directory {str(path.parent)!r} to write {path.name} to")
         file = cls(path, context, top_k, key="policy.save")
