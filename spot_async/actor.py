@@ -34,10 +34,10 @@ class StageCounters:
     completed: int = 0
     failed: int = 0
     retried: int = 0
-    hedged: int = 0  # sent once more since they were slow
+    hedged: int = 0  # sent a second time because they were slow
     busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
-    permanent: int = 0  # sendings that failed, by class
+    permanent: int = 0  # attempts that failed, by class
     throttled: int = 0
     transient: int = 0
     poisoned: int = 0
@@ -48,16 +48,19 @@ class StageCounters:
 
 @dataclass(eq=False)
 class OpenRequest:
-    """One request that a stage holds, with times on the loop's clock; also for whoever asks what a run waits for."""
+    """One request that a stage holds. The watchdog reads these to say what a run waits for.
+
+    Times are in seconds on the event loop's clock.
+    """
 
     errand: Errand
     asked_s: float
-    work: Callable[[Any], int] | None = None  # in tokens, that its result amounts to
-    started_s: float | None = None  # its first lease was granted
+    work: Callable[[Any], int] | None = None  # tokens that a result amounts to
+    started_s: float | None = None  # when its first lease was granted
     deadline: float = 0.0
-    told_s: float = 0.0  # longest time for which an endpoint asked to be left alone
-    attempts: int = 0  # sendings so far
-    replica: str | None = None  # that has it; None while it waits, also to be sent again; empty if only one
+    told_s: float = 0.0  # longest pause that an endpoint has asked for (Retry-After)
+    attempts: int = 0  # so far
+    replica: str | None = None  # the one that has it: None while it waits for one, empty where the role has only one
 
     @property
     def priority(self) -> Priority:
@@ -67,8 +70,8 @@ class OpenRequest:
 class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
-    Waiting for a turn does not count, here, for a server or as an endpoint asks to: it is back-pressure, and as long as
-    it is meant to be.
+    `timeout_s` does not count the time that a request waits: for its turn, for a server, or because an endpoint asked
+    for a pause (Retry-After). Waiting is back-pressure, and takes as long as it must.
     """
 
     def __init__(
@@ -100,12 +103,12 @@ class Stage(Generic[S]):
 
     @property
     def waiting(self) -> int:
-        """Requests that no server has: for want of a turn or of a server, or between attempts. For any thread."""
+        """Requests that no server has now: waiting for a turn, a server or the next attempt. Any thread may ask."""
         return sum(each.replica is None for each in tuple(self.open))
 
     @property
     def in_flight(self) -> int:
-        """Requests that are not `waiting`; a hedged one counts once, wherever its second sending is."""
+        """Requests that a server has now. A hedged request counts once. Any thread may ask."""
         return sum(each.replica is not None for each in tuple(self.open))
 
     @property
@@ -123,31 +126,38 @@ class Stage(Generic[S]):
         work: Callable[[T], int] | None = None,
         kind: str = "",
     ) -> T:
-        """Run `request(service, deadline)` when its turn comes and a server can take it.
+        """Run `request(service, deadline)` when its turn comes and a server can take it; returns its result.
 
-        Requests of one `session` share a prefix, and go to the server that holds it where possible. `tokens` is what
-        the request may take of a token limit: an upper bound. `work` says what its result amounted to, in tokens, where
-        `tokens` says something else; `kind`, where a stage's requests are not alike, whose latencies are comparable.
-        Raises what the request raised once retries are used up, `DeadlineExceededError` at the deadline.
+        `deadline` is absolute, in seconds on the event loop's clock. The optional arguments help to choose a server
+        and to judge its speed:
+
+        * `session`: requests of one session share a prefix, and go to the server that holds it where possible.
+        * `tokens`: upper bound of the tokens, given and generated, that the request may take of a rate limit.
+        * `work`: tokens that a result really amounts to, where `tokens` says more.
+        * `kind`: set where a stage has unlike requests; only latencies of one kind are compared with each other.
+
+        Raises the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline.
         """
         self._askers[priority[0]] += 1
-        this = OpenRequest(Errand(self.name, priority, session, tokens, kind), asyncio.get_running_loop().time(), work)
-        self.open.add(this)
+        pending = OpenRequest(
+            Errand(self.name, priority, session, tokens, kind), asyncio.get_running_loop().time(), work
+        )
+        self.open.add(pending)
         try:
-            return await self._serve(this, request)
+            return await self._serve(pending, request)
         finally:
-            self.open.remove(this)
+            self.open.remove(pending)
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _serve(self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        errand = this.errand
+        errand = pending.errand
         await self._acquire(errand.priority)
         outcome = "cancelled"
         try:
-            result = await self._attempt(this, request)
+            result = await self._attempt(pending, request)
             outcome = "done"
         except RequestError as error:
             self.counters.failed += 1
@@ -155,88 +165,91 @@ class Stage(Generic[S]):
             raise
         finally:
             ended = loop.time()
-            started = ended if this.started_s is None else this.started_s
-            span = RequestSpan(self.name, errand.priority, this.asked_s, started, ended, outcome, this.replica or "")
+            started = ended if pending.started_s is None else pending.started_s
+            span = RequestSpan(
+                self.name, errand.priority, pending.asked_s, started, ended, outcome, pending.replica or ""
+            )
             self.timeline.request_ended(span)
             self._release()
             self.counters.busy_s += ended - started
         self.counters.completed += 1
         return result
 
-    async def _attempt(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _attempt(self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
         failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
                 if self.hedge_after_s is None:
-                    return await self._send_leased(this, request)
-                return await self._hedged(this, request, self.hedge_after_s)
+                    return await self._send_leased(pending, request)
+                return await self._hedged(pending, request, self.hedge_after_s)
             except RequestError as error:
                 failures[error.failure_class] += 1
                 self.counters.count_failure(error)
                 error.stage, error.attempts = self.name, failures.total()
                 delay_s = self._retry.delay_s(error, failures[error.failure_class], self._jitter())
                 if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
-                    this.deadline += delay_s  # back-pressure, as waiting for a server is
-                    this.told_s = max(this.told_s, delay_s)
-                if delay_s is None or asyncio.get_running_loop().time() + delay_s >= this.deadline:
+                    pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
+                    pending.told_s = max(pending.told_s, delay_s)
+                if delay_s is None or asyncio.get_running_loop().time() + delay_s >= pending.deadline:
                     raise
                 count = failures[error.failure_class]
-                if not isinstance(error, ThrottledError) or count & (count - 1) == 0:  # those are without limit
+                # Throttled requests are sent again without limit: only failures 1, 2, 4, 8, ... are logged.
+                if not isinstance(error, ThrottledError) or count & (count - 1) == 0:
                     structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
             self.counters.retried += 1
-            this.replica = None
+            pending.replica = None
             await asyncio.sleep(delay_s)
 
-    async def _hedged(self, this: OpenRequest, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:
-        """Sent once more when it is slow, elsewhere where there is another server."""
+    async def _hedged(self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:
+        """Send the request, and when it is slow once more, to another server where there is one."""
         asked_of: list[str] = []
 
         async def first(was_sent: WasSent) -> T:
             def leased(lease: Lease[S]) -> None:
                 asked_of.append(lease.replica)
-                was_sent(this.deadline - asyncio.get_running_loop().time())
+                was_sent(pending.deadline - asyncio.get_running_loop().time())
 
-            return await self._send_leased(this, request, leased)
+            return await self._send_leased(pending, request, leased)
 
         async def second() -> T:
             self.counters.hedged += 1
-            this.errand.failed_on.update(asked_of)
-            again = replace(this)  # of one errand: what it is to blame for adds up
+            pending.errand.failed_on.update(asked_of)
+            again = replace(pending)  # with the same errand: servers lost to either count against both
             result = await self._send_leased(again, request)
-            this.replica = again.replica  # whose answer it is
+            pending.replica = again.replica  # the one that answered
             return result
 
         return await hedged(first, second, after_s)
 
     async def _send_leased(
         self,
-        this: OpenRequest,
+        pending: OpenRequest,
         request: Callable[[S, float], Awaitable[T]],
         leased: Callable[[Lease[S]], None] = lambda _: None,
     ) -> T:
-        lease = await self._lease(this)
+        lease = await self._lease(pending)
         async with lease as service:
             leased(lease)
-            result = await self._send(request, service, this.deadline)
-            if this.work is not None:
-                lease.work = this.work(result)
+            result = await self._send(request, service, pending.deadline)
+            if pending.work is not None:
+                lease.work = pending.work(result)
             return result
 
-    async def _lease(self, this: OpenRequest) -> Lease[S]:
-        """A server for the next attempt. The deadline counts from the first one; waiting for others puts it off."""
+    async def _lease(self, pending: OpenRequest) -> Lease[S]:
+        """A server for the next attempt. The deadline counts from the first lease; later waiting extends it."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        this.replica = None
-        lease = await self._pool.lease(this.errand)
-        this.attempts += 1
-        this.replica = lease.replica
+        pending.replica = None
+        lease = await self._pool.lease(pending.errand)
+        pending.attempts += 1
+        pending.replica = lease.replica
         granted = loop.time()
-        if this.started_s is None:
-            this.started_s = granted
-            this.deadline = granted + self._timeout_s
-            self.counters.waited_s += granted - this.asked_s
+        if pending.started_s is None:
+            pending.started_s = granted
+            pending.deadline = granted + self._timeout_s
+            self.counters.waited_s += granted - pending.asked_s
         else:
-            this.deadline += granted - asked
+            pending.deadline += granted - asked
         return lease
 
     async def _send(self, request: Callable[[S, float], Awaitable[T]], service: S, deadline: float) -> T:

@@ -39,13 +39,13 @@ UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in 
 
 @dataclass(frozen=True)
 class OrchestratorSettings:
-    """The numbers that decide pace: of the configuration, of what was planned from it, and a time-out."""
+    """The numbers that an orchestrator needs: from the configuration, and from what was planned with it."""
 
     iterations: int
     batch_size: int
     max_staleness: int
-    capacity_prompts: int
-    capacity_bytes: int
+    capacity_prompts: int  # of the supervision queue
+    capacity_bytes: int  # of the same, in worst-case bytes
     max_response_tokens: int
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
@@ -170,6 +170,7 @@ class Orchestrator:
         self.queue.close()
 
     async def _supervise(self, prompt: Prompt) -> None:
+        """From admission to the queue. A prompt whose request fails for good is given up instead."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self.state.running[prompt.ordinal] = prompt
@@ -191,7 +192,7 @@ class Orchestrator:
         self._unanswered_in_a_row = 0
 
     def _stop_admitting(self, prompt: Prompt, error: BudgetSpentError) -> None:
-        """There is no money for what this prompt needs: those under way finish, and no other begins."""
+        """The budget has no money for what this prompt needs: others under way finish, and no new one begins."""
         if self.state.spent is None:
             structlog.get_logger().warning("budget spent", error=str(error))
         self.state.spent = error
@@ -285,9 +286,9 @@ class Orchestrator:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
-        """The trainer has the devices to itself that it shares with student servers: those sleep meanwhile.
+        """Student servers that share the trainer's devices sleep inside, so that it has the devices to itself.
 
-        They are woken also when training fails or is given up, since not all of them are ours to leave so.
+        They are woken also when training fails or is cancelled: servers that are not ours outlive the run.
         """
         if not self._sleepers:
             yield
@@ -320,7 +321,7 @@ class Orchestrator:
 
 
 async def _update_weights(sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
-    """A sink that failed still serves what it had, so it can be asked again."""
+    """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
     attempt = 1
     while True:
         try:

@@ -46,7 +46,11 @@ class Generator(Protocol):
         session: str | None = None,
         deadline: float,
     ) -> Generation:
-        """Sample one response. `session` names requests that share a prefix; a hint only."""
+        """Sample one response to `prompt_ids` (P,), with the sampled tokens' log-probabilities.
+
+        `top_k` > 0 also asks for the most likely tokens of each position, (T, top_k). `session` names requests that
+        share a prefix, as a hint. Raises a `RequestError`.
+        """
         ...
 
 
@@ -57,7 +61,11 @@ class Scorer(Protocol):
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        """Scores at `temperature`: that of the rollouts, so that equal models give equal log-probabilities."""
+        """Log-probabilities of `response_ids` (T,) after `prompt_ids` (P,), and the top-k of each position.
+
+        At `temperature`, that of the rollouts, so that equal models give equal log-probabilities. Raises a
+        `RequestError`.
+        """
         ...
 
 
@@ -115,7 +123,9 @@ class CandidateScorer(Protocol):
 class WeightSink(Protocol):
     """Servers that take new student weights. All or nothing: on an error the old ones still serve."""
 
-    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None: ...
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """Returns once the server answers with the snapshot's weights. Raises a `RequestError`."""
+        ...
 
 
 @runtime_checkable
@@ -131,9 +141,13 @@ class Sleeper(Protocol):
         """Whether its settings ask for it."""
         ...
 
-    async def sleep(self, *, deadline: float) -> None: ...
+    async def sleep(self, *, deadline: float) -> None:
+        """Returns once the memory is free."""
+        ...
 
-    async def wake(self, *, deadline: float) -> None: ...
+    async def wake(self, *, deadline: float) -> None:
+        """Returns once the server can be asked again."""
+        ...
 
 
 class Backend(Protocol):
@@ -143,7 +157,9 @@ class Backend(Protocol):
 
     async def __aexit__(self, *exc_info: object) -> None: ...
 
-    async def capabilities(self, *, deadline: float) -> Capabilities: ...
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        """What the server was found to offer. May be asked once the backend has been entered."""
+        ...
 
     async def watch(self) -> None:
         """Run for as long as the service lives; raise `ProcessDiedError` when it ends by itself."""
@@ -192,7 +208,9 @@ class Billed(Protocol):
 class Verifier(Protocol):
     """Judges a whole response. Never raises for what a model wrote: that is a verdict."""
 
-    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict: ...
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
+        """The verdict on a whole response. One that could not be reached is `Verdict.TIMEOUT` or `Verdict.ERROR`."""
+        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -263,9 +281,16 @@ class Policy(Protocol):
     """
 
     @property
-    def needs(self) -> PolicyNeeds: ...
+    def needs(self) -> PolicyNeeds:
+        """What it asks of the backends; the same throughout a run."""
+        ...
 
-    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]: ...
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        """Algorithm 1 for one prompt: its samples, one per trajectory.
+
+        Errors of stages are raised through: a `RequestError` gives up the prompt, `BudgetSpentError` ends admission.
+        """
+        ...
 
 
 @runtime_checkable

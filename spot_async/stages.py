@@ -61,7 +61,7 @@ STAGE_SERVERS = {
 
 
 def requests_per_prompt(*, samples: int, probes: int) -> dict[str, int]:
-    """How many requests each stage gets at most of a prompt with so many responses and probes."""
+    """The most requests that one prompt makes of each stage, by stage, with so many responses and probes."""
     return {
         "rollout": samples,
         "score": samples,
@@ -238,7 +238,7 @@ class BoundStages:
                 ),
                 session=self._session,
                 tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
-                kind="score_at",  # servers may share the prefixes, and then take far less a token than of a response
+                kind="score_at",  # positions share prefixes: a token takes far less time than one of a whole response
             ),
         )
         return msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
@@ -246,7 +246,7 @@ class BoundStages:
     async def _kept(
         self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
     ) -> Kept:
-        """The teacher's answer. One that the cache has costs no turn and no request."""
+        """The teacher's answer, from the cache where that has it: then it takes no turn and sends no request."""
         cache, prompt = self._stages.teacher_cache, self._prompt
         if cache is None:
             return await ask()

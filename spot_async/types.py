@@ -123,8 +123,8 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     entropy_lower: FloatArray  # (T,) equal to entropy when it is exact
     entropy_upper: FloatArray  # (T,)
     version: WeightVersion
-    # (T,) false where the server could not be asked about our token or the candidates are not known (a text prompt
-    # that it tokenised differently): the row then holds finite placeholders that nobody may use. None: all are known.
+    # (T,) false where nothing is known: a server that reads text had tokenised it differently there. Such a row holds
+    # finite placeholders that nobody may use. None: all rows are known.
     valid: BoolArray | None = None
 
 
@@ -143,7 +143,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     requests: int = 0  # attempts, whatever came of them
     sent_bytes: int = 0
     received_bytes: int = 0
-    # As the replies state them, or as the requests had them where they do not; of servers that others than us write
+    # Tokens as replies state them, else as requests had them. Counted only for servers that are not our own.
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompts', those that the server had in its cache
     completion_tokens: int = 0
@@ -237,8 +237,8 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]  # loss parts, ratio and clip statistics, gradient norm, tokens, seconds
 
 
-# How a student's server answers for the log-probabilities of chosen tokens at chosen positions: all positions of a
-# response for the price of one reading, a request or more for each position, or not at all.
+# How a student's server gives log-probabilities of chosen tokens at chosen positions. batched: all positions of a
+# response in one forward pass. single: one request or more for each position. none: not at all.
 CandidateSupport = Literal["batched", "single", "none"]
 # The temperature that served log-probabilities are at: the request's own, or 1 whatever the request says.
 LogprobTemperature = Literal["request", "one"]
