@@ -69,7 +69,7 @@ class WeightNames:
         return SentNames(self, self._held.now())
 
     def read(self, name: str | None, since: int) -> WeightVersion:
-        """As `SentNames.version`."""
+        """The version that a name in a reply stands for; see `SentNames.version`."""
         if not self._is_student:
             return INITIAL
         if since == 0 and name in (None, self._first):  # some servers name none, and those take none

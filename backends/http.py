@@ -114,7 +114,7 @@ class HttpEndpoint:
     async def stream(
         self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float
     ) -> None:
-        """As `post`, but hands the reply's body to `sink` part by part as it comes."""
+        """Like `post`, but hands the reply's body to `sink` part by part as it comes."""
         await self._request("POST", path, body, {"Content-Type": content_type}, deadline, sink)
 
     async def _request(
@@ -220,7 +220,7 @@ def _stated_digest(header: str | None) -> bytes | None:
 
 
 async def _body(response: httpx.Response) -> bytes:
-    """Of a refusal; nothing where it is not what its headers say: the status tells enough."""
+    """The body of a refusal; empty where it is not what its headers say: the status tells enough."""
     try:
         return await response.aread()
     except httpx.DecodingError:

@@ -88,7 +88,7 @@ class LaunchSettings(Section):
         return self
 
     def check_machine(self, section: str) -> None:
-        """As that of `PluginSettings`."""
+        """See `PluginSettings.check_machine`."""
         if self.interpreter is None:
             raise ConfigError(
                 f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"

@@ -14,7 +14,7 @@ from spot_async.types import IntArray
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one server. Checks raise `PermanentError`."""
+    """What one server takes. Every check raises `PermanentError`."""
 
     server: str  # its name, in messages
     vocab_size: int

@@ -50,7 +50,7 @@ class LocalBackend:
     """A `Generator`, `Scorer`, `CandidateScorer`, `WeightSink` and `HealthCheck` around one server."""
 
     class Settings(LocalSettings):
-        """As `LocalSettings`."""
+        """See `LocalSettings`."""
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings

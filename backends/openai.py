@@ -223,7 +223,7 @@ class OpenAIBackend(RemoteBackend):
         return first == again and any(other != first for other in others)
 
     async def _measure_noise(self, ids: IntArray, deadline: float) -> float:
-        """Of readings of one text, alone and beside each other, nats."""
+        """The noise, in nats, between readings of one text, alone and beside each other."""
         half = len(ids) // 2
 
         async def read() -> TokenScores:

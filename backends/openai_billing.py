@@ -12,7 +12,7 @@ TEMPLATE_TOKENS = 256  # more than a chat template or a provider's own system me
 
 
 def request_size(body: Mapping[str, Any], prompt_tokens: int) -> Size:
-    """Of a completion or chat; `prompt_tokens` is as our own tokenizer counts them.
+    """The size of a completion or chat request; `prompt_tokens` is as our own tokenizer counts them.
 
     A text is tokenised by the endpoint: no token is shorter than a byte, and templates and start tokens come on top.
     """

@@ -67,14 +67,14 @@ class Dialect:
         return {**EXTENSIONS, **({} if self.token_id_prompts else TEXT_EXTENSIONS)} if self.extensions else {}
 
     def sampling_fields(self, sampling: SamplingSettings) -> dict[str, Any]:
-        """Of every request that generates, completion or chat."""
+        """Fields of every request that generates, completion or chat."""
         said = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
         return {**said, **self.untruncated}
 
     def generate_body(
         self, prompt: Sequence[int] | str, sampling: SamplingSettings, tokenizer: Any, *, top_k: int = 0
     ) -> dict[str, Any]:
-        """Of a completion."""
+        """The body of a completion request."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": sampling.max_tokens}
         body |= {**self.sampling_fields(sampling), **self.extra}
         if not self.sampled_token_ids:
@@ -84,14 +84,14 @@ class Dialect:
         return {**body, "logprobs": max(top_k, 1), **ends}
 
     def chat_body(self, message: str, sampling: SamplingSettings) -> dict[str, Any]:
-        """Of a reply to one user message."""
+        """The body of a chat request with one user message."""
         assert self.chat_length_key is not None
         messages = [{"role": "user", "content": message}]
         length = {self.chat_length_key: sampling.max_tokens}
         return {"model": self.model, "messages": messages, **length, **self.sampling_fields(sampling)}
 
     def score_body(self, prompt: Sequence[int] | str, k: int, *, temperature: float = 1.0) -> dict[str, Any]:
-        """Of a request for the log-probabilities of all of `prompt`'s tokens."""
+        """The body of a request for the log-probabilities of all of `prompt`'s tokens."""
         body = {"model": self.model, "prompt": prompt, "temperature": temperature, "max_tokens": 1, **self.extra}
         match self.scoring:
             case "prompt_logprobs":  # the ids that were sent need not come back

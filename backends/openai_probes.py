@@ -113,8 +113,10 @@ class _Prober:
             raise ConfigError(f"{role}.backend.url: refuses to sample as a run asks it: {error}") from None
 
     async def _untruncated(self, dialect: Dialect, ask: Callable[[Dialect], Awaitable[None]]) -> Dialect:
-        """With what it takes against truncation, beside what the user says of that. Raises `UnsupportedError` when it
-        refuses even the plain request."""
+        """The dialect with the fields that switch truncation off, as far as the endpoint takes them.
+
+        Fields that the user gave stay. Raises `UnsupportedError` when even the plain request is refused.
+        """
         await ask(dialect)
         wanted = {name: value for name, value in UNTRUNCATED.items() if name not in self._fields}
 

@@ -41,7 +41,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Logprobs(msgspec.Struct):
-    """Of a completions choice: the echoed prompt's tokens, where asked for, then the generated ones."""
+    """Log-probabilities of a completion: of the echoed prompt's tokens, where asked for, then of the generated ones."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -106,8 +106,11 @@ class PromptRows:
 
 
 def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None) -> PromptRows:
-    """Of a request with `echo`; `tokens` is how many the prompt had, where a generated one may follow. `texts` is None
-    where tokens are named by id."""
+    """The prompt's rows in the reply to a request with `echo`.
+
+    `tokens` is the length of the prompt, where a generated token may follow it. `texts` is None where tokens are named
+    by id.
+    """
     logprobs = choice.logprobs
     if logprobs is None or logprobs.top_logprobs is None:
         raise PoisonedReplyError("no log-probabilities although they were asked for")
@@ -125,7 +128,7 @@ def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None)
 
 
 def prompt_rows(choice: Choice, token_ids: Sequence[int] | None) -> PromptRows:
-    """Of `prompt_logprobs`; `token_ids` are those sent, or None where the server made them of text."""
+    """The prompt's rows from `prompt_logprobs`; `token_ids`: those sent, None where the server made them of text."""
     rows = choice.prompt_logprobs
     ids = choice.prompt_token_ids or token_ids
     if rows is None or ids is None:
@@ -231,7 +234,7 @@ def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tup
 
 
 def token_id_of(key: str) -> int:
-    """Of a token that is named by its id, with vLLM's prefix or without. Raises ValueError for another."""
+    """The id of a token that is named by it, with vLLM's prefix or without. Raises ValueError for another name."""
     token_id = int(key.removeprefix(TOKEN_ID_PREFIX))
     if token_id < 0:  # or it would pass for `UNKNOWN`, and its row for one that the server cannot give
         raise ValueError(f"token id {token_id}")
@@ -239,7 +242,7 @@ def token_id_of(key: str) -> int:
 
 
 def numbers(values: Sequence[float | None]) -> Doubles:
-    """As an array; servers write NaN and infinities as null or as a number that no log-probability can be."""
+    """Log-probabilities as an array. Servers write NaN and infinities as null, or as impossible numbers."""
     try:
         numbers = np.array(values, dtype=np.float64)
     except TypeError:
@@ -357,7 +360,7 @@ def check_not_aborted(role: str, finish_reason: str | None) -> None:
 
 
 def no_scores(top_k: int) -> TokenScores:
-    """Of an empty response."""
+    """The scores of an empty response."""
     none = np.zeros(0, np.float32)
     return TokenScores(
         logprobs=none,

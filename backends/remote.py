@@ -252,7 +252,7 @@ class RemoteServer:
         deadline: float,
         size: Size | None = None,
     ) -> T:
-        """As `ask`, but a large reply is read on the loop, one step of all those under way a turn."""
+        """Like `ask`, but a large reply is read on the event loop: in each turn one step of one reply."""
         sent = msgspec.json.encode(body)
         reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=True, size=size)
         with self._naming("POST", path, sent, reply):

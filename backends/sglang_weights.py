@@ -97,7 +97,7 @@ class SglangWeights:
         await self._control.flush(deadline)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """As `protocols.WeightSink`. Raises `DataError` for a snapshot that the server would not survive."""
+        """See `protocols.WeightSink`. Raises `DataError` for a snapshot that the server would not survive."""
         layout = await check_snapshot(snapshot.directory, self._server.files.directory)
         async with self._lock, self._paused(deadline):
             await self._transport.send(snapshot, layout, deadline=deadline)

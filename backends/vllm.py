@@ -207,7 +207,7 @@ class VllmBackend(RemoteBackend):
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        """At temperature 1: vLLM's scores of given tokens know no other."""
+        """Scores at temperature 1: vLLM scores given tokens at no other."""
         check_temperature(self._name, temperature)
         if not len(prompt_ids):
             raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
@@ -265,7 +265,7 @@ class VllmBackend(RemoteBackend):
         expected_version: WeightVersion,
         deadline: float,
     ) -> FloatArray:
-        """At temperature 1, as the student's own log-probabilities are."""
+        """Candidates at temperature 1, as the student's own log-probabilities are."""
         check_temperature(self._name, temperature)
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
@@ -380,7 +380,7 @@ class VllmBackend(RemoteBackend):
         )
 
     async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-        """As many at a time as one backend may have of these."""
+        """Results in order, with at most `SINGLE_REQUESTS` in flight."""
 
         async def ask(request: Callable[[], Awaitable[T]]) -> T:
             async with self._singles:

@@ -122,7 +122,7 @@ class VllmClient:
         return await self._ask(prompt, {**parameters, "logprobs": logprobs}, read, deadline=deadline)
 
     async def score(self, prompt: list[int], response: list[int], *, top_k: int, deadline: float) -> Scored:
-        """At temperature 1, whatever mode the server is in. `skip_reading_prefix_cache` must never be sent with it."""
+        """Scores at temperature 1, whatever the server's mode. Never send `skip_reading_prefix_cache` with it."""
         count = len(prompt) + len(response)
 
         def read(answer: Answer) -> Steps[Scored]:

@@ -206,7 +206,7 @@ async def _has_route(client: VllmClient, path: str, deadline: float) -> bool:
 
 
 async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> float:
-    """Of log-probabilities of tokens as they were sampled and as they are scored, nats."""
+    """Noise, in nats, between log-probabilities of tokens as they were sampled and as they are scored."""
     top_k = max(0, min(COMPARED_TOP_K, max_logprobs - 1))
     prompts = [_prompt(client, number) for number in range(RESPONSES)]
     sampled = await gather(

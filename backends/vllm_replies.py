@@ -50,7 +50,7 @@ class NamedSpan(msgspec.Struct):
 
 
 def version_spans(names: SentNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
-    """Of a reply of `count` tokens. A server that names no weights is given none."""
+    """The version spans of a reply of `count` tokens; a single one where the server names no weights."""
     if not spans:
         return (VersionSpan(0, count, names.version(None)),)
     return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in spans)

@@ -122,7 +122,7 @@ class TransferTransport:
     async def _meet_at(
         self, port: int, world_size: int, deadline: float
     ) -> tuple[dict[str, Any], Coroutine[Any, Any, None]]:
-        """At the sender's store, under a name. vLLM has no such backend of its own; one may be added to it."""
+        """Meet at the sender's store, under a name. vLLM has no such backend of its own; one may be added to it."""
         group = f"spot-async-{uuid.uuid4().hex}"
         init_info = {"master_address": self._settings.address, "master_port": port, "group_name": group}
         return init_info, self._sender.join(group, world_size=world_size, deadline=deadline)

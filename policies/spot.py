@@ -184,7 +184,7 @@ class SpotPolicy:
         ]
 
     async def _rollout(self, stages: PromptStages) -> Generation:
-        """With the student's top-k only where nothing better says what the student thinks of the candidates."""
+        """The student's response. Its top-k is asked for only where the student cannot score candidates in one pass."""
         if self._estimates(stages) and self._rule.asks_student and stages.student and not is_batched(stages.student):
             top_k = min(self.settings.served_top_k, stages.student.max_generation_top_k)
             return await stages.rollout(top_k=top_k)

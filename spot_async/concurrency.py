@@ -125,7 +125,7 @@ def budget_error(error: BaseException) -> BudgetSpentError:
 
 
 def root_cause(error: BaseException) -> SpotError:
-    """Of all that failed together, what the rest followed from. Raises what is a bug, with its trace."""
+    """The error in a group from which the others followed. Raises it, with its trace, when it is a bug."""
     failures = leaves(error)
     for failure in failures:
         if isinstance(failure, StalledError):  # what hung may end in any way once it is cancelled

@@ -31,7 +31,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dead_letter(prompt: Prompt, error: RequestError) -> DeadLetter:
-    """Of a prompt whose request failed for good."""
+    """The record of a prompt whose request failed for good."""
     exchange = error.exchange
     letter = DeadLetter(
         ordinal=prompt.ordinal,

@@ -46,7 +46,7 @@ class Phases:
 def make_live_verdict(
     config: Config, orchestrator: Orchestrator, backends: Mapping[str, object], screen: RunConsole
 ) -> LiveVerdict:
-    """Of a run that is about to begin; `backends` by role."""
+    """The live verdict of a run that is about to begin; `backends` by role."""
     return LiveVerdict(
         orchestrator,
         screen.say,

@@ -194,7 +194,7 @@ class Replicated(Protocol):
 
     @property
     def backends(self) -> Mapping[str, Backend]:
-        """By name, as they are now; there once it has been entered."""
+        """The servers' backends by name, as they are now; there once it has been entered."""
         ...
 
 

@@ -63,7 +63,7 @@ def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
 def change_summary(
     before: EvaluationResult | None, after: EvaluationResult | None
 ) -> dict[str, dict[str, float | None]] | None:
-    """By tier: how Avg@k changed, paired on problems. None without both evaluations."""
+    """How Avg@k changed, by tier, paired on problems. None without both evaluations."""
     if before is None or after is None:
         return None
     judged = [name for name in after.row_names() if after.figures(name).avg is not None]

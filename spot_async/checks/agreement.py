@@ -36,7 +36,7 @@ class Agreement:
 
 
 def servers_of(role: str, backend: Backend) -> Mapping[str, Backend]:
-    """By name; a backend that stands for no others is its role's only server."""
+    """The servers of a role by name. A backend that does not stand for several is its role's only server."""
     return backend.backends if isinstance(backend, Replicated) else {role: backend}
 
 

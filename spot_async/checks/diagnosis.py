@@ -128,7 +128,7 @@ def plan_warnings(plan: TrainPlan) -> list[str]:
 
 
 def evaluation_warnings(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
-    """As `plan_warnings`, of an evaluation by itself."""
+    """What can be seen of prompts and tokenizers before an evaluation by itself is started; see `plan_warnings`."""
     dated = [DATE_WARNING] if any(benchmark.reads_clock for benchmark in benchmarks) else []
     return dated + _of_benchmarks(benchmarks, vocabulary)
 
@@ -356,7 +356,7 @@ class _Examination:
 
     @property
     def _files(self) -> ModelFiles:
-        """Of the role's model; a reference is a student."""
+        """What the role's model directory says; a reference is a student."""
         return self.plan.teacher if self.role == "teacher" and self.plan.teacher is not None else self.plan.student
 
 

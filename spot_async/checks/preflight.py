@@ -327,7 +327,7 @@ def _check_recovery(role: str, model: ModelConfig) -> None:
 
 
 def places(model: ModelConfig) -> Sequence[Place | None]:
-    """Of each of the model's servers."""
+    """Where each of the model's servers listens; None for one whose settings do not say."""
     return [each.place for each in model.backend.servers()]
 
 

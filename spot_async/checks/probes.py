@@ -70,7 +70,7 @@ async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list
 
 
 async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise:
-    """Of scores: the response's tokens and the top-k."""
+    """Noise of scores: of the response's tokens, and of the top-k."""
 
     async def read() -> FloatArray:
         return _values(await _score(scorer, asked, 0, top_k=top_k))
@@ -79,7 +79,7 @@ async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise:
 
 
 async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> Noise:
-    """Of the distribution after a prompt, as served with a sampled token."""
+    """Noise of the distribution after a prompt, as it is served with a sampled token."""
 
     async def read() -> FloatArray:
         reply = await _generate(generator, asked.prompts[0], asked, seed=SEED, max_tokens=1, top_k=top_k)

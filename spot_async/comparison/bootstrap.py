@@ -29,7 +29,7 @@ class Interval(NamedTuple):
 
 
 def resampled_means(tables: Sequence[npt.ArrayLike], *, draws: int, seed: int) -> list[Floats]:
-    """Of each benchmark's values (problems, *rest) the means over its drawn problems, (draws, *rest).
+    """For each benchmark's values (problems, *rest), the means over its drawn problems, (draws, *rest).
 
     All columns of a table see the same problems drawn. Equal seeds give equal draws, however many tables follow.
     """
@@ -44,7 +44,7 @@ def macro(per_benchmark: Sequence[Floats]) -> Floats:
 
 
 def percentile_interval(draws: Floats, confidence: float) -> Interval:
-    """Of draws (draws, *rest), the central share `confidence`; both ends (*rest)."""
+    """Both ends (*rest) of the central share `confidence` of draws (draws, *rest)."""
     tail = (1.0 - confidence) / 2
     low, high = np.quantile(draws, [tail, 1.0 - tail], axis=0)
     return Interval(low, high)

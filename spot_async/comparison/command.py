@@ -34,7 +34,7 @@ BETWEEN = 3  # columns of the screen, between those of a table
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """As on the command line; counts are checked there."""
+    """The options of the command line, which has checked the counts."""
 
     baseline: str | None = None  # name of a row; default: the first
     benchmarks: Sequence[str] = ()  # default: those that count for the first run's mean
@@ -156,7 +156,7 @@ def _baseline(methods: Sequence[str], wanted: str | None) -> int:
 
 
 def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
-    """Of those whose training run is there."""
+    """What each run's training took, by name, where its training run is still there."""
     found = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
     return [(name, compute) for name, compute in found if compute is not None]
 

@@ -23,7 +23,7 @@ PUBLISHED = re.compile(r"(?:step|best)-(\d+)")
 
 @dataclass(frozen=True)
 class Compute:
-    """Of one training run."""
+    """What one training run took."""
 
     iterations: int
     generated_tokens: float  # by rollouts, probes and the teacher's responses
@@ -55,7 +55,7 @@ def read_compute(figures: Path, model: Path) -> Compute | None:
 
 
 def _until(run: Path, iteration: int | None) -> Compute | None:
-    """Of the run's first `iteration`, or of all. None where the directory is no training run any more."""
+    """What the run took until `iteration`, or altogether. None where the directory is no training run any more."""
     if not (run / "run.json").is_file():
         return None
     files = RunFiles(run)
@@ -92,7 +92,7 @@ def _response_tokens(row: Mapping[str, float]) -> float:
 
 
 def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict[str, float]:
-    """By currency, of lines of spending.jsonl, whose figures are running totals of an endpoint."""
+    """Money by currency, from lines of spending.jsonl, whose figures are running totals of an endpoint."""
     last = {
         (row["role"], row["server"]): row
         for row in spending

@@ -56,7 +56,7 @@ def write_png(path: Path, methods: Sequence[str], curves: PassCurves) -> None:
 
 
 def _points(methods: Sequence[str], curves: PassCurves) -> list[tuple[str, list[tuple[float, float]]]]:
-    """At the powers of two, and at all responses."""
+    """The curves' points to show: k at the powers of two, and at all responses."""
     ks = sorted({2**i for i in range(curves.samples.bit_length()) if 2**i <= curves.samples} | {curves.samples})
     return [(name, [(float(k), float(curves.values[k - 1, i])) for k in ks]) for i, name in enumerate(methods)]
 

@@ -116,7 +116,7 @@ class PassCurves:
 
 
 def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
-    """Of each benchmark, and of their mean where there are several."""
+    """The Pass@k curves of each benchmark, and of their mean where there are several."""
     samples = benchmarks[0].samples
     curves = [
         np.stack([pass_at_k_of_counts(each.correct, samples, k).mean(axis=0) for k in range(1, samples + 1)])

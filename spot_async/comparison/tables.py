@@ -25,7 +25,7 @@ _LATEX = str.maketrans({c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslas
 
 
 def marks(values: Floats) -> list[list[Mark]]:
-    """Of each of `values` (methods, columns). A single method is the best of nothing."""
+    """The best and the second of each column of `values` (methods, columns). A single method is marked as neither."""
     shown = rounded(values)
     found: list[list[Mark]] = [[""] * shown.shape[1] for _ in shown]
     if len(shown) == 1:
@@ -48,13 +48,13 @@ def percent(share: float) -> str:
 
 
 def change(difference: float, low: float, high: float) -> str:
-    """With its interval, and a star where that leaves 0 out."""
+    """A difference with its interval, and a star where the interval leaves 0 out."""
     star = "*" if low > 0 or high < 0 else ""
     return f"{100 * difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]{star}"
 
 
 def difference_rows(comparison: Comparison, method: int) -> list[list[str]]:
-    """Of one method: benchmark, then its difference in each metric."""
+    """The rows of one method: a benchmark, then its difference in each metric."""
     low, high = comparison.difference_intervals
     at = {column: number for number, column in enumerate(comparison.columns)}
     return [

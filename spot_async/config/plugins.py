@@ -62,7 +62,7 @@ class PluginSettings(Section):
 
     @property
     def cores(self) -> frozenset[int] | None:
-        """Of a backend's server: those that it has to itself, by number."""
+        """The cores, by number, that a backend's server has to itself; None where it shares them."""
         return self._cores
 
     def on_cores(self, cores: frozenset[int] | None) -> Self:
@@ -73,7 +73,7 @@ class PluginSettings(Section):
 
     @property
     def place(self) -> Place | None:
-        """Of a backend: None where each start gets a place of its own."""
+        """Where a backend's server listens; None where each start gets a place of its own."""
         return None
 
     def check_machine(self, section: str) -> None:

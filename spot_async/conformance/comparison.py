@@ -33,7 +33,7 @@ def largest(served: npt.ArrayLike, exact: npt.ArrayLike) -> float:
 
 
 def largest_of_topk(exact: Rows, topk_ids: npt.ArrayLike, topk_logprobs: npt.ArrayLike) -> float:
-    """As `largest`, for a top-k (T, K): values of the ids served, and of the ids that should have been.
+    """`largest` for a top-k (T, K): of the values of the ids served, and of the ids that should have been.
 
     Which of two tokens with the same probability comes first is nobody's business, so ids are judged by their values.
     """

@@ -156,7 +156,7 @@ class Subject:
         return await self.reference.logprobs(prompt_ids, response_ids, temperature if convention == "request" else 1.0)
 
     def snapshot(self, directory: Path, version: WeightVersion) -> WeightSnapshot:
-        """Under a name that a server which runs in another directory can read."""
+        """A snapshot under a name that a server which runs in another directory can read."""
         return WeightSnapshot(directory=str(directory.absolute()), version=version)
 
     async def update(self, directory: Path, version: WeightVersion) -> None:

@@ -38,7 +38,7 @@ def answer_type(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of lengths: the middle one, the one that 5 % exceed, and the longest."""
+    """How lengths spread: the median, the length that 5 % exceed, and the longest."""
 
     median: int
     p95: int

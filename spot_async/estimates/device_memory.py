@@ -22,7 +22,7 @@ GATHERED_LAYERS = 2  # while a sharded trainer computes: this layer and the next
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Of one rank, GiB."""
+    """What one trainer rank needs, GiB."""
 
     weights: float
     gradients: float
@@ -87,7 +87,7 @@ def server_on(
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Of one device, GiB."""
+    """What one device holds, GiB."""
 
     device: int
     sampling: float
@@ -99,7 +99,7 @@ class DeviceMemory:
 
 
 def per_device(servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int) -> list[DeviceMemory]:
-    """Of every device that a server or a rank is on."""
+    """What every device holds that a server or a rank is on."""
     found = []
     for device in sorted({each.device for each in servers} | set(range(ranks))):
         here = [each for each in servers if each.device == device]

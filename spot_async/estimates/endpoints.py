@@ -33,7 +33,7 @@ REQUESTS_AT_START = 60
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one endpoint, over the whole run."""
+    """What one endpoint is asked for over the whole run."""
 
     requests: int
     used: Usage
@@ -52,7 +52,7 @@ class RoleEstimate:
 
 
 def estimate_run(config: Config, plan: TrainPlan, earlier: Path | None = None) -> list[RoleEstimate]:
-    """Of the roles whose requests cost or are limited. `earlier` is the directory of another run."""
+    """Estimates for the roles whose requests cost or are limited. `earlier` is the directory of another run."""
     accounts = RunSpending(config, plan).accounts
     rows = () if earlier is None else RunFiles(earlier).metrics()
     longest = config.sampling.max_response_tokens

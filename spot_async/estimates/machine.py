@@ -53,7 +53,7 @@ SERVER_FRACTION = 0.9  # of the device that servers take when not told otherwise
 
 @dataclass(frozen=True)
 class Load:
-    """At one length of responses."""
+    """What a run asks of its machine when responses have one certain length."""
 
     response_tokens: float
     work: Work
@@ -112,7 +112,7 @@ def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = Non
 
 
 def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens: int) -> TrainerMemory:
-    """Of one rank that trains by these settings; `longest_tokens` as in `trainer_memory`."""
+    """What one rank needs to train with these settings; `longest_tokens` as in `trainer_memory`."""
     return trainer_memory(
         student,
         micro_batch_tokens=training.micro_batch_tokens,

@@ -56,7 +56,7 @@ class ModelSize:
 
     @property
     def outer_parameters(self) -> int:
-        """Of embedding, output layer and last norm."""
+        """Parameters of the embedding, the output layer and the last norm."""
         return self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property

@@ -40,7 +40,7 @@ class Benchmark:
 
     @property
     def key(self) -> str:
-        """Of the configuration, that describes it."""
+        """The key of the configuration that describes it."""
         return "evaluation" if self.name == ONLY else f"evaluation.benchmarks.{self.name}"
 
 
@@ -193,6 +193,6 @@ def _changes(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: Pr
 
 
 def _judged_by(verifier: PluginSettings) -> str:
-    """With the settings that may change verdicts, where they are not that verifier's defaults."""
+    """The verifier in words: its name, and settings that may change verdicts and are not its defaults."""
     special = verifier.model_dump(mode="json", exclude_defaults=True, exclude={"kind", *verifier.WITHOUT_EFFECT})
     return ", ".join([f"judged by {verifier.kind}", *(f"{name} {value}" for name, value in special.items())])

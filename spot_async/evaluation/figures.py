@@ -30,14 +30,14 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def over_problems(cls, values: npt.ArrayLike) -> Estimate:
-        """Of `values` (problems,)."""
+        """The mean of `values` (problems,), with its standard error."""
         return cls(
             value=float(np.mean(np.asarray(values, dtype=np.float64))), standard_error=finite(standard_error(values))
         )
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of some problems, all with the same number of samples."""
+    """Figures of a set of problems, all with the same number of samples."""
 
     problems: int
     samples: int  # responses per problem: the n of Avg@n, and the largest k of Pass@k
@@ -50,7 +50,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchmarkFigures(Figures, frozen=True, kw_only=True):
-    """Of one benchmark."""
+    """The figures of one benchmark."""
 
     note: str | None = None  # what is special about it; belongs beside the figures
     tiers: dict[str, Figures] = {}  # of the parts that its problems name

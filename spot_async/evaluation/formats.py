@@ -76,7 +76,7 @@ def worked_example(problem: Problem, key: str) -> str:
 
 
 class WorkedExamples:
-    """As many worked examples of each category as its questions are shown."""
+    """The worked examples that questions are shown, by category."""
 
     def __init__(self, examples: Sequence[Problem], count: int, key: str) -> None:
         """`examples` keep their order; the first `count` of a category are used."""

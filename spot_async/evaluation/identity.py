@@ -22,7 +22,7 @@ BLOCKS = 64  # of one file that are looked at: training changes all of a model's
 
 
 def identity_of(config: Config, benchmarks: Sequence[Benchmark], model: Path) -> Identity:
-    """Of an evaluation of the weights in `model`."""
+    """The identity of an evaluation of the weights in `model`."""
     return Identity(
         model=model_fingerprint(model),
         backend=config.student.backend.kind,
@@ -31,7 +31,7 @@ def identity_of(config: Config, benchmarks: Sequence[Benchmark], model: Path) ->
 
 
 def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """By key: all that is the same however the model is served."""
+    """All settings that decide the figures, by key: the same however the model is served."""
     evaluation = config.evaluation
     assert evaluation is not None
     settings: dict[str, Any] = {
@@ -52,7 +52,7 @@ def settings_fingerprint(settings: dict[str, Any]) -> str:
 
 
 def prompts_fingerprint(benchmark: Benchmark) -> str:
-    """Of everything that is asked and of every gold, in order."""
+    """A digest of everything that is asked and of every gold answer, in order."""
     digest = hashlib.sha256()
     for source in benchmark.sources:
         problem = source.problem
@@ -62,7 +62,7 @@ def prompts_fingerprint(benchmark: Benchmark) -> str:
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Of a model directory: names, sizes and evenly spread blocks of its files. Raises DataError."""
+    """A digest of a model directory: names, sizes and evenly spread blocks of its files. Raises DataError."""
     digest = hashlib.sha256()
     try:
         for path in sorted(each for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")):

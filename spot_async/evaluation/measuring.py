@@ -117,7 +117,7 @@ def write_figures(
 
 
 def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:
-    """Of an evaluation that is complete: figures for the k that are asked for now, from its responses.
+    """Add figures for the k that are asked for now to a complete evaluation, from its responses.
 
     Raises DataError where those are needed, and gone or damaged.
     """
@@ -155,7 +155,7 @@ def file_stem(when: str) -> str:
 
 
 async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack) -> dict[str, Verifier]:
-    """By benchmark; those with equal settings share one, and its worker processes."""
+    """The verifier of each benchmark, by name; those with equal settings share one, and its worker processes."""
     opened: dict[str, Verifier] = {}
     found: dict[str, Verifier] = {}
     for benchmark in benchmarks:

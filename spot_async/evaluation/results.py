@@ -57,7 +57,7 @@ class BenchmarkResult:
         return np.array([tier in (ALL_TIERS, each) for each in self.tiers], dtype=np.bool_)
 
     def figures(self, tier: str = ALL_TIERS) -> Figures:
-        """Of the problems of a tier."""
+        """Figures of the problems of a tier."""
         rows = [row for row, is_in in zip(self.responses, self.in_tier(tier), strict=True) if is_in]
         responses = [response for row in rows for response in row]
         common = Figures(
@@ -108,13 +108,13 @@ class EvaluationResult:
         return ALL_TIERS if self.is_single else MACRO
 
     def row_names(self) -> list[str]:
-        """Of the table: tiers of the only benchmark or names of several, what stands for all of them last."""
+        """The rows of the table: tiers of a single benchmark or names of several, and last the row for all."""
         if self.is_single:
             return [*self.benchmarks[0].tier_names(), ALL_TIERS]
         return [*(benchmark.name for benchmark in self.benchmarks), *([MACRO] if self._in_macro else [])]
 
     def figures(self, row: str | None = None) -> Figures:
-        """Of a row, or of everything."""
+        """Figures of one row of the table, or of all problems."""
         row = row or self.overall
         if self.is_single:
             return self.benchmarks[0].figures(row)
@@ -218,11 +218,11 @@ def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def verdict_counts(responses: Sequence[JudgedResponse]) -> dict[str, int]:
-    """Of every class, those that did not come up included; empty where nothing was judged."""
+    """How often each verdict came up, those that never did included; empty where nothing was judged."""
     counts = Counter(response.verdict for response in responses if response.verdict is not None)
     return {verdict.value: counts[verdict] for verdict in Verdict} if counts else {}
 
 
 def truncated_share(responses: Sequence[JudgedResponse]) -> float:
-    """Of the responses, those that ended at their longest length."""
+    """The share of responses that were cut off at their longest length."""
     return sum(response.finish_reason == "length" for response in responses) / len(responses)

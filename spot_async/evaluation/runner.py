@@ -171,14 +171,14 @@ def collected(
 
 
 def reported_k(benchmarks: Sequence[Benchmark], pass_k: Sequence[int]) -> dict[str, list[int]]:
-    """By judged benchmark, the k of Pass@k that its figures have: that of the mean over benchmarks too."""
+    """The k of Pass@k that figures have, by judged benchmark; those of the mean over benchmarks included."""
     judged = [benchmark for benchmark in benchmarks if benchmark.verifier is not None]
     of_mean = {min(each.samples for each in members)} if (members := [each for each in judged if each.in_macro]) else ()
     return {benchmark.name: reported([*pass_k, *of_mean], benchmark.samples) for benchmark in judged}
 
 
 def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:
-    """Of all responses that a complete evaluation has."""
+    """The keys of all responses that a complete evaluation has."""
     return {
         ResponseKey(benchmark.name, source.problem.id, i)
         for benchmark in benchmarks

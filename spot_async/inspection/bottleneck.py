@@ -158,7 +158,7 @@ def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
 
 
 def _brief(stage: str, times: RunTimes, share: float) -> str:
-    """Of a wait: queue, idleness, and the first thing to change."""
+    """A wait in brief: how idle the trainer was, the stage's queue, and the first thing to change."""
     idle = f"trainer idle {percent(share)}"
     use = times.stages.get(stage)
     if use is None:

@@ -80,12 +80,12 @@ def seconds(value: float) -> str:
 
 
 def fine_percent(value: float) -> str:
-    """Of shares that may all be small or close together."""
+    """A share in percent, for shares that may all be small or close together."""
     return f"{100 * value:.3g} %"
 
 
 def tick_labels(ticks: Sequence[float], format_y: Format) -> list[str]:
-    """Of one axis: no two alike, and where one needs a power of ten, all but zero have it."""
+    """The labels of one axis: no two alike, and where one needs a power of ten, all but zero have it."""
     labels = [format_y(tick) for tick in ticks]
     if len(set(labels)) < len(labels) and all(label.endswith(" %") for label in labels):
         return [fine_percent(tick) for tick in ticks]
@@ -102,7 +102,7 @@ def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS`: means of neighbours."""
+    """A line of at most `MAX_POINTS` points: means of neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
     if size <= 1:
         return list(points)
@@ -132,7 +132,7 @@ def drawn_series(series: Sequence[Series]) -> list[Series]:
 
 
 def _thinned_errors(series: Series) -> list[float]:
-    """Of the points that are left; none where there are none."""
+    """The errors of the points that are left; none where there are none."""
     known = zip(series.points, series.errors, strict=True) if series.errors else ()
     return [error for _, error in thinned([(x, error) for (x, y), error in known if math.isfinite(y)])]
 

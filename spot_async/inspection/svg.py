@@ -298,7 +298,7 @@ def _area_keys(series: Sequence[Series]) -> list[Markup]:
 
 
 def _key(style: str, name: str) -> Markup:
-    """Of the legend: a piece of line or of area, and what it stands for."""
+    """An entry of the legend: a piece of line or of area, and what it stands for."""
     shape = Markup('<rect class="{}" x="4" width="10" height="10"/>' if style.startswith("bar") else
                    '<line class="{}" x1="0" x2="18" y1="5" y2="5"/>').format(style)  # fmt: skip
     return Markup('<span><svg class="key" viewBox="0 0 18 10">{}</svg>{}</span>').format(shape, name)

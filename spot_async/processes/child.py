@@ -75,7 +75,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         cores: Collection[int] | None = None,
     ) -> ChildProcess:
-        """As `start`, for a program that knows nothing of us: nothing of it outlives its end, `stop` or our own death.
+        """Start a program that knows nothing of us, so that nothing of it outlives its end, `stop` or our own death.
 
         `pid` is the guard's. What Python modules are found by comes from `environment` alone.
         """

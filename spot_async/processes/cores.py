@@ -77,5 +77,5 @@ def confined(shares: CoreShares) -> Iterator[None]:
 
 
 def _threads() -> list[int]:
-    """Of this process."""
+    """The ids of this process's threads."""
     return [int(thread.name) for thread in Path("/proc/self/task").iterdir()]

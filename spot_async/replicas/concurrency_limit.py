@@ -41,7 +41,7 @@ BASELINE_SHARE = 0.1  # of the newest window in the baseline: about ten windows 
 
 
 class Decrease(NamedTuple):
-    """That a limit was lowered."""
+    """One time that a limit was lowered, and why."""
 
     before: int
     after: int
@@ -89,7 +89,7 @@ class ConcurrencyLimit:
 
     @property
     def value(self) -> int:
-        """At least 1."""
+        """The limit now: at least 1."""
         return int(self._limit)
 
     def succeeded(self, kind: str, *, sent: Moment, now: Moment, work: int, in_flight: int) -> Decrease | None:

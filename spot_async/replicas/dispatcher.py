@@ -36,7 +36,7 @@ HTTP_ERROR = 400
 
 
 class Dispatcher(Generic[B]):
-    """Of one role. `version` is what requests are for; replicas that hold another get none."""
+    """Grants the leases of one role. `version`: the weights that requests are for; replicas with others get none."""
 
     def __init__(self, replicas: list[Replica[B]], rate_limit: RateLimiter | None) -> None:
         self.version: WeightVersion | None = None
@@ -122,7 +122,7 @@ class Dispatcher(Generic[B]):
         return HeldLease(replica, errand, now_s, self._released, grant=grant)
 
     def _give_back(self, lease: HeldLease[B]) -> None:
-        """Of a lease that nobody came for."""
+        """Take back a lease that was granted, but that nobody came for."""
         lease.give_back()
         self._forgo(lease)
         self.admit()

@@ -26,7 +26,7 @@ class _Count:
 
 
 class Occupancy:
-    """Of one replica."""
+    """How many requests one replica has."""
 
     def __init__(self) -> None:
         self._all = _Count()
@@ -38,7 +38,7 @@ class Occupancy:
         return self._all.requests
 
     def busy_s(self, now_s: float) -> float:
-        """Of all requests, those in flight included; mean in flight = its growth / elapsed."""
+        """Seconds that all requests took together, those in flight included; mean in flight = its growth / elapsed."""
         return self._all.busy_s(now_s)
 
     def began(self, kind: str, now_s: float) -> None:

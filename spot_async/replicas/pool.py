@@ -99,7 +99,7 @@ class ReplicaPool(Generic[B]):
 
     @property
     def traffic(self) -> Traffic:
-        """Of all servers, those that were left included."""
+        """The traffic of all servers together, those that were left included."""
         total = Traffic()
         for replica in self._replicas:
             add_traffic(total, replica.traffic)
@@ -140,7 +140,7 @@ class ReplicaPool(Generic[B]):
         return any(_sleeps(replica.backend) for replica in self._replicas)
 
     async def sleep(self, *, deadline: float) -> None:
-        """Also of one that is just coming back: what it runs on is to be free. Raises what one in rotation raises."""
+        """Put all servers to sleep, also one that is coming back. Raises what one that serves raises."""
         self._awake.clear()
         await gather(self._sleep(replica, deadline) for replica in self._replicas)
 
@@ -189,7 +189,7 @@ class ReplicaPool(Generic[B]):
 
     @property
     def _has_server(self) -> bool:
-        """Or need not have one now."""
+        """Whether some replica is alive, or none need be now."""
         return not self._awake.is_set() or any(replica.life.state in ALIVE for replica in self._replicas)
 
     def _why_none(self) -> str:

@@ -110,7 +110,7 @@ class Replica(Generic[B]):
 
     @property
     def traffic(self) -> Traffic:
-        """Of all its backend objects together."""
+        """The traffic of all its backend objects together."""
         total = msgspec.structs.replace(self._retired)
         if self.is_entered and isinstance(self.backend, TrafficSource):
             add_traffic(total, self.backend.traffic)
@@ -216,7 +216,7 @@ class Replica(Generic[B]):
         return await asyncio.shield(self._report)
 
     def take_out(self, state: State, now_s: float) -> None:
-        """Of rotation. Whatever else was reported until now is the same incident."""
+        """Take it out of rotation. Whatever else was reported until now belongs to the same incident."""
         self.life.move(state, now_s)
         self._report = self._loop.create_future()
 
@@ -303,7 +303,7 @@ class HeldLease(Generic[B]):
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def give_back(self) -> None:
-        """Of a lease that nobody came for."""
+        """Give the lease back where it was granted, but nobody came for it."""
         self._replica.released(self)
 
     async def __aenter__(self) -> B:

@@ -63,7 +63,7 @@ class Router:
         return home if home in wanted else min(wanted, key=_load)
 
     def _home(self, session: str, serving: Sequence[L]) -> L:
-        """Of those that serve."""
+        """The home of a session among the replicas that serve."""
         least = min(serving, key=_load)
         name = self._homes.get(session)
         home = next((each for each in serving if each.name == name), None)

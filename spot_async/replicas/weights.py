@@ -22,7 +22,7 @@ UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})
 
 
 class Weights(Generic[B]):
-    """Of one role. `moved` is set whenever a replica changes its state."""
+    """The weights of one role's replicas. `moved` is set whenever a replica changes its state."""
 
     def __init__(self, replicas: list[Replica[B]], dispatcher: Dispatcher[B], moved: asyncio.Event) -> None:
         self._replicas = replicas
@@ -84,7 +84,7 @@ class Weights(Generic[B]):
 
 
 async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> None:
-    """Under a lease, so that one which freezes meanwhile is noticed, and the sending ended."""
+    """Send weights under a lease, so that a replica which freezes meanwhile is noticed, and the sending ended."""
     async with HeldLease(replica, Errand("weight update", ()), _now_s(), is_request=False) as backend:
         if not isinstance(backend, WeightSink):
             raise ConfigError(f"{replica.name}: its backend takes no weights")

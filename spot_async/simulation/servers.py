@@ -135,7 +135,7 @@ class SimulatedServer:
         self.thaw()
 
     def stop(self) -> None:
-        """On purpose: nobody is told."""
+        """End it on purpose: nobody is told."""
         self.is_running = False
         self.processor.fail(TransientError(f"{self.name}: connection reset"))
         self.thaw()

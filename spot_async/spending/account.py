@@ -85,7 +85,7 @@ class Account:
 
     @property
     def total(self) -> SpendingLedger:
-        """Of all endpoints."""
+        """What all endpoints took together."""
         total = SpendingLedger()
         for each in self.ledgers.values():
             total.add(each)
@@ -131,7 +131,7 @@ class Account:
             self._settled.set()
 
     async def _turn(self, server: str, rate_limit: RateLimiter, tokens: int, deadline: float | None) -> Grant:
-        """By the lease's grant for the first request that is sent under it, by one of their own for others."""
+        """Wait for a turn. The first request under a lease uses the lease's grant, others get one of their own."""
         loop = asyncio.get_running_loop()
         grant = rate_limit.claim(LEASED.get()) or rate_limit.grant(tokens)
         try:

@@ -25,13 +25,13 @@ class Prices(Section):
     currency: str = Field("USD", description="what the figures are in; only shown")
 
     def cost(self, used: Usage) -> float:
-        """Of one request."""
+        """What one request costs."""
         cached = self.prompt if self.cached_prompt is None else self.cached_prompt
         tokens = (used.prompt_tokens - used.cached_tokens) * self.prompt + used.cached_tokens * cached
         return self.request + PER_MILLION * (tokens + used.completion_tokens * self.completion)
 
     def highest_cost(self, at_most: Usage) -> float:
-        """Of one request of no more tokens, cached or not."""
+        """The most that one request of no more tokens can cost, cached or not."""
         cached = Usage(
             prompt_tokens=at_most.prompt_tokens,
             cached_tokens=at_most.prompt_tokens,

@@ -55,7 +55,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Of one account or endpoint: requests, tokens, and being told to wait."""
+    """The limits of one account or endpoint: on requests, on tokens, and a pause that it asked for."""
 
     def __init__(self, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
         self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute)

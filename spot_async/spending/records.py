@@ -47,7 +47,7 @@ class SpendingLog:
         pass
 
     def response_judged(self, finished: int, total: int) -> None:
-        """Of an evaluation by itself."""
+        """Told of every judged response of an evaluation by itself."""
         if finished % RESPONSES == 0:
             self.write(0)
 
@@ -95,7 +95,7 @@ class SpendingMetrics:
         self._last = {role: account.total for role, account in self._accounts.items()}
 
     def take(self) -> dict[str, float]:
-        """Since the last time."""
+        """The metrics since they were last taken."""
         metrics: dict[str, float] = {}
         for role, account in self._accounts.items():
             now, last = account.total, self._last[role]

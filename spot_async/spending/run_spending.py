@@ -70,7 +70,7 @@ class RunSpendingMetrics:
         self._last = CacheCounters()
 
     def take(self) -> dict[str, float]:
-        """Since the last time."""
+        """The metrics since they were last taken."""
         metrics = self._spending.take()
         if self._cache is not None:
             now, last = vars(self._cache.counters), vars(self._last)

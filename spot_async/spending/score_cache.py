@@ -38,7 +38,7 @@ def digest(*parts: Any) -> bytes:
 
 @dataclass
 class CacheCounters:
-    """Since the cache was opened."""
+    """What happened since the cache was opened."""
 
     hits: int = 0
     misses: int = 0
@@ -66,7 +66,7 @@ class ScoreCache:
 
     @property
     def size_bytes(self) -> int:
-        """Of its files."""
+        """The size of its files."""
         names = (self.path, self.path.with_name(self.path.name + "-wal"))
         return sum(each.stat().st_size for each in names if each.exists())
 
@@ -150,5 +150,5 @@ class ScoreCache:
 
 
 def _checksum(key: bytes, value: bytes) -> bytes:
-    """Of the value under its key: an entry at another's place is as wrong as a damaged one."""
+    """A checksum of the value under its key: an entry at another's place is as wrong as a damaged one."""
     return hashlib.blake2b(key + value, digest_size=16).digest()

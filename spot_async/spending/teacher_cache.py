@@ -147,7 +147,7 @@ def teacher_model(teacher: TeacherConfig) -> str:
 
 
 def weights_digest(directory: Path) -> bytes:
-    """Of a model directory: its configuration and its weight files, whole. A second or so for each GB."""
+    """A digest of a model directory's configuration and whole weight files. Takes about a second for each GB."""
     found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for path in sorted(each for each in directory.iterdir() if each.suffix in WEIGHT_SUFFIXES):
         with path.open("rb") as file:

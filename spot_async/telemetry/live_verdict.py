@@ -33,7 +33,7 @@ DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
 
 
 def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaStatus]]:
-    """Of those backends, by role, that are pools."""
+    """The replicas of those backends that are pools, by role."""
     return {role: each.replicas for role, each in backends.items() if isinstance(each, Pool)}
 
 
@@ -149,7 +149,7 @@ class LiveVerdict:
                 structlog.get_logger().info("bottleneck", verdict=verdict.sentence, advice=verdict.advice)
 
     def judge(self) -> BottleneckVerdict:
-        """On the time since the last one."""
+        """The verdict on the time since the last one."""
         now_s = asyncio.get_running_loop().time()
         phases, waited_for = self._clock.take(PHASE_OF_WAIT.get(self._orchestrator.state.waiting_for), now_s)
         before, after = self._readings, self._read(now_s)
@@ -202,6 +202,6 @@ class LiveVerdict:
 
 
 def server_use(replicas: Sequence[ReplicaStatus]) -> ServerUse:
-    """Of one role's."""
+    """How one role's servers are used, all together."""
     up = [each for each in replicas if each.state not in DOWN]
     return ServerUse(len(replicas), len(replicas) - len(up), sum(each.limit for each in up))

@@ -33,7 +33,7 @@ class LagHistogram:
             lag_s -= interval_s
 
     def quantile_s(self, share: float) -> float:
-        """At most `share` of all events waited longer than ... seconds; 0 without any."""
+        """The seconds that at most `share` of all events exceeded; 0 without events."""
         wanted, seen = share * self._counts.total(), 0
         for bucket, count in sorted(self._counts.items()):
             seen += count

@@ -17,14 +17,14 @@ class Pool(Protocol):
 
 
 class ReplicaMetrics:
-    """Of all pools among the backends of a run, once they were entered."""
+    """Metrics of all pools among the backends of a run, once they were entered."""
 
     def __init__(self, backends: Mapping[str, object]) -> None:
         self._pools = [each for each in backends.values() if isinstance(each, Pool)]
         self._last = self._now()
 
     def take(self, elapsed_s: float) -> dict[str, float]:
-        """Since this was last asked, `elapsed_s` ago."""
+        """The metrics since they were last taken, `elapsed_s` ago."""
         now, last = self._now(), self._last
         self._last = now
         metrics: dict[str, float] = {}

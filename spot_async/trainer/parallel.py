@@ -207,7 +207,7 @@ class ShardedStrategy(Strategy):
         """Done by the backward pass."""
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """On the CPU of rank 0; empty elsewhere. Tied parameters are gathered one by one, and one tensor again here."""
+        """On rank 0, on the CPU; empty elsewhere. Tied parameters, gathered one by one, are made one tensor again."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = cast(dict[str, Tensor], get_model_state_dict(module, options=options))
         whole: dict[int, Tensor] = {}

@@ -64,7 +64,7 @@ def run(settings: TrainerSettings, channel_directory: str) -> None:
 
 
 def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:
-    """By itself, so that no trainer is left that holds the group when that is left."""
+    """Serve batches. A function of its own: when it returns, no trainer is left that still holds the process group."""
     feed = BatchFeed(channel_directory, dist.get_rank())
     trainer = StudentTrainer(settings, strategy_of(settings.training), device)
     dist.barrier()

@@ -32,7 +32,7 @@ class SilenceLimits:
     start_s: float
 
     def of(self, waiting_for: str | None) -> float:
-        """By the orchestrator's word (`OrchestratorState.waiting_for`); None before and after training."""
+        """The limit for a value of `OrchestratorState.waiting_for`; None stands for before and after training."""
         match waiting_for:
             case None:
                 return self.start_s
@@ -95,7 +95,7 @@ def prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
 
 
 def _longest_recovery(config: Config) -> dict[str, float]:
-    """Of all roles' time to get a server back the longest, by its key."""
+    """The longest time that any role may take to get a server back, under its key."""
     roles = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
     times = {
         f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s
@@ -107,7 +107,7 @@ def _longest_recovery(config: Config) -> dict[str, float]:
 
 
 def start_timeouts(tree: Any) -> Iterator[float]:
-    """Of everything that the run may start: backends name that time-out alike, wherever in their settings it is."""
+    """The start time-outs of everything that the run may start: backends name them alike, wherever they stand."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             if name == "start_timeout_s" and isinstance(value, int | float):
