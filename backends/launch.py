@@ -101,7 +101,7 @@ class LaunchSettings(Section):
 
 
 def check_together(launches: Sequence[LaunchSettings]) -> None:
-    """Whether one machine has room for all of them. Raises ValueError with the keys at fault.
+    """Refuse servers that one machine has no room for together. Raises ValueError with the keys at fault.
 
     A device that several name is shared by shares: each says its own, together they are at most the whole. Which
     devices there are is not known here, so servers none of which names any are let through.

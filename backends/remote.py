@@ -205,7 +205,7 @@ class RemoteServer:
             await asyncio.get_running_loop().create_future()
 
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of what a server is asked before anybody watches it: one of ours that ends of it says why."""
+        """Run what is asked of a server that nobody watches yet. If that ends a server of ours, its end is raised."""
         return await (work if self._launched is None else self._launched.alongside(work))
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
@@ -236,8 +236,10 @@ class RemoteServer:
         resend: bool = True,
         size: Size | None = None,
     ) -> T:
-        """What `decode` makes of the reply. It runs in a thread for a large one, and raises a `RequestError`, or one
-        of `failures.UNREADABLE` for a reply that cannot be read."""
+        """What `decode` makes of the reply, in a thread where it is large.
+
+        `decode` raises a `RequestError`, or one of `failures.UNREADABLE` for a reply that cannot be read.
+        """
         sent = msgspec.json.encode(body)
         reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=resend, size=size)
         with self._naming("POST", path, sent, reply):
@@ -262,7 +264,7 @@ class RemoteServer:
 
     @contextlib.contextmanager
     def _naming(self, method: str, path: str, sent: bytes | None, reply: bytes) -> Iterator[None]:
-        """Errors of reading a reply are request errors, and say of what."""
+        """Turns errors of reading a reply into request errors that name the server and carry the exchange."""
         try:
             yield
         except RequestError as failure:  # some name the server by themselves
@@ -305,7 +307,7 @@ class RemoteServer:
 
 
 class RemoteBackend:
-    """What adapters tell of their server as it is."""
+    """What adapters pass on from their server unchanged."""
 
     _server: RemoteServer
 

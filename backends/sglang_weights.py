@@ -105,7 +105,7 @@ class SglangWeights:
 
     @contextlib.asynccontextmanager
     async def _paused(self, deadline: float) -> AsyncIterator[None]:
-        """Nothing is computed in between. A server whose weights an error left mixed stays as it is."""
+        """Pause the server while inside: it computes nothing. One whose weights an error left mixed stays paused."""
         mode = "retract" if self._holds_requests else "abort"
         try:  # from here on: a pause that nobody waited for to the end is one
             await self._control.post("/pause_generation", {"mode": mode}, deadline)

@@ -52,7 +52,7 @@ class TokenTexts:
 
 
 def _byte_reader(tokenizer: Any) -> Any:
-    """From a token's name in the vocabulary to its bytes. Raises ConfigError for other kinds of tokenizers."""
+    """A function from a token's name in the vocabulary to its bytes. Raises ConfigError for other tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = msgspec.json.decode(backend.to_str()) if backend is not None else {}
     decoder = model.get("decoder") or {}

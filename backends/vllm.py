@@ -122,7 +122,7 @@ class VllmBackend(RemoteBackend):
         await self._server.watch()
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        """What start-up found."""
+        """What was found at start-up."""
         found, files = self._found, self._server.files
         takes_weights = self._is_student and found.takes_weights
         top_k = min(found.max_logprobs, files.vocab_size)

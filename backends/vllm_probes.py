@@ -47,7 +47,7 @@ class Found:
 
     @property
     def weights_need(self) -> str:
-        """What a server lacks that takes no weights."""
+        """What a server needs to take weights, and lacks."""
         if self.weights is None:
             return f"vLLM 0.27 or later, whose replies name the weights that they come from, and is {self.version}"
         return f"{DEVELOPER_MODE} in its environment"

@@ -32,7 +32,7 @@ CLEAN_UP_TIMEOUT_S = 10.0
 
 
 class Workers(msgspec.Struct):
-    """Those of all the server's data-parallel replicas."""
+    """The number of workers in all of the server's data-parallel replicas."""
 
     world_size: int
 

@@ -28,7 +28,7 @@ class Transport(Protocol):
     """Brings weights to a paused server."""
 
     async def prepare(self, deadline: float) -> None:
-        """What can fail before any weights are touched."""
+        """Do what can fail before any weights are touched."""
         ...
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
@@ -138,7 +138,7 @@ class WeightUpdater:
         structlog.get_logger().warning("went back to the weights before", role=name, cause=cause)
 
     async def _resume_after_failure(self) -> None:
-        """What failed first is what the caller is told."""
+        """Resume as well as possible: the caller is told what failed first."""
         try:
             await self._resume()
         except RequestError as second:

@@ -53,7 +53,7 @@ async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 @asynccontextmanager
 async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Each of them runs while inside, and is cancelled on leaving. What one raises ends the inside, as a group."""
+    """Run each of them while inside, and cancel them on leaving. What one raises ends the inside, as a group."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each(), name=each.__qualname__) for each in loops]
         try:

@@ -34,7 +34,7 @@ class Phases:
         self._watchdog.phase_began(name, orchestrator)
 
     def judged(self, finished: int, total: int) -> None:
-        """One more response of an evaluation."""
+        """Told of one more response of an evaluation."""
         self._screen.progress(finished, total)
         self._watchdog.response_judged(finished, total)
         self._response_judged(finished, total)

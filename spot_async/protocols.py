@@ -298,7 +298,7 @@ class ScheduleChecker(Protocol):
     """Optional for a policy: told before anything starts which prompts the run will train on."""
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """In admission order, those of later epochs included. Raises ConfigError or DataError to refuse the run."""
+        """Told all prompts in admission order, of every epoch. Raises ConfigError or DataError to refuse the run."""
         ...
 
 

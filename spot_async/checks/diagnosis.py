@@ -308,7 +308,7 @@ class _Examination:
             )
 
     def _judge_temperatures(self) -> None:
-        """What is said of temperatures against what was seen. It only matters where the run's is not 1."""
+        """Compare what servers say of temperatures with what was seen. It only matters where the run's is not 1."""
         temperature = self.config.sampling.temperature
         for name in ("score_temperature", "generation_temperature"):
             said, seen = self.facts[name], self.facts.get(f"{name}_probed")

@@ -61,7 +61,7 @@ class Noise:
 
 
 async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list[IntArray]:
-    """One to each prompt."""
+    """One response to each prompt."""
     replies = await gather(
         _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
         for n, prompt in enumerate(asked.prompts)

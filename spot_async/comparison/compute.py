@@ -67,7 +67,7 @@ def _until(run: Path, iteration: int | None) -> Compute | None:
 
 
 def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
-    """From lines of metrics.jsonl, and what was paid by then."""
+    """What lines of metrics.jsonl add up to, with the money paid by then."""
     request_s: dict[str, float] = {}
     for stage in stage_names(rows):
         role = STAGE_SERVERS.get(stage)

@@ -205,5 +205,5 @@ def _paired(name: str, found: Sequence[tuple[str, BenchmarkFigures]]) -> PairedB
 
 
 def ids_apart(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Those that only one of both has."""
+    """Ids that only one of both has."""
     return sorted(set(ours) ^ set(theirs))

@@ -82,12 +82,12 @@ class ModelSize:
 
 
 def read_size(directory: Path) -> ModelSize | None:
-    """None for architectures that are not sized. The directory has a config.json (see `read_model`)."""
+    """The size of a directory's model; None for unknown architectures. It has a config.json (see `read_model`)."""
     return size_of(msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any]))
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize | None:
-    """From the values of a config.json."""
+    """The size of a model by the values of its config.json; None for unknown architectures."""
     kind = config.get("model_type")
     if kind not in SIZED or config.get("mlp_bias") or (kind != "qwen2" and config.get("attention_bias")):
         return None

@@ -49,7 +49,7 @@ class BenchmarkResult:
         return len(self.responses[0])
 
     def tier_names(self) -> list[str]:
-        """In order of appearance."""
+        """The tiers, in order of appearance."""
         return list(dict.fromkeys(tier for tier in self.tiers if tier is not None))
 
     def in_tier(self, tier: str) -> BoolArray:
@@ -156,7 +156,7 @@ class EvaluationResult:
 
     @property
     def responses(self) -> tuple[JudgedResponse, ...]:
-        """In the order of benchmarks, problems and samples."""
+        """All responses, in the order of benchmarks, problems and samples."""
         return tuple(response for each in self.benchmarks for row in each.responses for response in row)
 
     def count(self, verdict: Verdict) -> int:

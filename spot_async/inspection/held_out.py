@@ -167,6 +167,6 @@ def _drawn_at(settings: Mapping[str, Any]) -> str:
 
 
 def with_error(share: float, standard_error: float | None, sign: str = "") -> str:
-    """In percent; `sign` is + for changes. One problem has no standard error."""
+    """A share in percent with its error; `sign` is + for changes. One problem has no standard error."""
     error = _number(standard_error)
     return f"{100 * share:{sign}.1f}" + (f" ±{100 * error:.1f}" if math.isfinite(error) else "")

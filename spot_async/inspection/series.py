@@ -122,7 +122,7 @@ def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def drawn_series(series: Sequence[Series]) -> list[Series]:
-    """Those with points, thinned, each with a colour."""
+    """The series that have points, thinned, each with a colour."""
     colours = [i if each.colour is None else each.colour for i, each in enumerate(series)]
     thin = [
         Series(each.name, thinned(finite(each.points)), colour, each.dash, _thinned_errors(each))

@@ -59,7 +59,7 @@ class PolicySettings:
 
     @property
     def chosen(self) -> str:
-        """What became of the positions, in a word."""
+        """What became of the selected positions, in a word."""
         return "probed" if self.guided else "selected"
 
 

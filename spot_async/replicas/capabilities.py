@@ -24,7 +24,7 @@ def check_same(expected: Capabilities, name: str, found: Capabilities, what: Seq
 
 
 def combined(all_of: Sequence[Capabilities]) -> Capabilities:
-    """What each of them offers: any of them may be asked. The first one's where nothing is to be chosen."""
+    """What every one of them offers, since any may be asked; the first one's word where that makes no sense."""
     first = all_of[0]
 
     def least(name: str) -> int:

@@ -153,7 +153,7 @@ class ConcurrencyLimit:
         return self._decrease(self._known_slots, now_s, round(baseline.most_in_flight), reason)
 
     def _decrease(self, least: int, now_s: float, in_flight: int, reason: str) -> Decrease | None:
-        """From what was in flight: the limit itself may be far above."""
+        """Lower the limit from what was in flight, not from the limit itself, which may be far above that."""
         before, too_much = self.value, min(self.value, in_flight)
         self._limit = min(self._limit, max(float(least), too_much * DECREASE))
         self._decreased_s = now_s

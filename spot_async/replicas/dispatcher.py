@@ -69,7 +69,7 @@ class Dispatcher(Generic[B]):
             self._timer.cancel()
 
     def admit(self) -> None:
-        """Let in who can be: to be called when a replica may have become free for more."""
+        """Grant leases to those who wait, as far as possible. Called when a replica may have room for more."""
         passed: list[tuple[Errand, int]] = []
         while (ticket := self._mailbox.pop()) is not None:
             errand, turn = self._waiting[ticket]
@@ -128,7 +128,7 @@ class Dispatcher(Generic[B]):
         self.admit()
 
     def _forgo(self, lease: HeldLease[B]) -> None:
-        """The room under the rate limit that nothing was sent in."""
+        """Give back the room under the rate limit of a lease in which nothing was sent."""
         if self._rate_limit is not None and lease.grant is not None:
             self._rate_limit.give_back(lease.grant)
 
@@ -151,7 +151,7 @@ class Dispatcher(Generic[B]):
         self.admit()
 
     def _released(self, lease: HeldLease[B], error: BaseException | None) -> None:
-        """What a request ended with says something of its replica, unless it was taken back."""
+        """Tell a replica what its request ended with, unless the request was taken back."""
         if isinstance(error, RequestError):
             lease.errand.failed_on.add(lease.replica)
         if not lease.was_revoked:
@@ -195,11 +195,11 @@ class Dispatcher(Generic[B]):
 
 
 def _is_refusal(error: RequestError) -> bool:
-    """Whether the server said it itself, such as HTTP 500: a bad request's doing, not a dead server's."""
+    """Whether the server said so itself (HTTP 500, say): then the request may be at fault, and the server lives."""
     return error.exchange is not None and (error.exchange.status or 0) >= HTTP_ERROR
 
 
 def _is_of_a_reply(error: RequestError) -> bool:
-    """What a backend refuses by itself is never sent, and tells nothing of the server."""
+    """Whether the error came from a reply. What a backend itself refuses says nothing of the server."""
     was_answered = error.exchange is not None and error.exchange.status is not None
     return was_answered or isinstance(error, PoisonedReplyError)

@@ -48,7 +48,7 @@ IN_ROTATION = frozenset({State.SERVING, State.UPDATING, State.SUSPECT, State.HAL
 
 
 class LifeCycle:
-    """One replica's. `moved` is told of every move, after it."""
+    """The state of one replica. `moved` is called after every change of it."""
 
     def __init__(self, now_s: float, moved: Callable[[], None] = lambda: None) -> None:
         self.state = State.STARTING
@@ -60,7 +60,7 @@ class LifeCycle:
         self._failures = 0  # in a row
 
     def move(self, state: State, now_s: float) -> None:
-        """Raises ValueError for a move that makes no sense: that is a bug."""
+        """Change the state. Raises ValueError for a move that makes no sense: that is a bug."""
         if state not in MOVES[self.state]:
             raise ValueError(f"a replica cannot go from {self.state} to {state}")
         self._away_s = self.away_s(now_s)
@@ -70,24 +70,26 @@ class LifeCycle:
         self._moved()
 
     def away_s(self, now_s: float) -> float:
-        """Seconds so far in which it was not to be had. It may be on trial for as long as nobody asks it anything."""
+        """Seconds so far in which it could not be asked. A replica on trial counts as there, however long the trial."""
         return self._away_s + (0.0 if self.state in ALIVE else now_s - self.since_s)
 
     def takes(self, version: WeightVersion | None, in_flight: int) -> bool:
-        """Whether it may have one more request, which is for `version`."""
+        """Whether it may have one more request, where that needs the weights `version`."""
         if self.version != version:
             return False
         return self.state is State.SERVING or (self.state is State.HALF_OPEN and in_flight == 0)
 
     def answered(self, now_s: float) -> None:
-        """It gave a reply, be it an error: the server lives."""
+        """It gave a reply: the server lives, even where the reply is an error."""
         self._failures = 0
         if self.state is State.HALF_OPEN:
             self.move(State.SERVING, now_s)
 
     def failed(self, sent_s: float, now_s: float) -> bool:
-        """A connection failed, of a request sent at `sent_s`. Returns whether it is suspect from now on, and must be
-        pinged. What was sent before a trial says nothing of the trial: a burst of resets may come in over a while."""
+        """The connection of a request sent at `sent_s` failed; returns whether the replica is suspect now: ping it.
+
+        Requests sent before a trial say nothing of it: of a burst of resets, some may come in late.
+        """
         if self.state not in (State.SERVING, State.HALF_OPEN):
             return False
         if self.state is State.HALF_OPEN and sent_s < self.since_s:

@@ -34,7 +34,7 @@ class Occupancy:
 
     @property
     def requests(self) -> int:
-        """In flight now."""
+        """Requests in flight now."""
         return self._all.requests
 
     def busy_s(self, now_s: float) -> float:

@@ -58,7 +58,7 @@ class ReplicaPool(Generic[B]):
         self._asleep: list[Replica[B]] = []
 
     async def __aenter__(self) -> Self:
-        """All of them are started; one that cannot be ends the others."""
+        """Start all of them. One that cannot be started ends the others."""
         most = self._serving.max_in_flight
         for name, (make, backend) in self._made.items():
             self._replicas.append(Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved))
@@ -117,8 +117,10 @@ class ReplicaPool(Generic[B]):
         return combined(await gather(replica.backend.capabilities(deadline=deadline) for replica in self._replicas))
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """All that serve, at the same time. One that misses them gets no requests until it has them; when none of them
-        takes any, they all go on with those before."""
+        """Send weights to all that serve, at the same time.
+
+        One that misses them gets no requests until it has them. When none takes any, all go on with the old ones.
+        """
         await self._weights.update(snapshot, deadline=deadline)
 
     async def watch(self) -> None:
@@ -158,7 +160,7 @@ class ReplicaPool(Generic[B]):
                 self._asleep.append(replica)
 
     async def wake(self, *, deadline: float) -> None:
-        """One that does not wake is brought back as others that failed; raises when none of those that serve wakes."""
+        """Wake all servers. One that does not wake is brought back as if it had failed; raises when none wakes."""
         asleep, self._asleep = self._asleep, []
         try:
             errors = await gather(_wake(replica, deadline) for replica in asleep)

@@ -161,7 +161,10 @@ class Replica(Generic[B]):
         self.life.answered(now_s)
 
     def unanswered(self, lease: HeldLease[B], error: SpotError, now_s: float) -> None:
-        """A connection failed, or was never made: as for those that came after the first one that failed."""
+        """A request got no answer: its connection failed, or was never made.
+
+        Only those that were sent before the first of these failures may be what ended the server.
+        """
         self.last_error = error
         if not self._unanswered:
             self._failing_s = now_s
@@ -171,7 +174,7 @@ class Replica(Generic[B]):
             self._changed.set()
 
     def take_back(self, reason: str, *, is_lost: bool) -> None:
-        """Cancel everything in flight. `is_lost`: the server ended or froze of itself, perhaps of one of these."""
+        """Cancel everything in flight. `is_lost`: the server ended or froze by itself, and one of these may be why."""
         if is_lost:
             lost = {id(lease.errand): lease.errand for lease in self.leases} | self._unanswered
             for errand in lost.values():
@@ -206,13 +209,13 @@ class Replica(Generic[B]):
         await self._idle.wait()
 
     def report(self, trouble: Trouble, error: SpotError) -> None:
-        """To the supervisor; the first one counts, and nothing while it is being brought back."""
+        """Report trouble to the supervisor. The first report counts, and none while it is being brought back."""
         if self.life.state in IN_ROTATION and not self._report.done():
             self.last_error = error
             self._report.set_result(Report(trouble, error))
 
     async def trouble(self) -> Report:
-        """The first that was reported since it was last taken out."""
+        """Wait for the first trouble that is reported since it was last taken out of rotation."""
         return await asyncio.shield(self._report)
 
     def take_out(self, state: State, now_s: float) -> None:

@@ -52,7 +52,7 @@ class Router:
         self._new_at: Counter[str] = Counter()
 
     def choose(self, session: str | None, serving: Sequence[L], avoid: Collection[str] = ()) -> L | None:
-        """One of those that serve; None when all of them are full."""
+        """The replica for a request, one of those that serve; None when all of them are full."""
         free = [each for each in serving if each.in_flight < each.most_in_flight]
         if not free:
             return None

@@ -36,7 +36,7 @@ class Errand:
 
     @property
     def is_suspected(self) -> bool:
-        """Perhaps it ends servers: it is sent where no other suspected one is, so that the next loss tells which."""
+        """Whether it may be what ends servers: then it is sent where no other suspect is, so that a loss tells."""
         return self.losses >= SUSPECTED
 
     @property
@@ -44,8 +44,11 @@ class Errand:
         return self.losses > SUSPECTED
 
     def check(self) -> None:
-        """Raises `PermanentError` once there is no doubt left. Many requests are in flight as a server ends, and one of
-        them is to blame at most: without a last time alone, the company of a bad prompt would be given up with it."""
+        """Raises `PermanentError` once it is clear that this request ends servers.
+
+        Many requests are in flight when a server ends, and at most one of them is to blame. Without a last attempt
+        alone, those beside a bad prompt would be given up with it.
+        """
         if self.is_convicted:
             raise PermanentError(
                 f"{self.stage}: {self.losses} times a server ended or froze while it had this request, the last time "

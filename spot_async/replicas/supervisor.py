@@ -42,7 +42,7 @@ RESTARTS_WITHIN_S = 3600.0
 
 
 class Supervisor(Generic[B]):
-    """One replica's. `are_ours`: entering it starts a server."""
+    """Looks after one replica. `are_ours`: entering its backend starts a server."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Supervisor(Generic[B]):
         self._log = structlog.get_logger().bind(replica=replica.name)
 
     async def run(self) -> None:
-        """Raises `ProcessDiedError` when the last replica may not be started again."""
+        """Bring the replica back as often as it fails. Raises `ProcessDiedError` when the last may not start again."""
         while True:
             report = await self._next_trouble()
             self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
@@ -114,7 +114,7 @@ class Supervisor(Generic[B]):
                 life.move(State.SERVING, _now_s())
 
     async def _ping(self, *, unknown_is_well: bool) -> SpotError | None:
-        """The error of a ping that fails. A backend that has none is taken to be well, or what was last seen of it."""
+        """The error of a failed ping. A backend without pings passes, or fails with the last error seen of it."""
         backend = self._replica.backend
         if not isinstance(backend, HealthCheck):
             return None if unknown_is_well else self._replica.last_error
@@ -125,7 +125,7 @@ class Supervisor(Generic[B]):
         return None
 
     async def _take_out(self, report: Report) -> None:
-        """Out of rotation, and what it has in flight back."""
+        """Take the replica out of rotation, and take back what it has in flight."""
         replica, reason = self._replica, f"{report.trouble.value} ({report.error})"
         if report.trouble in (Trouble.ENDED, Trouble.SILENT):
             replica.take_out(State.OPEN, _now_s())
@@ -139,7 +139,7 @@ class Supervisor(Generic[B]):
             replica.take_back(reason, is_lost=False)
 
     async def _explained(self, report: Report) -> Report:
-        """Connections to a server of ours fail before it has ended: how it ends says more."""
+        """The true cause of trouble: connections to a server of ours fail before it has ended; its end says more."""
         if not self._are_ours or report.trouble is not Trouble.SILENT or _is_frozen(report):
             return report
         try:
@@ -207,7 +207,7 @@ class Supervisor(Generic[B]):
 
     @contextlib.asynccontextmanager
     async def _awake_throughout(self) -> AsyncIterator[None]:
-        """What the servers run on is theirs meanwhile: whoever wants them to sleep waits for the end."""
+        """Wait until the servers are awake, and keep them so inside: who wants them to sleep waits for the end."""
         while True:
             await self._awake.wait()
             async with self._replica.entering:

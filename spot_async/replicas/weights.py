@@ -31,8 +31,10 @@ class Weights(Generic[B]):
         self._moved = moved
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Give them to all that serve; those that miss them are reported. Where all refuse, the first refusal is
-        raised, and those before stay the newest. Where none serves, or all are lost, wait for one that comes back.
+        """Send new weights to all replicas that serve, and report those that miss them.
+
+        Where all refuse, the first refusal is raised, and the old weights stay the newest. Where none serves, or
+        all are lost, wait until one comes back.
         """
         before = self._newest
         self._set_newest(snapshot)
@@ -55,7 +57,7 @@ class Weights(Generic[B]):
             await _send(replica, self._newest, _now_s() + WEIGHT_UPDATE_TIMEOUT_S)
 
     async def _update(self, replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> RequestError | None:
-        """The error that it missed them for."""
+        """Send weights to one replica; returns the error for which it missed them."""
         replica.life.move(State.UPDATING, _now_s())
         try:
             await _send(replica, snapshot, deadline)

@@ -148,7 +148,7 @@ class Account:
         return grant
 
     async def _reserve(self, money: float, tokens: int) -> None:
-        """Waits while only what is in flight, which may turn out cheaper, stands in the way."""
+        """Reserve a request's worst case. Waits while it may still fit, as requests in flight turn out cheaper."""
         while True:
             if self._spent is not None:
                 raise self._spent
@@ -217,7 +217,7 @@ class Account:
 
 
 class Charge:
-    """One request on its way."""
+    """The bill of one request on its way."""
 
     def __init__(self, size: Size) -> None:
         self.size = size

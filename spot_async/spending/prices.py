@@ -67,7 +67,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counted(self) -> Usage:
-        """What is taken for used when the reply does not say."""
+        """What counts as used when the reply does not say."""
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.max_completion_tokens)
 
 

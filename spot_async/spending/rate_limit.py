@@ -105,7 +105,7 @@ class RateLimiter:
         return grant
 
     def send(self, now_s: float, grant: Grant) -> None:
-        """Its request leaves."""
+        """The grant's request leaves."""
         self.give_back(grant)
         if self._requests is not None:
             self._requests.take(now_s, 1)

@@ -52,7 +52,7 @@ class SpendingLog:
             self.write(0)
 
     def go_on(self) -> None:
-        """What was spent until the run was stopped counts on. Raises DataError for a damaged file."""
+        """Continue the figures of a run that was stopped. Raises DataError for a damaged file."""
         path = self._directory.path / FILE
         data = path.read_bytes() if self._accounts and path.exists() else b""
         whole_bytes = data.rfind(b"\n") + 1
@@ -75,7 +75,7 @@ class SpendingLog:
                 self._accounts[row.role].ledgers[row.server] = SpendingLedger(**found)
 
     def write(self, iteration: int | None = None) -> None:
-        """`None` is the end of the run."""
+        """Write a row for each endpoint; an iteration of None stands for the end of the run."""
         rows = [
             {"time": time.time(), "iteration": iteration, "role": role, "server": server}
             | msgspec.structs.asdict(ledger)

@@ -35,7 +35,7 @@ class RunSpending:
 
     @property
     def replayed_teacher(self) -> ReplayedTeacher | None:
-        """In place of the teacher's backend; None where there is a teacher to ask."""
+        """What stands in for the teacher's backend in a replay; None where there is a teacher to ask."""
         cache = self.teacher_cache
         return ReplayedTeacher(cache) if cache is not None and cache.cache.is_replay else None
 
@@ -46,7 +46,7 @@ class RunSpending:
         return () if cache is None or cache.cache.is_replay else (cache,)
 
     async def teacher_asked(self, found: Mapping[str, Capabilities]) -> None:
-        """What the servers say of themselves, by role: scores can be kept from now on."""
+        """Told what the servers say of themselves, by role: from now on scores can be kept."""
         if self.teacher_cache is not None:
             await self.teacher_cache.identify(found["teacher"])
 

@@ -98,7 +98,7 @@ class ScoreCache:
         await self._run(lambda: self._write(key, wire.encode(value)))
 
     async def _run(self, work: Callable[[], Result]) -> Result:
-        """In the cache's thread. It is waited for even by who is cancelled: the thread would go on without him."""
+        """Run `work` in the cache's thread. A cancelled caller waits for it too: the thread would go on without one."""
         future = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             return await asyncio.shield(future)

@@ -96,7 +96,7 @@ class RunConsole:
         self.console.print(Text(visible(f"warning: {line}"), style="yellow"), soft_wrap=True)
 
     def say(self, line: str) -> None:
-        """One line with the time since the start."""
+        """Print one line with the time since the start."""
         self._said_s = time.monotonic()
         self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False, soft_wrap=True)
 
@@ -253,7 +253,7 @@ def kind_of_row(result: EvaluationResult) -> str:
 
 
 def estimate_words(estimate: Estimate | None) -> str:
-    """In percent; nothing where nothing is judged."""
+    """A figure in percent with its error; nothing where nothing is judged."""
     if estimate is None:
         return ""
     return with_error(estimate.value, math.nan if estimate.standard_error is None else estimate.standard_error)

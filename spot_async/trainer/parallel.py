@@ -101,7 +101,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """The part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

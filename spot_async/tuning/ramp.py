@@ -128,7 +128,7 @@ class ClosedLoop:
             raise refusal
 
     def _refusal(self) -> StoppedError | None:
-        """What says that more requests are no use."""
+        """The error that says more requests are no use; None while there is none."""
         for error in self.failures:
             if isinstance(error, ThrottledError | BudgetSpentError):
                 return StoppedError("throttled" if isinstance(error, ThrottledError) else "budget", str(error))

@@ -188,7 +188,7 @@ def _servers(config: Config, server: str) -> int:
 
 
 def _model(config: Config, server: str) -> ModelConfig | None:
-    """What serves it; None for the verifier. A reference without a section is served as the student is."""
+    """The model that the server serves; None for the verifier. A reference without a section is the student's."""
     models = {"student": config.student, "teacher": config.teacher, "reference": config.reference or config.student}
     return models.get(server)
 
