@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 
 
 def counted(number: int, noun: str) -> str:
     """`1 sample`, `2 samples`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def with_error(share: float, standard_error: float | None, *, signed: bool = False) -> str:
+    """`61.5 ±2.6`: a share and its standard error, both in percent; without the error where it is None or NaN."""
+    text = f"{100 * share:{'+' if signed else ''}.1f}"
+    if standard_error is None or not math.isfinite(standard_error):
+        return text
+    return f"{text} ±{100 * standard_error:.1f}"
 
 
 def shortened(text: str, characters: int) -> str:

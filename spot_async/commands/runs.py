@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -17,6 +17,12 @@ from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.run_directory import RunDirectory, name_of
 from spot_async.text import counted
+
+if TYPE_CHECKING:  # they import transformers, which --help need not wait for
+    from spot_async.checks.preflight import TrainPlan
+    from spot_async.evaluation.benchmarks import Benchmark
+    from spot_async.model_files import ModelFiles
+    from spot_async.run_summary import TrainOutcome
 
 
 def train(
@@ -53,8 +59,6 @@ def train(
         fail(error, code=2)
 
     from spot_async.runtime import train as run_training
-    from spot_async.spending.records import spending_words
-    from spot_async.telemetry.console import evaluation_table, unverified_note
 
     if len(plan.rows) > 2:  # more than read and problems
         screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
@@ -64,6 +68,16 @@ def train(
     show_machine(screen, machine)
     training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
     outcome = run_until_stopped(training, directory)
+    show_outcome(outcome, path)
+    if outcome.spent is not None:
+        fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
+
+
+def show_outcome(outcome: TrainOutcome, path: Path) -> None:
+    """What `train` prints at its end; `path` is the run directory."""
+    from spot_async.spending.records import spending_words
+    from spot_async.telemetry.console import evaluation_table, unverified_note
+
     last = outcome.after or outcome.before
     if last is not None:
         screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
@@ -78,8 +92,6 @@ def train(
         screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
         screen.print(Text(f"best student: {path / 'best'}"))
-    if outcome.spent is not None:
-        fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
 
 
 def evaluate(
@@ -161,7 +173,7 @@ def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDire
     return directory
 
 
-def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: Any) -> None:
+def show_evaluation_plan(config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles) -> None:
     """What `eval --dry-run` prints."""
     from spot_async.checks.diagnosis import evaluation_warnings
     from spot_async.estimates.endpoints import evaluation_estimate
@@ -182,7 +194,7 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Any, student: A
     screen.print(Text("\n".join(lines)), soft_wrap=True)
 
 
-def show_plan(config: Config, path: Path, plan: Any) -> None:
+def show_plan(config: Config, path: Path, plan: TrainPlan) -> None:
     """What `train --dry-run` prints."""
     from spot_async.checks.diagnosis import plan_warnings
 

@@ -17,7 +17,7 @@ from spot_async.inspection import svg
 from spot_async.inspection.bottleneck import percent
 from spot_async.inspection.series import Series
 from spot_async.inspection.totals import Rows
-from spot_async.text import counted
+from spot_async.text import counted, with_error
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTab
         cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in metrics for f in figures]
         if changes:
             change = changes[tier]
-            cells.append(with_error(change["avg"], change["avg_standard_error"], "+"))
+            cells.append(with_error(change["avg"], change["avg_standard_error"], signed=True))
         name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
         rows.append(ResultRow(name, int(figures[0]["problems"]), tuple(cells)))
     paired = " The change is paired on problems." if changes else ""
@@ -164,9 +164,3 @@ def sampling_note(config: Mapping[str, Any], evaluation: Mapping[str, Any] | Non
 
 def _drawn_at(settings: Mapping[str, Any]) -> str:
     return f"temperature {settings.get('temperature', 1):g}, top-p {settings.get('top_p', 1):g}"
-
-
-def with_error(share: float, standard_error: float | None, sign: str = "") -> str:
-    """A share in percent with its error; `sign` is + for changes. One problem has no standard error."""
-    error = _number(standard_error)
-    return f"{100 * share:{sign}.1f}" + (f" ±{100 * error:.1f}" if math.isfinite(error) else "")

@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.errors import RequestError
-from spot_async.evaluation.figures import Estimate
 from spot_async.evaluation.results import EvaluationResult, paired_change
 from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
+from spot_async.telemetry.figures_table import estimate_words
 from spot_async.telemetry.run_log import mean_metrics
-from spot_async.text import visible
+from spot_async.text import visible, with_error
 from spot_async.timeline import busiest
 from spot_async.types import Prompt, Verdict
 
@@ -252,22 +252,10 @@ def kind_of_row(result: EvaluationResult) -> str:
     return "tier" if result.is_single else "benchmark"
 
 
-def estimate_words(estimate: Estimate | None) -> str:
-    """A figure in percent with its error; nothing where nothing is judged."""
-    if estimate is None:
-        return ""
-    return with_error(estimate.value, math.nan if estimate.standard_error is None else estimate.standard_error)
-
-
 def unverified_note(result: EvaluationResult) -> str | None:
     """Says so when responses count as incorrect only because they could not be judged."""
     missing = result.count(Verdict.TIMEOUT) + result.count(Verdict.ERROR)
     return f"{missing} responses could not be judged and count as incorrect" if missing else None
-
-
-def with_error(value: float, error: float, *, signed: bool = False) -> str:
-    text = f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
-    return f"{text} ±{100 * error:.1f}" if math.isfinite(error) else text
 
 
 def percent(value: float | None) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, Figures
-from spot_async.text import visible
+from spot_async.text import visible, with_error
 from spot_async.types import Verdict
 
 NOT_JUDGED = (Verdict.TIMEOUT, Verdict.ERROR)
@@ -40,10 +40,12 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
     table = _table("benchmark", "n", average, *(f"Pass@{k}" for k in ks))
     rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
     for number, (name, each) in enumerate(rows, start=1):
-        cells = [str(each.problems), words(each.avg), *(words(each.pass_at.get(k)) for k in ks)]
+        cells = [str(each.problems), estimate_words(each.avg), *(estimate_words(each.pass_at.get(k)) for k in ks)]
         table.add_row(Text(visible(name)), *cells, end_section=number == len(rows))
     if figures.macro is not None and len(figures.benchmarks) > 1:
-        table.add_row("macro", "", words(figures.macro.avg), *(words(figures.macro.pass_at.get(k)) for k in ks))
+        table.add_row(
+            "macro", "", estimate_words(figures.macro.avg), *(estimate_words(figures.macro.pass_at.get(k)) for k in ks)
+        )
     return table
 
 
@@ -105,12 +107,9 @@ def notes(figures: EvaluationFigures) -> Iterator[str]:
         yield f"{missing} responses could not be judged (timeout, error) and count as incorrect"
 
 
-def words(estimate: Estimate | None) -> str:
-    """In percent; nothing where there is no figure."""
-    if estimate is None:
-        return ""
-    error = "" if estimate.standard_error is None else f" ±{100 * estimate.standard_error:.1f}"
-    return f"{100 * estimate.value:.1f}{error}"
+def estimate_words(estimate: Estimate | None) -> str:
+    """A figure in percent with its error; nothing where nothing was judged."""
+    return "" if estimate is None else with_error(estimate.value, estimate.standard_error)
 
 
 def _mark(figures: BenchmarkFigures) -> str:
