@@ -1,29 +1,30 @@
 """How many requests a replica may have at a time. Pure: additive increase, multiplicative decrease.
 
-It starts at the most that is allowed, where stages' own limits decide, and comes down when the server says, or shows,
-that it has too much:
+The limit starts at the most that is allowed, where the stages' own limits decide. It comes down when the server says
+or shows that it has too much:
 
-* It refuses (429, 503), or a request is not answered in time. That is its own word, and counts at once.
-* Latency grows, and throughput does not. Requests differ in length, so what is compared is seconds per unit of work (a
-  token, for what generates or scores), of each `Errand.kind` for itself, over windows of many requests, with a
-  baseline that follows slowly. A server that batches takes longer for each request the more it has, up to in
-  proportion to what it has, and that alone is no reason: what goes in proportion is a queue that costs nothing, and
-  finding the best place on that curve is `tune`'s business. What grows beyond that does cost: memory that no longer
-  holds what is in flight, somebody else's load.
+* The server refuses a request (429, 503), or does not answer one in time. This counts at once.
+* Latency grows more than the load explains. Requests differ in length, so seconds per unit of work are compared (a unit
+  is a token for what generates or scores). Each `Errand.kind` has windows of many requests, and a baseline that follows
+  slowly. A server that batches may take longer for each request in proportion to the requests that it has. That is a
+  queue and costs no throughput, so it is no reason to lower the limit (`tune` finds the best place on that curve).
+  Growth beyond it does cost: memory no longer holds what is in flight, or others use the server too.
 
-Latency is no more than a sign, so it counts only where it means something. A short request's is that of whatever it
-happens to be served beside, so a window counts only where its kind is much of what the replica had to do meanwhile.
-One bad window may be a pause, such as for new weights; two in a row, the second of requests that were sent after the
-first, are not.
+Latency is only a sign, so it counts only where it means something:
 
-Neither latency nor a time-out takes the limit below the slots that the server is known to have: fewer would leave some
-of them empty, and a request that outlasts its deadline is often the last one in flight. A server that refuses knows
-better.
+* A short request takes as long as whatever it is served beside. So a window counts only if its kind was a large part of
+  what the replica had to do.
+* One bad window may be a pause, for new weights for example. Two in a row are not, where the requests of the second were
+  sent after the first.
 
-Like TCP's, it reacts once per round trip: what was sent before the last decrease says nothing of the load since. Also
-as in TCP, it comes down from what was in flight, for a limit that nobody reached says nothing: at a refusal from what
-was in flight then, for latency from the most of the windows that are remembered, or a burst would find the limit that
-the end of the last one left.
+Neither latency nor a time-out takes the limit below the number of slots that the server is known to have. A lower limit
+would leave slots empty, and a request that outlasts its deadline is often the last one in flight. A refusal may: the
+server knows better.
+
+Two rules are TCP's. The limit falls at most once per round trip, since requests sent before the last decrease say
+nothing of the load since. And it falls from what was in flight, since a limit that nobody reached says nothing: after a
+refusal from what was in flight then; for latency from the most that was in flight in the windows remembered, so that
+one burst does not meet the limit that the quiet end of the last one left.
 """
 
 from __future__ import annotations

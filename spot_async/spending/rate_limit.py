@@ -1,10 +1,14 @@
 """How many requests and tokens may leave for an endpoint, and when. Pure: no clock, nobody waits here.
 
 Token buckets that refill evenly and hold one second's worth: a minute's allowance is spread over the minute, since
-providers that state a limit per minute often enforce it over a second. Whoever grants requests their turn asks
-`delay_s`, waits, and calls `grant`, which keeps room for one request. Whoever sends one waits for `turn_s`, in order;
-`send` counts it as it leaves, and a grant that nobody sent anything for is given back, as if it had never been. When
-the reply says what a request really took, `settle` gives the difference back.
+providers that state a limit per minute often enforce it over a second.
+
+A request goes through these steps:
+
+1. Who grants turns asks `delay_s`, waits so long, and calls `grant`, which keeps room for one request.
+2. Who sends the request asks `turn_s`, waits so long, and calls `send` as it leaves. Requests leave in order.
+3. `give_back` returns a grant for which nothing was sent, as if it had never been.
+4. `settle` corrects the count when the reply says what the request really took.
 """
 
 from __future__ import annotations

@@ -68,8 +68,10 @@ def micro_batches(samples: Sequence[Supervision], token_budget: int) -> Iterator
 def rank_micro_batches(
     mini_batch: Sequence[Supervision], rank: int, ranks: int, token_budget: int
 ) -> list[list[Supervision]]:
-    """This rank's micro-batches of a mini-batch. As many on every rank, whose passes may wait for each other:
-    where there are fewer samples, the last are empty."""
+    """This rank's micro-batches of a mini-batch.
+
+    Every rank gets as many, since passes of sharded ranks wait for each other; the last may be empty.
+    """
     shares = [list(micro_batches(rank_share(mini_batch, each, ranks), token_budget)) for each in range(ranks)]
     passes = max(map(len, shares))
     return shares[rank] + [[]] * (passes - len(shares[rank]))
@@ -154,7 +156,7 @@ def _policy_mask(sample: Supervision) -> BoolArray | None:
 
 
 def _where(mask: BoolArray | None, values: FloatArray | None) -> FloatArray | None:
-    """0 where there is no policy term: an advantage of 0 has no loss and no gradient, whatever the ratio."""
+    """`values` where `mask` is true, else 0: an advantage of 0 gives no loss and no gradient, whatever the ratio."""
     return None if mask is None or values is None else np.where(mask, values, 0)
 
 
@@ -201,7 +203,7 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
 def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool) -> None:
     """Raise `TrainerError` naming the sample when its arrays cannot belong together.
 
-    Values are not looked at: what is not finite is found by its effect, whatever its source.
+    Values are not looked at: numbers that are not finite are found by their effect on loss and gradient.
     """
     try:
         check_arrays(sample, vocab_size)

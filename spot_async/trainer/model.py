@@ -50,10 +50,10 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def recompute_layers(model: Any) -> None:
-    """From now on its layers keep only their inputs for the backward pass, and run once more in it.
+    """Make the layers keep only their inputs for the backward pass, and run once more in it.
 
-    They do so inside of their modules' hooks, between which sharding gathers parameters; there is no dropout to repeat.
-    Raises `DataError` where there are none.
+    The second run is inside of the modules' hooks, between which sharding gathers parameters. No random state is kept,
+    since there is no dropout. Raises `DataError` for a model that marks no layers.
     """
     layers = decoder_layers(model)
     if not layers:
@@ -80,10 +80,11 @@ def _hidden_states(model: Any, token_ids: Tensor) -> Tensor:
 
 
 class ResponseLogprobs(nn.Module):
-    """The student with log-probabilities in place of logits: one module, so that all of a forward pass is its own.
+    """The student, giving log-probabilities in place of logits.
 
-    Sharding gathers parameters around a module's forward, and this one needs the output layer outside of the model's.
-    Both results are at `temperature`, that of the rollouts: the policy being trained is the one that sampled.
+    One module for the whole forward pass: sharding gathers parameters around a module's forward, and the output layer
+    is used outside of the student's own. Log-probabilities are at `temperature`, that of the rollouts, since the policy
+    that is trained is the one that sampled.
     """
 
     def __init__(self, student: Any, temperature: float) -> None:
@@ -106,7 +107,8 @@ class ResponseLogprobs(nn.Module):
         rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
         limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block also of no rows
         soft_limits = torch.searchsorted(batch.soft_rows, batch.soft_rows.new_tensor(limits)).tolist()  # waits once
-        # Nothing is random, and to read a GPU's random state would wait for it. One block is kept as it is.
+        # No random state is kept: nothing is random, and reading a GPU's would wait for it. A single block is not
+        # recomputed.
         again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
         of_block = again if len(limits) > 2 else block
         sampled, candidates = [], []

@@ -58,11 +58,11 @@ def rank_device() -> torch.device:
 
 @contextmanager
 def process_group(channel_directory: str, device: torch.device) -> Iterator[None]:
-    """The ranks' group, met through a file; CPU tensors by gloo, GPU tensors by NCCL.
+    """The ranks' process group, which meets through a file: gloo for CPU tensors, NCCL for GPU tensors.
 
-    On leaving, but for an error on a GPU, the last reference to the group must go, for that is what joins
-    gloo's threads. Such a thread may still hold a tensor of the last collective; releasing one takes the
-    interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process.
+    On leaving, the last reference to the group must go, since only that joins gloo's threads. A thread that lives on
+    may hold a tensor of the last collective. To release it the thread takes the interpreter's lock, and doing so while
+    the interpreter ends aborts the process. After an error on a GPU the process ends at once instead.
     """
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -76,8 +76,8 @@ def process_group(channel_directory: str, device: torch.device) -> Iterator[None
         yield
     finally:
         if (error := sys.exception()) is not None and device.type == "cuda":
-            # Out of memory, say. To destroy NCCL's group waits for the others, who wait for this rank in a collective,
-            # and the interpreter's end might: nobody would hear of it.
+            # Out of memory, say. Destroying NCCL's group would wait for the other ranks, who wait for this one in a
+            # collective, and ending the interpreter might too: then nobody would hear of the error.
             sys.excepthook = exit_at_once
         else:
             dist.destroy_process_group()
@@ -101,7 +101,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """The part of a tensor that this rank holds: all of it where it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -177,8 +177,8 @@ class ReplicatedStrategy(Strategy):
 class ShardedStrategy(Strategy):
     """FSDP2: every rank holds its part of parameters, gradients and optimiser state, all in float32.
 
-    A layer's parameters are gathered (in bfloat16 where that is the dtype) while it computes; embedding and output
-    layer belong to the whole and stay from the forward pass to the end of the backward pass, which also sums gradients.
+    A layer's parameters are gathered while it computes, in bfloat16 where that is the dtype. Embedding and output layer
+    stay gathered from the forward pass to the end of the backward pass. The backward pass also sums gradients.
     """
 
     def prepare(
@@ -192,7 +192,8 @@ class ShardedStrategy(Strategy):
                 "so each rank would hold all of it: set training.sharding=none"
             )
         mesh = init_device_mesh(device.type, (self.ranks,))
-        # DTensor's caches keep the mesh for good; this, which compiled code alone reads, would keep the group.
+        # DTensor's caches never let go of the mesh, and this registry, which only compiled code reads, would make the
+        # mesh hold the group.
         getattr(mesh, "_pg_registry", {}).clear()
         policy = MixedPrecisionPolicy()
         if dtype == "bfloat16":

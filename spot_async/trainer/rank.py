@@ -152,7 +152,7 @@ class StudentTrainer:
         return [self._micro_batch(samples) for samples in share]
 
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
-        """Collated, with pi_old as `training.behavior` wants it: recomputed ones are of the present weights."""
+        """The samples collated, with log pi_old as `training.behavior` says: served, or of the present weights."""
         batch = collate(samples).to(self._device)
         if self._training.behavior == "served":
             return batch
@@ -254,16 +254,16 @@ class StudentTrainer:
         tally.see(ratio=ratios.ratio_max)
 
     def _importance_weights(self, batch: MicroBatch) -> Tensor:
-        """(B, T), of 1 where no cap is set."""
+        """Truncated importance weights (B, T); all 1 where no cap is set."""
         cap = self._training.importance_cap
         if cap is None:
             return torch.ones_like(batch.behavior_logprobs)
         return truncated_importance_weights(batch.behavior_logprobs, batch.served_logprobs, cap)
 
     def _tally_mismatch(self, batch: MicroBatch, logprobs: Tensor, tally: Tally) -> None:
-        """Compare the server's log-probabilities with the trainer's of the same weights.
+        """Compare the server's log-probabilities with the trainer's, of the same weights.
 
-        Those are the recomputed ones or, while the weights have not moved, those of the training pass itself.
+        The trainer's are the recomputed ones or, while the weights have not moved, those of the training pass itself.
         """
         own = batch.behavior_logprobs if self._training.behavior == "recomputed" else logprobs
         mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask)
