@@ -178,7 +178,7 @@ class Orchestrator:
             samples = await supervise(self._policy, prompt, self.stages.for_prompt(prompt))
         except RequestError as error:
             self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
-            self._bury(prompt, error)
+            self._give_up(prompt, error)
             return
         except BudgetSpentError as error:
             self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "unpaid"))
@@ -201,7 +201,7 @@ class Orchestrator:
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()
 
-    def _bury(self, prompt: Prompt, error: RequestError) -> None:
+    def _give_up(self, prompt: Prompt, error: RequestError) -> None:
         """Give up a prompt whose request fails for good; another takes its place in the batch.
 
         Raises `SpotError` when so many fail that it is not the prompts' fault.

@@ -6,15 +6,15 @@ or shows that it has too much:
 * The server refuses a request (429, 503), or does not answer one in time. This counts at once.
 * Latency grows more than the load explains. Requests differ in length, so seconds per unit of work are compared (a unit
   is a token for what generates or scores). Each `Errand.kind` has windows of many requests, and a baseline that follows
-  slowly. A server that batches may take longer for each request in proportion to the requests that it has. That is a
-  queue and costs no throughput, so it is no reason to lower the limit (`tune` finds the best place on that curve).
+  slowly. A server that batches may take longer for each request in proportion to the requests that it has. That is
+  a queue and costs no throughput, so it is no reason to lower the limit (`tune` finds the best place on that curve).
   Growth beyond it does cost: memory no longer holds what is in flight, or others use the server too.
 
 Latency is only a sign, so it counts only where it means something:
 
 * A short request takes as long as whatever it is served beside. So a window counts only if its kind was a large part of
   what the replica had to do.
-* One bad window may be a pause, for new weights for example. Two in a row are not, where the requests of the second were
+* One bad window may be a pause, such as for new weights. Two in a row are not, where the requests of the second were
   sent after the first.
 
 Neither latency nor a time-out takes the limit below the number of slots that the server is known to have. A lower limit

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.errors import DataError
@@ -24,7 +22,7 @@ from spot_async.trainer.selected_logprobs import selected_logprobs
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
 
 
-def load_student(directory: str) -> Any:
+def load_student(directory: str) -> PreTrainedModel:
     """The causal model of a Hugging Face directory, on the CPU: float32 parameters, training mode, no dropout.
 
     Raises `DataError` when the directory cannot be loaded or the architecture does something between
@@ -44,12 +42,12 @@ def load_student(directory: str) -> Any:
     return model
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks: what is sharded and recomputed one by one. Empty for models that do not mark theirs."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def recompute_layers(model: Any) -> None:
+def recompute_layers(model: PreTrainedModel) -> None:
     """Make the layers keep only their inputs for the backward pass, and run once more in it.
 
     The second run is inside of the modules' hooks, between which sharding gathers parameters. No random state is kept,
@@ -63,7 +61,7 @@ def recompute_layers(model: Any) -> None:
 
 
 @torch.no_grad()
-def _check_output_layer(model: Any, directory: str) -> None:
+def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
     ids = torch.arange(min(4, model.config.vocab_size))[None]
     logits = model(input_ids=ids, use_cache=False).logits
     ours = model.get_output_embeddings()(_hidden_states(model, ids))
@@ -73,7 +71,7 @@ def _check_output_layer(model: Any, directory: str) -> None:
         )
 
 
-def _hidden_states(model: Any, token_ids: Tensor) -> Tensor:
+def _hidden_states(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     """(B, L) -> (B, L, hidden). Under right padding a causal model needs no padding mask."""
     output: Tensor = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
     return output
@@ -87,7 +85,7 @@ class ResponseLogprobs(nn.Module):
     that is trained is the one that sampled.
     """
 
-    def __init__(self, student: Any, temperature: float) -> None:
+    def __init__(self, student: PreTrainedModel, temperature: float) -> None:
         super().__init__()
         self.student = student
         self._temperature = temperature

@@ -10,11 +10,11 @@ import copy
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spot_async.errors import TrainerError
 from spot_async.weight_files import delete_weights
@@ -41,7 +41,7 @@ class WeightPublisher:
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
 
-    def publish(self, model: Any, state: dict[str, Tensor], step: int) -> None:
+    def publish(self, model: PreTrainedModel, state: dict[str, Tensor], step: int) -> None:
         """Write `state` as `model`'s weights of `step`.
 
         Raises `TrainerError` when that fails (full disk); older weights are then untouched and
@@ -60,7 +60,7 @@ class WeightPublisher:
         for old in self._published()[: -self._keep]:
             delete_weights(old)  # one that stays is tried again after the next step
 
-    def _write(self, model: Any, state: dict[str, Tensor], directory: Path) -> None:
+    def _write(self, model: PreTrainedModel, state: dict[str, Tensor], directory: Path) -> None:
         for file in sorted(self._student_directory.iterdir()):
             if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
                 shutil.copyfile(file, directory / file.name)

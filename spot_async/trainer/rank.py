@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +84,7 @@ class StudentTrainer:
         self._training = settings.training
         self._strategy = strategy
         self._device = device
-        self.model: Any = load_student(settings.model_directory)
+        self.model = load_student(settings.model_directory)
         if self._training.recompute_layers:
             recompute_layers(self.model)
         student = ResponseLogprobs(self.model, settings.temperature)
