@@ -7,7 +7,7 @@ from the message found, is the same prompt token by token; nothing is cut out by
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from spot_async.errors import PermanentError
 from spot_async.types import IntArray
 
 from .replies import only
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}message\N{OBJECT REPLACEMENT CHARACTER}"
 TEMPLATE_ARGUMENTS: tuple[dict[str, bool], ...] = ({"enable_thinking": False}, {"enable_thinking": True}, {})
@@ -40,7 +43,7 @@ class ChatReply(msgspec.Struct):
         return only(self.choices)
 
 
-def user_message(role: str, tokenizer: Any, prompt_ids: IntArray) -> str:
+def user_message(role: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: IntArray) -> str:
     """The one user message whose rendered chat is `prompt_ids` (P,). Raises PermanentError when there is none."""
     text = tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
     for arguments in TEMPLATE_ARGUMENTS if tokenizer.chat_template else ():
@@ -52,14 +55,14 @@ def user_message(role: str, tokenizer: Any, prompt_ids: IntArray) -> str:
     )
 
 
-def _candidates(tokenizer: Any, text: str, arguments: dict[str, bool]) -> Iterator[str]:
+def _candidates(tokenizer: PreTrainedTokenizerBase, text: str, arguments: dict[str, bool]) -> Iterator[str]:
     """What stands between the template's own beginning and end."""
     before, mark, after = _rendered(tokenizer, MARK, arguments, tokenize=False).partition(MARK)
     if mark and text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
         yield text[len(before) : len(text) - len(after)]
 
 
-def _rendered(tokenizer: Any, message: str, arguments: dict[str, bool], *, tokenize: bool) -> Any:
+def _rendered(tokenizer: PreTrainedTokenizerBase, message: str, arguments: dict[str, bool], *, tokenize: bool) -> Any:
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}],
         add_generation_prompt=True,

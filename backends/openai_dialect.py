@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from spot_async.errors import PermanentError, RequestError
 from spot_async.types import LogprobTemperature, SamplingSettings
 
 from .failures import FailedReply
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -72,7 +75,12 @@ class Dialect:
         return {**said, **self.untruncated}
 
     def generate_body(
-        self, prompt: Sequence[int] | str, sampling: SamplingSettings, tokenizer: Any, *, top_k: int = 0
+        self,
+        prompt: Sequence[int] | str,
+        sampling: SamplingSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        top_k: int = 0,
     ) -> dict[str, Any]:
         """The body of a completion request."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": sampling.max_tokens}
@@ -113,7 +121,7 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     return UnsupportedError(message) if status in (400, 404, 405, 422, 501) else None
 
 
-def _stop_texts(sampling: SamplingSettings, tokenizer: Any) -> list[str]:
+def _stop_texts(sampling: SamplingSettings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Ends of a response as text; endpoints end at their own end token besides."""
     texts = [tokenizer.decode([each], skip_special_tokens=False) for each in sampling.stop_token_ids]
     return [text for text in texts if text][:MAX_STOP_TEXTS]

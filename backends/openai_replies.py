@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -33,6 +33,9 @@ from spot_async.types import (
 from .replies import only
 from .stepwise import Steps
 from .token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
 
 ROWS_PER_STEP = 256
 ABORTED = frozenset({"abort", "error"})  # of vLLM and SGLang, with status 200
@@ -322,7 +325,7 @@ def retokenized(
     text: str,
     finish_reason: str | None,
     sampling: SamplingSettings,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     end_token_id: int,
 ) -> Generation:
     """A response of a server that gives text only. Its token ids are ours, so no log-probability is known: all are 0.

@@ -6,14 +6,17 @@ said here only when no other token could have been written like that under any o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from spot_async.errors import ConfigError
 from spot_async.types import BoolArray
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
 
 UNKNOWN = -1
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no whole character
@@ -23,7 +26,7 @@ TOKEN_ID_PREFIX = "token_id:"  # vLLM's return_tokens_as_token_ids
 class TokenTexts:
     """Tables of one tokenizer: byte-level or SentencePiece, as all current language models have."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self.bytes_of: list[bytes | None] = [None] * vocab_size  # None for ids without a token
         self.special: BoolArray = np.zeros(vocab_size, dtype=np.bool_)
         raw: list[str | None] = [None] * vocab_size
@@ -51,7 +54,7 @@ class TokenTexts:
         return [self.id_of(text) for text in texts]
 
 
-def _byte_reader(tokenizer: Any) -> Any:
+def _byte_reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes | None]:
     """A function from a token's name in the vocabulary to its bytes. Raises ConfigError for other tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = msgspec.json.decode(backend.to_str()) if backend is not None else {}

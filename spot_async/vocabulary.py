@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from spot_async.errors import DataError
 from spot_async.types import IntArray
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
 
 
 class Vocabulary:
     """A model directory's tokenizer with the ids that end a response."""
 
-    def __init__(self, tokenizer: Any, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids = end_token_ids
         self._token_text = functools.cache(lambda token_id: self._text([token_id]))
@@ -46,7 +49,7 @@ def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
     return tuple(dict.fromkeys(end for vocabulary in vocabularies for end in vocabulary.end_token_ids))
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; raises DataError when there is none that loads."""
     from transformers import AutoTokenizer  # slow to import
 
@@ -56,7 +59,7 @@ def load_tokenizer(directory: Path) -> Any:
         raise DataError(f"{directory}: has no tokenizer that can be loaded: {first_line(error)}") from None
 
 
-def end_token_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
+def end_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end a response by tokenizer and generation config; empty when neither names one."""
     from transformers import GenerationConfig  # slow to import
 
@@ -71,7 +74,7 @@ def end_token_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ends))
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash that is equal for tokenizers which map the same ids to the same tokens."""
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):

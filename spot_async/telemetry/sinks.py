@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from spot_async.actor import Stage
 from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError
+from spot_async.vocabulary import first_line
 
 LOOPBACK = "127.0.0.1"
 
@@ -81,7 +82,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
             settings=wandb.Settings(silent=True, console="off"),  # the screen is the console's
         )
     except wandb.errors.Error as error:
-        raise ConfigError(f"telemetry.wandb: {str(error).splitlines()[0]} (or set mode: offline)") from None
+        raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set mode: offline)") from None
 
     class Sink:
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.selected_logprobs import selected_logprobs
+from spot_async.vocabulary import first_line
 
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
 
@@ -31,7 +33,7 @@ def load_student(directory: str) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise DataError(f"student {directory} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise DataError(f"student {directory} cannot be loaded: {first_line(error)}") from error
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.errors import TrainerError
+from spot_async.vocabulary import first_line
 from spot_async.weight_files import delete_weights
 
 # What comes along from the initial student: tokenizer, chat template and generation settings.
@@ -82,7 +83,7 @@ class WeightPublisher:
         return sorted(self._directory.glob("step-*"))
 
     def _describe(self, error: OSError | SafetensorError, final: Path) -> str:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         published = self._published()
         saved = f"complete weights up to {published[-1]} are untouched" if published else "none were published before"
         return f"cannot publish weights to {final}: {reason}; {saved}"
