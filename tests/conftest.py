@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import numpy as np
 import pytest
 from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: F401 - fixtures
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
 
 VOCAB = 50
 collect_ignore = ["servers"]  # those need installed servers: `make test-servers`
+
+# Whether a property holds must depend on the code alone: every run tries the same examples, and nothing is timed, as a
+# busy machine is slow. `--hypothesis-profile=explore` tries new examples.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("explore", hypothesis.settings.get_profile("repeatable"), derandomize=False)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

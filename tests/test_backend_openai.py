@@ -140,7 +140,7 @@ class Names:
         return [self._names.index(text) if self._names.count(text) == 1 else UNKNOWN for text in texts]
 
 
-@settings(derandomize=True, max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     weights=st.lists(st.floats(0.001, 50.0), min_size=6, max_size=12, unique=True),
     names=st.lists(st.sampled_from("aabcde"), min_size=12, max_size=12),
@@ -201,7 +201,7 @@ def test_rows_whose_names_are_all_known_are_not_masked() -> None:
         assert found.topk_ids[0].tolist() == [0, 1, 2][:top_k]
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(limit=st.integers(1, 300), names_limit=st.booleans(), noise=st.lists(st.integers(0, 400), max_size=3))
 async def test_the_largest_k_is_found_whatever_a_refusal_says(limit: int, names_limit: bool, noise: list[int]) -> None:
     asked = []
