@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from spot_async.backends.launch import free_port
 from spot_async.backends.local import LocalBackend
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.openai_chat import user_message
@@ -306,12 +307,3 @@ async def test_our_own_server_is_such_an_endpoint(
     np.testing.assert_array_equal(written.token_ids, again.token_ids)
     np.testing.assert_allclose(written.logprobs, read.logprobs, atol=2e-5)
     np.testing.assert_array_equal(written.topk_ids, read.topk_ids)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
