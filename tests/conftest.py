@@ -338,7 +338,7 @@ def running_server() -> Callable[..., AbstractContextManager[str]]:
             assert first.startswith(f"serving {model} on 127.0.0.1 port "), first + process.stderr.read()
             yield f"http://127.0.0.1:{first.split()[-1]}"
             process.send_signal(signal.SIGINT)  # as Ctrl-C does
-            assert process.wait(timeout=20) == 0
+            assert process.wait(timeout=300) == 0
             assert process.stderr.read() == "stopped\n", "it complained"
         finally:
             process.kill()

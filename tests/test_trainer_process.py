@@ -175,7 +175,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
         )
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
 
     for name, (samples, training) in cases.items():
         alone = make_trainer(student, tmp_path / f"{name} alone", **{**training, "sharding": "none"})
