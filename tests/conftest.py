@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the processes that tests start
+# What we print is that of no terminal, wherever the tests run, and no proxy stands between them and their servers.
+os.environ.update({"COLUMNS": "80", "LINES": "25"})
+os.environ.update(dict.fromkeys(["FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS"], ""))
+os.environ.update(dict.fromkeys(["http_proxy", "https_proxy", "all_proxy"], ""))
 
 import contextlib
 import signal
