@@ -37,7 +37,7 @@ async def ask(account, outcome, *, size=None, endpoint="there", takes_s=1.0):
         charge.answered(outcome)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 500), st.integers(1, 100), st.floats(0, 1), st.sampled_from("aaaarlu")),

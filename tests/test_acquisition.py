@@ -14,7 +14,7 @@ from spot_async.entropy import entropy_bounds
 from spot_async.policies.acquisition import probeable_tokens, score_positions, select_positions
 
 VARIANTS = ("H", "HC", "HG", "HC-Mass", "Full")
-EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=60)
 
 
 def log_softmax(logits):

@@ -53,7 +53,7 @@ def test_a_full_mailbox_is_reported_as_the_bug_it_is():
         mailbox.add((0,))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10_000))
 def test_slots_survive_any_mix_of_cancellation_failure_and_success(seed):
     rng = random.Random(seed)

@@ -31,7 +31,7 @@ def model():
 
 
 token_lists = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=8)
-EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=60)
 
 
 def next_token_logprobs(model, prompt, response):

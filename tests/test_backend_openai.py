@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from spot_async.backends.launch import free_port
 from spot_async.backends.local import LocalBackend
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.openai_chat import user_message
@@ -140,7 +141,7 @@ class Names:
         return [self._names.index(text) if self._names.count(text) == 1 else UNKNOWN for text in texts]
 
 
-@settings(derandomize=True, max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     weights=st.lists(st.floats(0.001, 50.0), min_size=6, max_size=12, unique=True),
     names=st.lists(st.sampled_from("aabcde"), min_size=12, max_size=12),
@@ -201,7 +202,7 @@ def test_rows_whose_names_are_all_known_are_not_masked() -> None:
         assert found.topk_ids[0].tolist() == [0, 1, 2][:top_k]
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(limit=st.integers(1, 300), names_limit=st.booleans(), noise=st.lists(st.integers(0, 400), max_size=3))
 async def test_the_largest_k_is_found_whatever_a_refusal_says(limit: int, names_limit: bool, noise: list[int]) -> None:
     asked = []
@@ -306,12 +307,3 @@ async def test_our_own_server_is_such_an_endpoint(
     np.testing.assert_array_equal(written.token_ids, again.token_ids)
     np.testing.assert_allclose(written.logprobs, read.logprobs, atol=2e-5)
     np.testing.assert_array_equal(written.topk_ids, read.topk_ids)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -77,7 +77,7 @@ async def test_a_request_that_nobody_waits_for_is_aborted_by_its_own_id(model: P
     async with connected(model, tmp_path, **replies) as (backend, stand_in):
         sampling = SamplingSettings(max_tokens=30, stop_token_ids=(1,), seed=0)
         with pytest.raises(TransientError, match="student/generate: no reply before the deadline"):
-            await backend.generate(PROMPT, sampling, deadline=soon(0.1))
+            await backend.generate(PROMPT, sampling, deadline=soon(1.0))  # by when the server has it
         stand_in.silent.clear()
         request = asyncio.create_task(backend.generate(PROMPT, sampling, deadline=soon()))
         await stand_in.silent.wait()

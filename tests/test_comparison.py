@@ -186,7 +186,7 @@ def test_a_reader_that_stops_reading_keeps_no_file_from_being_written_and_is_no_
     unread, pipe = os.pipe()
     os.close(unread)
     words = [sys.executable, "-m", "spot_async", "compare", str(run), "-o", str(tmp_path / "out")]
-    ended = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False)
+    ended = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=300, check=False)
     os.close(pipe)
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert (tmp_path / "out" / "comparison.csv").exists()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import structlog
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.concurrency import gather
@@ -36,7 +36,6 @@ def answer(limit, sent_s, now_s, *, in_flight):
     limit.succeeded("probe", sent=sent, now=now, work=10, in_flight=in_flight)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["answer", "refuse", "time out"]), st.floats(0, 5), st.integers(1, 60)), max_size=80

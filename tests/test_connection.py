@@ -50,7 +50,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def soon() -> float:
-    return asyncio.get_running_loop().time() + 20
+    return asyncio.get_running_loop().time() + 60
 
 
 @contextlib.asynccontextmanager

@@ -224,8 +224,8 @@ def test_plain_rows_are_taken_as_they_stand(tmp_path):
         "Please solve the following problem step by step,\nand put your final answer within \\boxed{}, please.",
     ],
 )
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(text=st.text(min_size=1).filter(str.strip))
+@settings(max_examples=25)
+@given(text=st.text(min_size=1).filter(lambda text: text.strip() and text[-1] != "\n"))  # two would be one separator
 def test_an_instruction_is_removed_and_nothing_else(instruction, text):
     for row in (f"{instruction}\n\n{text}", f"{text}\n{instruction}", f"{text} {instruction}\n"):
         draft = Draft(problem=row)

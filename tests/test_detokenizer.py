@@ -48,7 +48,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=TEXTS, response=TEXTS, data=st.data())
 def test_pieces_joined_continue_the_prompt_as_one_text(name: str, prompt: str, response: str, data: st.DataObject):
     tokenizer = TOKENIZERS[name]
@@ -75,7 +75,7 @@ def test_bytes_that_are_no_character_are_shown_in_the_end():
     assert shown.count("\ufffd") >= 10, "must not be held back for ever"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tokens=st.lists(st.integers(0, 269), max_size=14), data=st.data())
 def test_text_is_the_same_however_its_tokens_arrive(tokens: list[int], data: st.DataObject):
     decode = decoder(TOKENIZERS["byte_level"], skip_special_tokens=False)
@@ -89,7 +89,7 @@ def test_text_is_the_same_however_its_tokens_arrive(tokens: list[int], data: st.
     assert "".join([*found, grouped.flush()]) == "".join(expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     pieces=st.lists(st.text("ab", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),

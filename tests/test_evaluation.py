@@ -85,7 +85,7 @@ def test_figures_and_errors_are_over_problems_and_missing_evidence_is_incorrect_
     assert unverified_note(result([[1, 0]], ["easy"])) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     table=st.integers(1, 6).flatmap(
         lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1, max_size=4)

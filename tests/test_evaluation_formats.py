@@ -26,7 +26,7 @@ OPTIONS = ("4 cm", "12 cm", r"\frac{1}{2}", "B")
 QUESTION = Problem(id="q", text="How long?", answer="C", choices=OPTIONS, category="physics")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(order=st.permutations(range(4)), seed=st.integers(0, 5), where=st.text(max_size=3))
 def test_the_letters_depend_on_the_seed_and_not_on_the_files_order_or_ids(order, seed, where):
     shuffled = msgspec.structs.replace(

@@ -63,7 +63,7 @@ responses = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(judged=st.lists(responses, max_size=5), cut=st.floats(0, 1))
 def test_any_beginning_of_the_file_gives_the_responses_that_are_whole_in_it(judged, cut):
     lines = [msgspec.json.encode(each) + b"\n" for each in (IDENTITY, *judged)]
@@ -237,7 +237,7 @@ async def run_until(directory, student, kill_after):
     log.discard_partial()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(kills=st.lists(st.integers(0, 9), max_size=3), seed=st.integers(0, 99))
 def test_killed_and_continued_it_writes_the_same_bytes_and_asks_for_nothing_twice(kills, seed):
     with TemporaryDirectory() as whole, TemporaryDirectory() as parts:

@@ -111,9 +111,9 @@ class LengthIsRight:
         return Verdict.CORRECT if len(response_text) % 3 == 0 else Verdict.WRONG
 
 
-async def run(backend: Any, files: ModelFiles) -> tuple[Remembers, Orchestrator]:
+async def run(backend: Any, files: ModelFiles, timeout_s: float = 60.0) -> tuple[Remembers, Orchestrator]:
     policy = SpotPolicy(SpotPolicy.Settings(positions=1, score_top_k=8, probe_top_k=3), files.policy_context)
-    stage = StageConfig(timeout_s=4.0)
+    stage = StageConfig(timeout_s=timeout_s)
     sampling = SamplingConfig(max_prompt_tokens=64, max_response_tokens=RESPONSE_TOKENS)
     stages = stages_for(
         policy,
@@ -122,7 +122,7 @@ async def run(backend: Any, files: ModelFiles) -> tuple[Remembers, Orchestrator]
         teacher=backend,
         verifier=LengthIsRight(),
         sampling=sampling,
-        config=StagesConfig(rollout=stage, score=ScoreStageConfig(timeout_s=4.0), candidates=stage, probe=stage),
+        config=StagesConfig(rollout=stage, score=ScoreStageConfig(timeout_s=timeout_s), candidates=stage, probe=stage),
     )
     remembers = Remembers()
     prompts = (
@@ -159,7 +159,7 @@ async def test_a_run_through_a_bad_connection_trains_on_what_a_good_one_would_ha
     assert not expected.dead
     kinds = [each for each in faults.Fault if each is not faults.Fault.STALE]
     async with attached(faults.seeded(0.25, kinds, seed=5), byte_s=2.0) as (backend, proxy):
-        found, orchestrator = await run(backend, files)
+        found, orchestrator = await run(backend, files, timeout_s=8.0)
     assert {len(batch) for batch in found.batches} == {BATCH}  # whatever died was replaced
     same = [ordinal for ordinal in found.trained if ordinal in expected.trained]
     by_version = [ordinal for ordinal in same if ordinal < BATCH]  # later ones may have moved to another iteration

@@ -31,7 +31,7 @@ if depth:
 print(os.getpid(), flush=True)
 if depth == 1:
     os._exit(0)  # leaves an orphan
-time.sleep(60)
+time.sleep(600)
 """
 DEPTH = 2
 
@@ -42,7 +42,7 @@ import signal, time
 from multiprocessing.shared_memory import SharedMemory
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(SharedMemory(create=True, size=64).name, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -59,8 +59,8 @@ def is_alive(pid):
     return False
 
 
-async def gone(pids, within_s=10.0):
-    """Whether all of them are, at the latest after so long."""
+async def gone(pids, within_s=60.0):
+    """Whether all of them are, at the latest after so long; by themselves they would not end before."""
     deadline = time.monotonic() + within_s
     while any(map(is_alive, pids)) and time.monotonic() < deadline:  # noqa: ASYNC110 - not our children
         await asyncio.sleep(0.02)
@@ -95,7 +95,7 @@ async def test_what_ignores_sigterm_is_killed_with_all_below_it(server, monkeypa
     child, pids = await start(server, str(DEPTH), "stubborn")
     started = time.monotonic()
     await child.stop()
-    assert 0.5 <= time.monotonic() - started < 5
+    assert 0.5 <= time.monotonic() - started < 15  # which it would be without the patch
     assert not any(map(is_alive, pids))
 
 

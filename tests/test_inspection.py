@@ -298,7 +298,7 @@ def test_a_browser_shows_hostile_text_and_runs_none_of_it(tmp_path):
         f"--user-data-dir={tmp_path / 'profile'}",
     ]
     command = [*browser, "--dump-dom", f"file://{tmp_path / 'page.html'}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     assert "<title>Sample 0: p0</title>" in shown
     assert "&lt;script&gt;document.title='owned'&lt;/script&gt;" in shown
 

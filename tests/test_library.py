@@ -147,7 +147,7 @@ def test_importing_the_package_loads_neither_torch_nor_transformers():
         "spot_async.Config, spot_async.SpotError, spot_async.load_config, spot_async.stages_for\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'slow imports'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=300)
 
 
 def test_every_public_name_is_there_and_type_checkers_see_the_same_ones():

@@ -294,7 +294,7 @@ def test_minibatch_gradient_matches_finite_differences(aggregation):
 
 
 @aggregations
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     shapes=st.lists(

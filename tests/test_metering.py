@@ -66,9 +66,9 @@ def test_what_costs_money_is_not_sent_again_unseen(tmp_path, settings, seen, los
 
 
 def test_a_request_for_which_there_was_no_connection_costs_nothing(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    account, raised = asyncio.run(ask(port, tmp_path, prices={"prompt": 1.0}))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        account, raised = asyncio.run(ask(taken.getsockname()[1], tmp_path, prices={"prompt": 1.0}))
     total = account.total
     assert (len(raised), total.requests, total.unknown, total.unknown_money) == (1, 1, 0, 0.0)
     assert total.failed == {"TransientError": 1}

@@ -23,7 +23,7 @@ def tables(draw):
     return np.array(draw(st.lists(row, min_size=1, max_size=5)))
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
+@settings(max_examples=80)
 @given(correct=tables(), data=st.data())
 def test_pass_at_k_is_the_share_of_all_k_subsets_with_a_correct_sample(correct, data):
     k = data.draw(st.integers(1, correct.shape[1]))
@@ -32,7 +32,7 @@ def test_pass_at_k_is_the_share_of_all_k_subsets_with_a_correct_sample(correct, 
     np.testing.assert_allclose(pass_at_k_per_problem(correct, k), per_problem, atol=1e-12)
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=40)
 @given(correct=tables())
 def test_avg_at_k_is_mean_accuracy_and_the_pass_at_1_of_the_same_samples(correct):
     accuracy = [sum(row) / len(row) for row in correct.tolist()]

@@ -354,6 +354,6 @@ def test_what_the_serving_page_shows_works(tmp_path: Path, running_server: Any):
 
 
 def output_of(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -31,7 +31,8 @@ def test_a_wheel_built_from_the_sdist_holds_every_module_once(tmp_path, with_lin
         ROOT,
         checkout,
         symlinks=True,
-        ignore=lambda _, names: [n for n in names if n in {".venv", ".git", "runs", "examples", "__pycache__"}],
+        # not what others write meanwhile, such as caches
+        ignore=lambda _, names: [n for n in names if n[0] == "." or n in {"runs", "examples", "__pycache__"}],
     )
     if not with_links:
         for link in (checkout / "spot_async/backends", checkout / "spot_async/policies"):
@@ -40,7 +41,7 @@ def test_a_wheel_built_from_the_sdist_holds_every_module_once(tmp_path, with_lin
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", checkout],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -61,12 +62,12 @@ def test_plugins_load_under_one_name_only():
         "names = set(sys.modules)\n"
         "assert not {n for n in names if n.split('.')[0] in {'backends', 'policies'}}, names\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=300)
 
 
 def test_the_core_loads_neither_torch_nor_transformers_to_parse_a_command_line():
     code = "import sys, spot_async.cli\nassert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_core_backends_and_policies_import_each_other_downwards_only():

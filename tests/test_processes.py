@@ -15,12 +15,14 @@ import pytest
 from spot_async.errors import ProcessDiedError
 from spot_async.processes.child import ChildProcess, tree_cpu_s
 
-SLEEP = "import time; time.sleep(60)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True); time.sleep(600)"
+)
 FAMILY = (
     "import subprocess, sys, time\n"
-    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-    "print(child.pid, flush=True); time.sleep(60)"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(child.pid, flush=True); time.sleep(600)"
 )
 
 
@@ -61,7 +63,7 @@ async def test_stopping_ends_the_whole_group_even_one_that_ignores_sigterm(tmp_p
     watching = asyncio.create_task(child.watch())
     started = time.monotonic()
     await child.stop(grace_s=0.2)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 5  # that it is given if nothing is said
     await watching  # stopped on purpose: no error
     await child.stop()
 
@@ -69,7 +71,7 @@ async def test_stopping_ends_the_whole_group_even_one_that_ignores_sigterm(tmp_p
     grandchild = int(await printed(family))
     await family.stop()
     assert not alive(family.pid)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while alive(grandchild):  # noqa: ASYNC110 - not our child: killed by now, but nobody says when it is gone
             await asyncio.sleep(0.01)
 
@@ -78,7 +80,7 @@ async def test_the_cpu_time_of_a_tree_is_counted(tmp_path):
     busy = (
         "import time; t = time.process_time()\nwhile time.process_time() < t + 0.5: pass\nprint('done', flush=True)\n"
     )
-    child = await start(tmp_path, busy + "time.sleep(60)")
+    child = await start(tmp_path, busy + "time.sleep(600)")
     await printed(child)
     assert 0.4 < tree_cpu_s(child.pid) < 5
     await child.stop()
@@ -94,6 +96,6 @@ raise MemoryError("none left")
 
 
 async def test_who_exits_at_once_waits_for_no_thread_and_says_why(tmp_path):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(ProcessDiedError, match="exited with code 1: MemoryError: none left"):
             await (await start(tmp_path, ENDLESS)).watch()

@@ -31,7 +31,7 @@ def leave(limit, sizes, *, after=()):
     return times
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rpm=st.floats(1, 600),
     tpm=st.floats(100, 100_000),
@@ -51,7 +51,7 @@ def test_every_window_stays_within_the_limits_and_a_burst(rpm, tpm, requests):
         assert sum(sizes[i] for i in inside) <= tpm + max(1, tpm / 60) + max(sizes[i] for i in inside) + 1e-3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rpm=st.floats(1, 600), count=st.integers(2, 200))
 def test_a_limit_that_is_always_asked_for_is_used_up(rpm, count):
     times = leave(RateLimiter(requests_per_minute=rpm), [1] * count)
@@ -135,7 +135,7 @@ def test_only_the_first_request_of_a_lease_goes_by_its_grant():
     assert (first, second - first) == (0.0, pytest.approx(10.0))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["grant", "send", "give back", "again"]), st.integers(0, 200), st.floats(0, 3)),

@@ -124,7 +124,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_run_outlives_a_frozen_and_a_killed_server_with_the_samples_it_would_have_had(random_model, tmp_path):
     model = random_model(seed=5)
     vocabulary = Vocabulary.load(model)
-    role = ModelConfig(model=str(model), backend={"kind": "local", "replicas": 2}, serving=ServingConfig(stall_s=3.0))
+    role = ModelConfig(model=str(model), backend={"kind": "local", "replicas": 2}, serving=ServingConfig(stall_s=5.0))
     pool = ReplicaPool("student", backend_factories(role, "student", tmp_path), role.serving)
     first, second = "student-1", "student-2"
     publisher, journal = Publisher(model), Journal()

@@ -33,7 +33,6 @@ loads = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, ma
 )
 
 
-@settings(deadline=None)
 @given(loads, st.sets(st.integers(0, 3)))
 def test_a_request_goes_where_there_is_most_room_and_last_to_where_it_failed(replicas, failed_on):
     avoid = {f"r{i}" for i in failed_on}
@@ -47,7 +46,6 @@ def test_a_request_goes_where_there_is_most_room_and_last_to_where_it_failed(rep
     assert all(chosen.in_flight / chosen.most_in_flight <= each.in_flight / each.most_in_flight for each in best)
 
 
-@settings(deadline=None)
 @given(loads)
 def test_a_session_stays_where_its_prefix_is_while_that_replica_serves_and_has_room(after):
     router = Router()
@@ -95,7 +93,6 @@ def test_sessions_that_were_not_heard_of_for_longest_are_forgotten():
     assert [router.choose(session, [a, b]) for session in ("1", "3", "2")] == [a, a, b]  # 2 is new again
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*State, "answered", "failed"]), max_size=40))
 def test_only_replicas_that_are_trusted_at_the_version_get_requests(events):
     life = LifeCycle(0.0)
@@ -159,7 +156,7 @@ def test_the_oldest_prompt_goes_first_whichever_stage_it_asks():
     run_on_virtual_time(scenario())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_place_is_lost_to_cancellation_or_to_a_replica_that_is_taken_out(data):
     async def scenario():

@@ -95,11 +95,11 @@ def test_cancelling_a_future_aborts_its_request(worker: EngineWorker) -> None:
     try:
         assert worker.submit(endless).cancel()
         short = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(8), timeout_s=60.0)
-        worker.submit(short).result(timeout=30)
+        worker.submit(short).result(timeout=300)
         assert (worker.stats().active, worker.stats().waiting) == (0, 0)
     finally:
         worker.stop()
-        thread.join(timeout=10)
+        thread.join(timeout=300)
     assert not thread.is_alive()
 
 
@@ -109,25 +109,28 @@ def running(worker: EngineWorker) -> Iterator[EngineWorker]:
     thread.start()
     yield worker
     worker.stop()
-    thread.join(timeout=30)
+    thread.join(timeout=300)
     assert not thread.is_alive()
 
 
 def test_tokens_are_reported_once_each_also_across_an_update(running: EngineWorker) -> None:
     reported: list[Tokens] = []
-    enough = threading.Event()
+    enough, updating = threading.Event(), threading.Event()
 
     def note(tokens: Tokens) -> None:
         reported.append(tokens)
         if len(reported) == 5:
             enough.set()
+            assert updating.wait(timeout=300)  # it must not be done before
 
     request = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(600), top_k=2, timeout_s=60.0)
     future = running.submit(request, on_tokens=note)
-    assert enough.wait(timeout=30)
+    assert enough.wait(timeout=300)
     weights = running.read_weights(Path(running._engine._model.name))
-    running.update_weights(weights, WeightVersion(0, 1)).result(timeout=30)
-    whole = future.result(timeout=30)
+    update = running.update_weights(weights, WeightVersion(0, 1))
+    updating.set()
+    update.result(timeout=300)
+    whole = future.result(timeout=300)
     assert len(whole.version_spans) == 2
     count = sum(len(tokens.token_ids) for tokens in reported)
     assert count == 599

@@ -144,7 +144,7 @@ async def test_a_model_that_was_replaced_under_its_name_is_read_again(tmp_path, 
     assert "has shape (4,), the served model's has (5,)" in await complaint(snapshot, model)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 async def test_a_file_cut_or_grown_or_damaged_in_its_header_never_passes_as_something_else(tmp_path, data):
     """Whatever happens to bytes before the tensors: the file is refused, or says the same of every tensor."""

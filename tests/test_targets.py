@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spot_async.policies.targets import calibrated_target
 
-EXAMPLES = settings(max_examples=80, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=80)
 
 
 @st.composite

@@ -18,6 +18,7 @@ import pytest
 import structlog
 from rich.console import Console
 
+from spot_async.backends.launch import free_port
 from spot_async.config import TelemetryConfig
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
@@ -42,11 +43,6 @@ def config(**telemetry):
             "telemetry": telemetry,
         }
     )
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def scrape(port, host="127.0.0.1"):
@@ -175,7 +171,7 @@ def test_wandb_gets_the_metrics_the_configuration_and_the_name_of_the_run(tmp_pa
     with open_sinks(config(wandb={"project": "p", "mode": "offline"}), directory, []) as sinks:
         sinks[0].write(7, METRICS)
     (file,) = directory.glob("wandb/offline-run-*/*.wandb")
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while b"evaluation/avg@8" not in file.read_bytes():  # its service writes a moment after the run's end
         assert time.monotonic() < end
         time.sleep(0.05)

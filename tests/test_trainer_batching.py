@@ -17,7 +17,7 @@ from spot_async.trainer.schedule import learning_rate
 from spot_async.types import Supervision
 
 
-@settings(derandomize=True, max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
     per_prompt=st.integers(1, 3),

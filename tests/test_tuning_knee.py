@@ -48,7 +48,7 @@ def true_knee(curve, share=ENOUGH):
     return next(n for n in range(1, MOST + 1) if curve(n) >= share * best)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(curves)
 def test_without_noise_the_knee_is_met_within_the_refinement(curve):
     at, true = found(ramped(curve)), true_knee(curve)
@@ -57,7 +57,7 @@ def test_without_noise_the_knee_is_met_within_the_refinement(curve):
     assert at <= max(true * STEP, true + 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(curves, noises)
 def test_with_noise_it_is_met_within_one_level(curve, noise):
     at = found(ramped(curve, noise))
@@ -76,14 +76,14 @@ def disturbed(curve, level, factor):
     return clean, [*clean[:level], (concurrency, factor * throughput), *clean[level + 1 :]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(curves, st.integers(1, 8), st.floats(0.1, 1.0))
 def test_one_level_measured_while_something_else_ran_moves_it_by_one_level_at_most(curve, level, factor):
     clean, dirty = disturbed(curve, level, factor)
     assert found(clean) / 2 <= found(dirty) <= 2 * found(clean)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(curves, st.integers(1, 8), st.floats(1.0, 3.0))
 def test_one_level_measured_too_fast_moves_it_down_by_one_or_up_by_two_levels_at_most(curve, level, factor):
     clean, dirty = disturbed(curve, level, factor)

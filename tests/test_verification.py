@@ -101,7 +101,7 @@ def reference_extraction(text: str) -> str | None:
     return None
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(st.sampled_from([r"\boxed{", "{", "}", r"\{", r"\}", "a", " ", ".", r"\frac"]), max_size=30).map("".join)
 )
@@ -109,7 +109,7 @@ def test_extraction_follows_its_definition(text: str) -> None:
     assert extract_boxed(text) == reference_extraction(text)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(st.text(), st.text())
 @example("5", "\\boxed{\ud800\x00}")
 def test_no_text_makes_the_pure_parts_fail(gold: str, text: str) -> None:

@@ -65,7 +65,7 @@ def children() -> set[int]:
     return found
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - another process's end is no asyncio event
             await asyncio.sleep(0.01)
@@ -262,21 +262,13 @@ async def test_a_relative_tolerance_is_kept_whatever_the_spelling() -> None:
 
 
 async def test_a_hostile_answer_times_out_while_the_loop_runs_on() -> None:
-    loop = asyncio.get_running_loop()
-    longest_gap, last = 0.0, loop.time()
-
-    async def heartbeat() -> None:
-        nonlocal longest_gap, last
-        while True:
-            await asyncio.sleep(0.01)
-            longest_gap, last = max(longest_gap, loop.time() - last), loop.time()
-
     async with math_verify(workers=1, timeout_s=2.0) as judge:
-        beating, start = asyncio.create_task(heartbeat()), loop.time()
-        assert await judge("5", HOSTILE) is Verdict.TIMEOUT
-        assert loop.time() - start < 5.0
-        beating.cancel()
-        assert longest_gap < 1.0  # a loop that waits with the worker stands still for all of its two seconds
+        judging, turns = asyncio.create_task(judge("5", HOSTILE)), 0
+        while not judging.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        assert await judging is Verdict.TIMEOUT
+        assert turns > 10  # of 200; a loop that waits with the worker has one or two
     async with math_verify(workers=1, timeout_s=20.0) as judge:
         assert await judge("5", r"\boxed{\frac{10}{2}}") is Verdict.CORRECT
 
