@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from server_process import RunningServer, free_port, run_server
+from server_process import RunningServer, run_server
 from tiny_models import make_model
 
-from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.launch import LaunchSettings, free_port
 from spot_async.backends.sglang_launch import sglang_command
 from spot_async.backends.vllm_launch import vllm_command
 
@@ -42,14 +42,18 @@ VLLM_ARGUMENTS = [
 
 
 # PyTorch's own kernels for attention and sampling; the others are for GPUs. Without --sleep-on-idle a server that has
-# nothing to do keeps a core busy.
+# nothing to do keeps a core busy. The fraction of the memory is a bound only, which --max-total-tokens stays far below;
+# what other servers take while this one loads counts against it too.
 SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
 SGLANG_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
-    *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
+    *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.9"),
 ]
+# So many seconds pass before it looks whether a client has hung up: places that become free before were freed by the
+# adapter.
+SGLANG_ENVIRONMENT = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "600"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
         f'exec "{python}" "$@"\n'
     )
     wrapper.chmod(0o755)
-    return LaunchSettings(python=str(wrapper), dtype="float32", arguments=SGLANG_ARGUMENTS)
+    return LaunchSettings(
+        python=str(wrapper), dtype="float32", arguments=SGLANG_ARGUMENTS, environment=SGLANG_ENVIRONMENT
+    )
 
 
 @pytest.fixture(scope="session")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import pytest
+
+from spot_async.processes.guard import process_tree
 
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 20.0
+WAIT_S = 120.0  # for a state of a server that comes within a second on a machine that does nothing else
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,28 @@ class RunningServer:
             os.killpg(self.process.pid, number)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def command_line(pid: int) -> list[str]:
+    """Its words; one empty word where it has none or has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return [""]
+
+
+def name_of(pid: int) -> str:
+    """By which a process goes, whichever way it was given one; empty where it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text() + command_line(pid)[0]
+    return ""
+
+
+def expect_gone(pids: Collection[int]) -> None:
+    """Wait for the end of processes that are nobody's child here, wherever they are in the tree: nobody tells us."""
+    give_up = time.monotonic() + WAIT_S
+    while left := [pid for pid in pids if process_tree(pid)]:
+        if time.monotonic() > give_up:
+            pytest.fail(f"after {WAIT_S:g} s there are still {', '.join(f'{pid} {name_of(pid)!r}' for pid in left)}")
+        time.sleep(0.05)
 
 
 @contextmanager

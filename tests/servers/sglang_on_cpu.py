@@ -12,22 +12,18 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from server_process import RunningServer
+from parity import PARITY_NATS, soon
+from server_process import WAIT_S, RunningServer
 
 from spot_async.backends.sglang import SglangBackend
 from spot_async.types import SamplingSettings, WeightVersion
 
-PARITY_NATS = 2e-5
 VOCAB = 512
 END = 2
 FIRST, SECOND = WeightVersion(0, 0), WeightVersion(0, 1)
 
 Rows = Callable[[Path, npt.NDArray[Any], float], npt.NDArray[np.float64]]
 Connect = Callable[..., AbstractAsyncContextManager[SglangBackend]]
-
-
-def soon(seconds: float = 120.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 def tokens(count: int, seed: int) -> npt.NDArray[np.int32]:
@@ -73,16 +69,18 @@ def connecting(run_directory: Path) -> Connect:
     return connected
 
 
-async def wait_until(server: RunningServer, count: int) -> None:
-    """Until so many requests (`endless` ones) are under way on the server."""
-    seen = None
+async def wait_until(server: RunningServer, count: int, *, tokens: int = 0) -> None:
+    """Until so many requests (`endless` ones) are under way on the server, of at least so many tokens together."""
+    seen, held = -1, 0
     try:
-        async with asyncio.timeout(30.0), httpx.AsyncClient() as client:
-            while seen != count:
+        async with asyncio.timeout(WAIT_S), httpx.AsyncClient(timeout=None) as client:
+            while seen != count or held < tokens:
                 loads = (await client.get(server.url + "/v1/loads")).json()["loads"]
                 seen = sum(each["num_running_reqs"] + each["num_waiting_reqs"] for each in loads)
+                held = sum(each["num_used_tokens"] for each in loads)
+                await asyncio.sleep(0.01)  # the server needs the cores, too
     except TimeoutError:
-        pytest.fail(f"after 30 s the server has {seen} requests, not {count}")
+        pytest.fail(f"after {WAIT_S:g} s the server has {seen} requests of {held} tokens, not {count} of {tokens}")
 
 
 async def check_everything(backend: SglangBackend, model: Path, rows: Rows, version: WeightVersion) -> None:

@@ -7,6 +7,7 @@ that every number which it was fed can be looked up in a forward of the weights 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 import os
@@ -27,11 +28,11 @@ import pytest
 from coin_verifier import CoinVerifier
 from conftest import StartServer, TinyModels
 from parity import PARITY_NATS, Dense, decisions, own
-from server_process import free_port, run_server
+from server_process import command_line, expect_gone, name_of, run_server
 from tiny_models import TOKENS
 
 from spot_async import stages_for
-from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.launch import LaunchSettings, free_port
 from spot_async.concurrency import gather, watched
 from spot_async.config import ModelConfig, SamplingConfig, ScoreStageConfig, ServingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
@@ -160,20 +161,16 @@ async def both(*coroutines: Any) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110 - looked at from outside, as a person would
-            await asyncio.sleep(0.02)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():  # noqa: ASYNC110 - looked at from outside, as a person would
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"not so after {TIMEOUT_S:g} s: {inspect.getsource(condition).strip()}")
 
 
 def children() -> set[int]:
     return process_tree(os.getpid()).keys() - {os.getpid()}
-
-
-async def expect_gone(pids: set[int]) -> None:
-    """Wherever they are in the tree: what lost its parent is nobody's child here."""
-    async with asyncio.timeout(5.0):
-        while any(process_tree(pid) for pid in pids):  # noqa: ASYNC110 - only their parent would be told
-            await asyncio.sleep(0.02)
 
 
 async def freeze_and_thaw(pid: int, pool: ReplicaPool[Any]) -> None:
@@ -188,7 +185,7 @@ async def freeze_and_thaw(pid: int, pool: ReplicaPool[Any]) -> None:
 
 
 def engine_among(pids: set[int]) -> int:
-    [engine] = [pid for pid in pids if "EngineCore" in Path(f"/proc/{pid}/comm").read_text() + command(pid)[0]]
+    [engine] = [pid for pid in pids if "EngineCore" in name_of(pid)]
     return engine
 
 
@@ -254,13 +251,13 @@ async def test_a_run_outlives_a_frozen_and_killed_student_and_a_bad_connection_t
                 await until(lambda: student.replicas[0].in_flight > 0)
                 os.kill(server_among(first), signal.SIGKILL)
                 await until(lambda: student.replicas[0].state is State.SERVING and student.replicas[0].restarts == 1)
-                await expect_gone(first)  # vLLM's engine would outlive its server for long
+                await asyncio.to_thread(expect_gone, first)  # vLLM's engine would outlive its server for long
                 started.update(children() - before)
 
             async with student, teacher, orchestrated(publisher, student, teacher, ITERATIONS) as orchestrator:
                 await watched(both(orchestrator.run(), drill()), [student.watch, teacher.watch])
             assert [each.restarts for each in student.replicas] == [1]
-            await expect_gone(started)
+            await asyncio.to_thread(expect_gone, started)
     assert len(publisher.batches) == ITERATIONS
     publisher.expect_every_number_to_be_right(dense_logprobs)
     assert set(proxy.met) == {faults.Fault(each) for each in FAULTS}
@@ -342,20 +339,20 @@ def test_a_run_whose_trainer_is_killed_ends_with_one_line_and_what_was_trained(t
         stdout=subprocess.DEVNULL,
         text=True,
     ) as process:
-        give_up = time.monotonic() + TIMEOUT_S
-        while not (run / "student" / "config.json").exists() and time.monotonic() < give_up:
-            assert process.poll() is None
-            time.sleep(0.1)
-        tree = process_tree(process.pid).keys()
-        [rank] = [pid for pid in tree if command(pid)[1:3] == ["-m", "spot_async.trainer"]]
-        os.kill(rank, signal.SIGKILL)
-        _, said = process.communicate(timeout=60.0)
+        try:
+            give_up = time.monotonic() + TIMEOUT_S
+            while not (run / "student" / "config.json").exists():
+                assert process.poll() is None
+                assert time.monotonic() < give_up, f"nothing was trained after {TIMEOUT_S:g} s"
+                time.sleep(0.1)
+            tree = process_tree(process.pid).keys()
+            [rank] = [pid for pid in tree if command_line(pid)[1:3] == ["-m", "spot_async.trainer"]]
+            os.kill(rank, signal.SIGKILL)
+            _, said = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
     [line] = [each for each in said.splitlines() if each.startswith("error:")]
     assert process.returncode == 1, said
     assert f"rank 0 (pid {rank}) was killed by SIGKILL" in line
     assert "saved: step-" in said
-    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()]
-
-
-def command(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    expect_gone(tree)

@@ -13,24 +13,24 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from server_process import RunningServer
+from parity import soon
+from server_process import WAIT_S, RunningServer, command_line, name_of
+from sglang_on_cpu import wait_until
 from tiny_models import VOCAB_SIZE
+from vllm_metrics import WAITING, until_metric
 
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
 from spot_async.errors import DeadlineExceededError, ServerRestartedError
+from spot_async.processes.guard import process_tree
 from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
 
 PROMPT = np.random.default_rng(5).integers(5, VOCAB_SIZE, 40).astype(np.int32)
 V7 = WeightVersion(0, 7)
-PATIENCE_S = 20.0  # of a ping: machines that test are busy ones
+PATIENCE_S = 20.0  # of a ping beside much work: machines that test are busy ones
 LYING = {"vllm": ["/health", "/version", "/v1/models"], "sglang": ["/ready", "/model_info", "/v1/loads"]}
 
 Backend = VllmBackend | SglangBackend
-
-
-def soon(seconds: float = 120.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 def attached(kind: str, server: RunningServer, role: str, run: Path) -> Backend:
@@ -47,23 +47,13 @@ async def generate(backend: Backend, *, tokens: int = 4, seed: int = 1) -> Any:
 @contextmanager
 def frozen(server: RunningServer, name: str) -> Iterator[None]:
     """The server's engine, not the process that answers for it."""
-    pid = next(
-        pid
-        for pid in below(server.process.pid)
-        if name in Path(f"/proc/{pid}/comm").read_text().strip() or name in Path(f"/proc/{pid}/cmdline").read_text()
-    )
+    below = process_tree(server.process.pid).keys() - {server.process.pid}
+    pid = next(pid for pid in below if name in name_of(pid) or name in " ".join(command_line(pid)))
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def below(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from below(child)
 
 
 async def expect_a_ping_to_tell_a_frozen_engine(
@@ -72,7 +62,10 @@ async def expect_a_ping_to_tell_a_frozen_engine(
     await backend.ping(deadline=soon())
     async with asyncio.TaskGroup() as group:  # more than it has places for, so some wait for long
         busy = [group.create_task(generate(backend, tokens=1500, seed=seed)) for seed in range(100)]
-        await asyncio.sleep(1.0)
+        if kind == "vllm":
+            await until_metric(server, WAITING, lambda count: count > 0)
+        else:
+            await wait_until(server, len(busy))
         await backend.ping(deadline=soon(PATIENCE_S))
         assert not all(task.done() for task in busy)
         for task in busy:
@@ -80,10 +73,10 @@ async def expect_a_ping_to_tell_a_frozen_engine(
     with frozen(server, engine):
         async with httpx.AsyncClient() as client:
             for path in LYING[kind]:
-                assert (await client.get(server.url + path, timeout=10.0)).status_code == 200
+                assert (await client.get(server.url + path, timeout=WAIT_S)).status_code == 200
         with pytest.raises(DeadlineExceededError):
             await backend.ping(deadline=soon(3.0))
-    await backend.ping(deadline=soon(PATIENCE_S))
+    await backend.ping(deadline=soon())
 
 
 async def expect_a_restart_to_be_recognised(
@@ -110,7 +103,7 @@ async def test_a_students_server(kind: str, engine: str, request: Any, models: A
             async with asyncio.TaskGroup() as group:
                 updating = group.create_task(backend.update_weights(update, deadline=soon()))
                 while not updating.done():
-                    await backend.ping(deadline=soon(PATIENCE_S))
+                    await backend.ping(deadline=soon())
             await expect_a_ping_to_tell_a_frozen_engine(kind, engine, backend, server)
             port = int(server.url.rpartition(":")[2])
             server.signal_group(signal.SIGKILL)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import SGLANG_LAUNCHER, TinyModels
+from parity import soon
+from server_process import command_line, expect_gone
 
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.sglang import SglangBackend
@@ -23,10 +23,6 @@ from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
 
 PROMPT = np.arange(10, 30, dtype=np.int32)
 SAMPLING = SamplingSettings(temperature=1e-3, max_tokens=12, stop_token_ids=(2,), seed=3)  # SGLang ignores seeds
-
-
-def soon(seconds: float = 120.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 def vllm(launch: LaunchSettings, model: Path, run_directory: Path) -> VllmBackend:
@@ -63,14 +59,10 @@ async def follow(backend: VllmBackend | SglangBackend, other: Path) -> None:
     assert new.token_ids.tolist() != first.token_ids.tolist()
 
 
-def first_arguments(pid: int) -> list[str]:
-    """What an interpreter was told to run. Servers rename some of their processes, which then have none."""
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1:3]
-
-
 async def kill_and_watch(backend: VllmBackend | SglangBackend, started: set[int], main_program: str) -> None:
     """The server's first process is killed, which alone would leave the others running or in doubt."""
-    [server] = [pid for pid in started if main_program in first_arguments(pid)]
+    # What the interpreter was told to run. Servers rename some of their processes, which then have none.
+    [server] = [pid for pid in started if main_program in command_line(pid)[1:3]]
     os.kill(server, signal.SIGKILL)
     with pytest.raises(ProcessDiedError, match=r"student \(pid \d+\) was killed by SIGKILL \(log: ") as raised:
         await backend.watch()
@@ -146,18 +138,12 @@ def test_nothing_is_left_of_a_server_when_its_orchestrator_is_killed(
         text=True,
     )
     with orchestrator:
-        assert orchestrator.stdout is not None
-        said = iter(orchestrator.stdout.readline, "")
-        assert any(line == "ready\n" for line in said)
-        tree = process_tree(orchestrator.pid).keys() - {orchestrator.pid}
-        assert len(tree) >= 3
-        orchestrator.kill()
-    assert gone(tree, within_s=40.0)
-
-
-def gone(pids: set[int], within_s: float) -> bool:
-    """Whether all of them are, at the latest after so long. They are not our children, so nobody tells us."""
-    deadline = time.monotonic() + within_s
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        try:
+            assert orchestrator.stdout is not None
+            said = iter(orchestrator.stdout.readline, "")
+            assert any(line == "ready\n" for line in said)
+            tree = process_tree(orchestrator.pid).keys() - {orchestrator.pid}
+            assert len(tree) >= 3
+        finally:
+            orchestrator.kill()
+    expect_gone(tree)

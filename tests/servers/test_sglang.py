@@ -57,12 +57,12 @@ def router_url(sglang_student: RunningServer) -> Iterator[str]:
 
     class Router(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(httpx.get(sglang_student.url + self.path))
+            self.answer(httpx.get(sglang_student.url + self.path, timeout=None))
 
         def do_POST(self) -> None:
             body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
             known = {name: value for name, value in body.items() if not name.startswith("return_flat")}
-            self.answer(httpx.post(sglang_student.url + self.path, json=known, timeout=60.0))
+            self.answer(httpx.post(sglang_student.url + self.path, json=known, timeout=None))
 
         def answer(self, reply: httpx.Response) -> None:
             self.send_response(reply.status_code)
@@ -197,7 +197,7 @@ async def test_a_directory_with_another_vocabulary_size_is_refused_by_a_server_t
 async def test_a_paused_server_is_named_at_start_up_and_serves_once_it_is_told_to_go_on(
     sglang_student: RunningServer, connect: Connect
 ) -> None:
-    async with httpx.AsyncClient(base_url=sglang_student.url) as client:
+    async with httpx.AsyncClient(base_url=sglang_student.url, timeout=None) as client:
         await client.post("/pause_generation", json={"mode": "retract"})
         with pytest.raises(ConfigError, match=r"the server is paused.*POST /continue_generation"):
             async with connect(sglang_student):

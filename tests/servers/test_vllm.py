@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,6 +23,7 @@ from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, StartServer, TinyModels, 
 from parity import PARITY_NATS, Dense, decisions, expect_rollout, expect_topk, own, soon
 from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
+from vllm_metrics import ENDED_BY_LENGTH, SAMPLED, UNDER_WAY, metric, until_metric
 
 from spot_async.backends import vllm_weights
 from spot_async.backends.launch import LaunchSettings
@@ -56,17 +56,6 @@ def sampling(seed: int = 1, max_tokens: int = 48, **changes: Any) -> SamplingSet
 
 
 ENDLESS = SamplingSettings(max_tokens=CONTEXT - len(PROMPT), stop_token_ids=(), seed=1)  # seconds of one request
-
-
-async def until_running(backend: VllmBackend, expected: Callable[[float], bool]) -> None:
-    """Wait until the number of requests that the server has is as expected."""
-    gauges = re.compile(rb"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", re.M)
-    async with asyncio.timeout(60.0):
-        while True:
-            text = await backend._server.endpoint.get("/metrics", deadline=soon())
-            if expected(sum(map(float, gauges.findall(text)))):
-                return
-            await asyncio.sleep(0.02)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -230,18 +219,16 @@ async def test_new_weights_serve_everything_and_old_ones_again(
 
 
 async def test_tokens_of_a_response_that_weights_change_under_carry_the_right_version(
-    backend: VllmBackend, models: TinyModels, dense_logprobs: Dense, snapshot: Any
+    backend: VllmBackend, vllm_student: RunningServer, models: TinyModels, dense_logprobs: Dense, snapshot: Any
 ) -> None:
     new = snapshot()
-    for delay_s in (0.5, 0.2, 1.0, 2.0, 0.05):  # a response takes some seconds; how many is the machine's affair
-        async with asyncio.TaskGroup() as group:
-            response = group.create_task(backend.generate(PROMPT, ENDLESS, top_k=4, deadline=soon()))
-            await asyncio.sleep(delay_s)
-            await backend.update_weights(new, deadline=soon())
-        await backend.update_weights(WeightSnapshot(directory=str(models.student), version=V0), deadline=soon())
-        reply = response.result()
-        if len(reply.version_spans) == 2:
-            break
+    before = await metric(vllm_student, SAMPLED)
+    async with asyncio.TaskGroup() as group:
+        response = group.create_task(backend.generate(PROMPT, ENDLESS, top_k=4, deadline=soon()))
+        await until_metric(vllm_student, SAMPLED, lambda tokens: tokens >= before + 10)
+        await backend.update_weights(new, deadline=soon())
+    await backend.update_weights(WeightSnapshot(directory=str(models.student), version=V0), deadline=soon())
+    reply = response.result()
     spans = reply.version_spans
     assert [span.version for span in spans] == [V0, V1]
     tokens = [*PROMPT.tolist(), *reply.token_ids.tolist()]
@@ -282,20 +269,21 @@ async def test_a_server_that_cannot_load_a_snapshot_goes_on_with_the_one_before(
     expect_rollout(reply, decisions(rows, PROMPT, reply.token_ids))
 
 
-async def test_cancelled_requests_free_their_places(backend: VllmBackend) -> None:
+async def test_cancelled_requests_free_their_places(backend: VllmBackend, vllm_student: RunningServer) -> None:
+    ended = await metric(vllm_student, ENDED_BY_LENGTH)
     requests = [asyncio.create_task(backend.generate(PROMPT, ENDLESS, deadline=soon())) for _ in range(16)]
-    await until_running(backend, lambda count: count > 8)
+    await until_metric(vllm_student, UNDER_WAY, lambda count: count > 8)
     for request in requests:
         request.cancel()
     outcomes = await asyncio.gather(*requests, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
-    async with asyncio.timeout(2.0):  # far less than the responses would have taken
-        await until_running(backend, lambda count: count == 0)
+    await until_metric(vllm_student, UNDER_WAY, lambda count: count == 0)
+    assert await metric(vllm_student, ENDED_BY_LENGTH) == ended  # none was sampled to its end
 
 
-async def test_an_aborted_response_is_no_response(backend: VllmBackend) -> None:
+async def test_an_aborted_response_is_no_response(backend: VllmBackend, vllm_student: RunningServer) -> None:
     requests = [asyncio.create_task(backend.generate(PROMPT, ENDLESS, deadline=soon())) for _ in range(16)]
-    await until_running(backend, lambda count: count == 16)
+    await until_metric(vllm_student, UNDER_WAY, lambda count: count == 16)
     await backend._server.post("/abort_requests", {}, dict[str, Any], deadline=soon())
     for outcome in await asyncio.gather(*requests, return_exceptions=True):
         assert isinstance(outcome, TransientError)
