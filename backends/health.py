@@ -25,7 +25,7 @@ from .sglang_weights import ModelInfo
 from .vllm_client import NoSuchRouteError, VllmClient
 
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-ONE_TOKEN_SHARE = 0.7  # of the time there is; the rest is for another look at the counters
+ONE_TOKEN_SHARE = 0.7  # share of the time there is; the rest is for a second look at the counters
 TOKENS_COUNTED = re.compile(rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 Question = Callable[[], Awaitable[object]]

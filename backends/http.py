@@ -31,7 +31,7 @@ from .exchange import excerpt, shortened
 from .failures import FailedReply, classify
 
 REDACTED = "***"
-CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # of a connection that was there
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # a connection that had been made was closed
 LONG_BODY_BYTES = 1 << 20
 LONG_BODIES_AT_ONCE = 2
 DIGEST_HEADER = "Content-Digest"  # RFC 9530
@@ -128,7 +128,7 @@ class HttpEndpoint:
         *,
         resend: bool = True,
     ) -> None:
-        if self._is_left:  # such as by a replica's supervisor: an answer is to be had elsewhere
+        if self._is_left:  # by a replica's supervisor, for example: another replica may answer
             raise TransientError(f"{self.name}{path}: the connection to this server was closed")
         url = parsed_url(self._base_url + path)
         # As a stream: so httpx leaves Host and Content-Length to aiohttp, which adds them faster.

@@ -47,7 +47,7 @@ from .text_alignment import align, as_text
 from .throttling import when_free
 from .token_texts import UNKNOWN, TokenTexts
 
-DEFAULT_TOP_K = 64  # served where the endpoint allows it: entropy bounds get tighter with every one
+DEFAULT_TOP_K = 64  # asked for where the endpoint allows it: every one tightens the entropy bounds
 NOISE_READINGS = 3  # beside each other
 SEEDED_TOKENS = 12
 UNAVAILABLE = 503

@@ -18,10 +18,10 @@ from spot_async.errors import PoisonedReplyError
 from spot_async.types import BoolArray, FloatArray, Generation, IntArray, SamplingSettings, TokenScores
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
-LEAST_NATS = -1e4  # of a token that was chosen or given: a loss takes its exponential
+LEAST_NATS = -1e4  # least log-probability of a sampled or given token: a loss takes its exponential
 ENTROPY_SLACK_NATS = 1e-2
-MASS_SLACK = 0.05  # of a row's probabilities that were rounded to bfloat16 one by one
-AGREEMENT_NATS = 0.05  # between a token's log-probability and the same one in its row: one number, said twice
+MASS_SLACK = 0.05  # a row's probabilities may sum to 1 plus this, where each was rounded to bfloat16
+AGREEMENT_NATS = 0.05  # largest difference between a token's log-probability and the same token's in its row
 
 T = TypeVar("T")
 

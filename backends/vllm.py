@@ -50,7 +50,7 @@ from .vllm_transfer import make_updater, transfer_config
 
 PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
 CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
-SINGLE_REQUESTS = 128  # in flight at once, of all positions and tokens that are asked for one by one
+SINGLE_REQUESTS = 128  # requests in flight at once for positions and tokens that are asked for one by one
 LAUNCHED_MAX_LOGPROBS = 64
 
 T = TypeVar("T")

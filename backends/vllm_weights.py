@@ -20,7 +20,7 @@ from .remote import RemoteServer
 from .snapshots import Layout, check_snapshot
 from .vllm_client import NoSuchRouteError
 
-RECOVERY_TIMEOUT_S = 120.0  # for what must still happen when the update's own deadline has passed
+RECOVERY_TIMEOUT_S = 120.0  # for going back and resuming, also after the update's own deadline
 DEVELOPER_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 

@@ -42,7 +42,7 @@ TORCH_TYPES = {
     "U8": "uint8",
 }  # names of safetensors' types in torch
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # of an element; 1 otherwise
-BUCKET_BYTES = 1 << 30  # broadcast by one request; the server holds as much besides its weights
+BUCKET_BYTES = 1 << 30  # broadcast by one request; the server needs as much memory besides its weights
 
 
 class WeightSettings(Section):

@@ -31,7 +31,7 @@ from .score_bounds import (
     score_bounds,
 )
 
-WIDENING = 8  # times the teacher's top-k, from one question about a position to the next
+WIDENING = 8  # factor on the teacher's top-k from one question about a position to the next
 SMALL = 1e-30  # keeps logarithms of bounds finite
 
 

@@ -22,9 +22,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 SLICES = 8
-SMALLEST_SLICE = 1e-3  # of the largest coverage; below it nothing is known of the shape anyway
+SMALLEST_SLICE = 1e-3  # share of the largest coverage; below it nothing is known of the shape anyway
 BISECTIONS = 40
-SLACK = 1e-11  # boxes are this much wider, and bounds as much further out, than float64 rounds
+SLACK = 1e-11  # boxes and bounds are widened by this much, which is more than float64 rounds
 TINY = 1e-300
 
 

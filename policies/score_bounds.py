@@ -33,8 +33,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-ROUNDING_NATS = 2e-6  # a log-probability down to -30 in float32
-MASS_ROUNDING = 1e-6  # of a sum of probabilities
+ROUNDING_NATS = 2e-6  # what float32 rounds a log-probability down to -30 by
+MASS_ROUNDING = 1e-6  # what float32 rounds a sum of probabilities by
 OUTWARD = 1e-12  # relative; float64 rounds a hundred operations to less
 
 
@@ -90,7 +90,7 @@ class TeacherRows:
     logprobs: Floats  # (T, K)
     entropy_lower: Floats  # (T,) nats, of the served row
     entropy_upper: Floats  # (T,)
-    exact_entropy: Bools  # (T,) of the served row; else the entropy is bounded from its top-k
+    exact_entropy: Bools  # (T,) whether the served row's entropy is exact, not bounded from its top-k
     noise_nats: Floats  # (T,) 0 where the served row is the one that counts
 
     def at(self, rows: Ints) -> TeacherRows:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-WEIGHT_UPDATE_TIMEOUT_S = 600.0  # of all servers of a role at once, of one on its return, and of the first weights
+WEIGHT_UPDATE_TIMEOUT_S = 600.0  # for all servers of a role at once, for one that returns, and for the first weights
 CAPABILITIES_TIMEOUT_S = 60.0  # for a server to say what it offers
 VERIFY_ATTEMPTS = 2  # missing evidence is retried once (method.md section 2)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spot_async.types import SoftTargets, Supervision, WeightVersion
 
-LEAST_NATS, MOST_NATS = -1e4, 1e-3  # of a log-probability; rounding may put that of a sure token above 0
+LEAST_NATS, MOST_NATS = -1e4, 1e-3  # limits of a log-probability; rounding may put that of a sure token above 0
 SUM_SLACK = 1e-3  # of a target's probabilities in float32
 
 

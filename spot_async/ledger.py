@@ -14,7 +14,7 @@ class PromptState(StrEnum):
     RUNNING = "running"  # its coroutine is at work
     QUEUED = "queued"  # supervision finished, not yet in published weights
     TRAINED = "trained"
-    LEFT_OUT = "left_out"  # in a batch, but without evidence: none of its samples was trained on
+    LEFT_OUT = "left_out"  # in a batch, but none of its samples could be trained on
     DEAD = "dead"  # a request of it failed for good
     LEFT_OVER = "left_over"  # finished, but its batch never filled
     UNPAID = "unpaid"  # it needed a request that the budget has no money for

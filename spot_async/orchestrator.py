@@ -32,7 +32,7 @@ from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
-LAST_WAKE_TIMEOUT_S = 30.0  # of a server that sleeps when the run ends
+LAST_WAKE_TIMEOUT_S = 30.0  # for waking servers that sleep when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
 

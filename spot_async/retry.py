@@ -6,12 +6,12 @@ import msgspec
 
 from spot_async.errors import DeadlineExceededError, FailureClass, RequestError, ThrottledError
 
-DEFAULT_ATTEMPTS = 8  # 12 to 24 s of them: longer than a connection that drops or a server that reloads
-POISONED_ATTEMPTS = 2  # a reply is damaged once on its way, or always by what the request is
+DEFAULT_ATTEMPTS = 8  # they take 12 to 24 s: longer than a dropped connection or a server's reload
+POISONED_ATTEMPTS = 2  # a reply is damaged once by chance, or every time because of the request
 BASE_DELAY_S = 0.25
 MAX_DELAY_S = 8.0
-MAX_DOUBLINGS = 16  # past the largest delay; more would overflow at last
-TOLD_SPREAD = 0.1  # of the time that an endpoint asks for: its clients are not to come back all at once
+MAX_DOUBLINGS = 16  # enough to reach the largest delay; without a limit the power would overflow
+TOLD_SPREAD = 0.1  # share of the pause that an endpoint asks for, so that its clients do not all come back at once
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):

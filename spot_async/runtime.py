@@ -72,7 +72,7 @@ class Reached:
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
     orchestrator: Orchestrator | None = None
-    spent: BudgetSpentError | None = None  # outside of prompts: by an evaluation, or as a server was brought back
+    spent: BudgetSpentError | None = None  # set where no prompt ran out of it: in evaluations, or as a server came back
 
     def is_out_of_money(self, error: BaseException) -> None:
         self.spent = self.spent or budget_error(error)
@@ -154,7 +154,7 @@ class TrainingRun:
     def open_files(self, stack: ExitStack) -> Sequence[MetricSink]:
         """Lock the run directory, and enter what must outlive the servers: logs, screen and watchdog."""
         directory = self._directory
-        with suppress(StorageError):  # no locks there: other starts are refused anyway, without its process
+        with suppress(StorageError):  # without locks other starts are refused too, but not told of this process
             stack.enter_context(directory.locked())
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         stack.callback(self._ledger_file.write)  # whatever ends the run

@@ -18,7 +18,7 @@ import numpy as np
 
 from spot_async.actor import Stage
 from spot_async.alignment import branch_prefix
-from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.config import SamplingConfig, ScoreStageConfig, StageConfig, StagesConfig
 from spot_async.deadlines import VERIFY_ATTEMPTS
 from spot_async.end_tokens import EndTokens, with_summed_last
 from spot_async.errors import DeadlineExceededError, PermanentError
@@ -126,7 +126,7 @@ class Stages:
                 retry=retry(stage_config.attempts),
                 mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,
-                hedge_after_s=getattr(stage_config, "hedge_after_s", None),
+                hedge_after_s=stage_config.hedge_after_s if isinstance(stage_config, ScoreStageConfig) else None,
             )
 
         self.rollout = stage("rollout", services.generator, config.rollout)

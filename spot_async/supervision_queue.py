@@ -14,8 +14,8 @@ from spot_async.types import PolicyNeeds, Sample
 
 # int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, per response token
 BYTES_PER_RESPONSE_TOKEN = 4 * 4
-BYTES_PER_RECORD_TOKEN = 2 * 4  # float32 entropy and score; the record's other arrays are the supervision's
-BYTES_PER_TEXT_TOKEN = 8  # most tokens are shorter
+BYTES_PER_RECORD_TOKEN = 2 * 4  # float32 entropy and score; the record shares its other arrays with the supervision
+BYTES_PER_TEXT_TOKEN = 8  # an upper bound for most tokens
 BYTES_PER_SAMPLE = 4096  # names, versions, array headers, the record's plain values
 
 
@@ -33,7 +33,7 @@ class AdmissionOrder:
     def __init__(self) -> None:
         self._next = 0
         self._finished: dict[int, Sequence[Sample] | None] = {}  # None: the prompt died
-        self._living = 0  # of the finished; counted, since a console thread asks at any moment
+        self._living = 0  # how many of `_finished` have samples; kept, since a console thread asks at any moment
 
     def __len__(self) -> int:
         return self._living

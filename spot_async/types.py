@@ -87,7 +87,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. `seed` alone decides its randomness, whatever runs beside it."""
 
-    temperature: float = 1.0  # 0: the likeliest token, with log-probabilities of the server's own choice
+    temperature: float = 1.0  # 0: always the likeliest token, with log-probabilities as the server sees fit
     top_p: float = 1.0
     max_tokens: int
     stop_token_ids: tuple[int, ...]
@@ -213,13 +213,13 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of the run it is part of."""
 
-    vocab_size: int  # of the teacher's softmax; the student's in a run without a teacher
-    tokenizer: Any  # the same model's, a transformers tokenizer; ids mean the same to the student
+    vocab_size: int  # width of the teacher's softmax; of the student's in a run without a teacher
+    tokenizer: Any  # that model's transformers tokenizer; ids mean the same to the student
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
     teacher: str | None = None  # its model's directory, for people; None in a run without one
     # Tells teachers apart: a digest of the weights and of the names it is asked by. Slow, it reads all weights.
     teacher_identity: Callable[[], str] | None = None
-    run_seed: int = 0  # what a policy draws by itself derives from it and the prompt's ordinal
+    run_seed: int = 0  # a policy's own random numbers derive from it and the prompt's ordinal
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
 
 
@@ -273,9 +273,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     score_temperature: LogprobTemperature = "request"
     generation_temperature: LogprobTemperature = "request"
     seeds: bool = True  # equal requests with equal seeds give equal tokens, whatever runs beside them
-    slots: int | None = None  # requests that it has memory for at a time; None where the server does not say
+    slots: int | None = None  # requests that it has memory for at once; None where the server does not say
     prefix_caching: bool | None = None  # None where the server does not say
-    weight_transport: str | None = None  # how new weights reach it, for people; None where it takes none or nobody says
+    weight_transport: str | None = None  # how new weights reach it, for people; None where none do or it does not say
     # Weights that are being served; None when a server that was already running may hold any.
     version: WeightVersion | None = WeightVersion(0, 0)
     server: str = "local"  # name and version of the server, for people

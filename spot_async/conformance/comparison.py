@@ -15,7 +15,7 @@ from spot_async.types import BoolArray, TokenScores
 
 Rows = npt.NDArray[np.float64]  # (T, V) exact log-probabilities
 
-INNER = slice(1, -1)  # rows whose neighbours are of the same response; the first and the last have checks of their own
+INNER = slice(1, -1)  # rows with neighbours in the same response; the first and the last have checks of their own
 ENDS = [0, -1]
 
 

@@ -21,7 +21,7 @@ from spot_async.types import IntArray
 from spot_async.vocabulary import first_line
 
 WEIGHTS = "*.safetensors"
-PERTURBATION = 0.2  # of each tensor's own standard deviation: moves log-probabilities by far more than any tolerance
+PERTURBATION = 0.2  # times each tensor's standard deviation: changes log-probabilities by more than any tolerance
 
 Rows = npt.NDArray[np.float64]
 

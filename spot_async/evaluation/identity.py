@@ -18,7 +18,7 @@ from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import PROMPTS, Identity
 
 BLOCK_BYTES = 1 << 16
-BLOCKS = 64  # of one file that are looked at: training changes all of a model's weights
+BLOCKS = 64  # of one file are looked at: few suffice, since training changes all of a model's weights
 
 
 def identity_of(config: Config, benchmarks: Sequence[Benchmark], model: Path) -> Identity:

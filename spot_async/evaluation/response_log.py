@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 PROMPTS = "prompts"  # of `Identity.settings`: no key of the configuration, but a digest of what a benchmark asks
 LOG_FORMAT = 1  # raised when a file can no longer be continued
-SYNC_EVERY = 64  # responses that a power failure may cost; a killed process costs none but those under way
+SYNC_EVERY = 64  # responses that a power failure may cost; a killed process loses only those under way
 
 
 class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from spot_async.stages import STAGE_SERVERS
 
-TRAINER_BOUND = 0.5  # share of the time from which on training itself is the bottleneck
+TRAINER_BOUND = 0.5  # from this share of the time on, training itself is the bottleneck
 UPDATE_BOUND = 0.25
-CLEAR_SHARE = 0.6  # of the wait, from which on one server is named alone
-FULL = 0.75  # of a stage's limit: above, the limit holds requests back
-IDLE = 0.15  # of a batch: below, a few stragglers hold everybody up
-THROTTLED = 0.05  # of what is sent, from which on an endpoint's refusals are what holds a stage up
+CLEAR_SHARE = 0.6  # from this share of the wait on, one server is named alone
+FULL = 0.75  # above this share of a stage's limit, the limit holds requests back
+IDLE = 0.15  # below this share of a batch, a few stragglers hold everybody up
+THROTTLED = 0.05  # from this share of what is sent on, an endpoint's refusals hold the stage up
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from spot_async.processes import guard
 LOG_TAIL_BYTES = 4096
 LOG_SEARCH_BYTES = 1 << 16  # looked through for what went wrong before the last words
 LINE_CHARACTERS = 300
-LAST_WORDS = 5  # lines; interpreters say this and that after the exception that ended a program
+LAST_WORDS = 5  # lines of a log to look at: interpreters write more after the exception that ended a program
 STOP_GRACE_S = 5.0
 FOREIGN_GRACE_S = 15.0  # inference servers take their time to stop, and leave shared memory behind when killed
 GUARD_MARGIN_S = 5.0  # by which a guard is given longer than what it guards

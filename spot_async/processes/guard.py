@@ -24,10 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-LEFTOVER_GRACE_S = 5.0  # for what the program left behind, to remove its shared memory and files
+LEFTOVER_GRACE_S = 5.0  # how long what the program left behind gets to remove its shared memory and files
 TRACKER_GRACE_S = 1.0
-CORES_VARIABLE = "SPOT_ASYNC_CORES"  # the numbers of those that our parent wants us on
-KILL_INTERVAL_S = 0.05  # between two looks for processes that were started while others were killed
+CORES_VARIABLE = "SPOT_ASYNC_CORES"  # numbers of the cores that our parent wants us on
+KILL_INTERVAL_S = 0.05  # pause between two looks for processes that were started while others were killed
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -35,10 +35,10 @@ from typing import NamedTuple
 from spot_async.replicas.occupancy import Moment
 
 DECREASE = 0.7  # factor
-WINDOW_REQUESTS = 16  # of one kind, at least: fewer say more of themselves than of the server
-GROWTH = 2.0  # of latency beyond what the load explains
-MAIN_SHARE = 1 / 3  # of what the replica has in flight, for a kind to count: no server has more than three large ones
-BASELINE_SHARE = 0.1  # of the newest window in the baseline: about ten windows are remembered
+WINDOW_REQUESTS = 16  # at least, of one kind: fewer tell more about themselves than about the server
+GROWTH = 2.0  # factor of latency beyond what the load explains, which is a bad window
+MAIN_SHARE = 1 / 3  # share of what is in flight that a kind must have to count: at most three kinds can
+BASELINE_SHARE = 0.1  # weight of the newest window in the baseline, which so remembers about ten
 
 
 class Decrease(NamedTuple):

@@ -130,7 +130,7 @@ class StudentTrainer:
         started = time.perf_counter()
         snapshot = self._publish(step=iteration + 1)
         if self._settings.shares_devices and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what is kept for the next iteration is the student's server's until then
+            torch.cuda.empty_cache()  # the student's server needs the memory that would be kept for the next iteration
         return TrainReport(snapshot=snapshot, metrics={**metrics, "publish_s": time.perf_counter() - started})
 
     def _check(self, batch: Batch) -> None:

@@ -29,9 +29,9 @@ from spot_async.watchdog.report import ReportContents, write_report
 from spot_async.watchdog.stacks import TaskBook, thread_place
 
 REPORT = "stall-report.txt"
-BEAT_S = 1.0  # between two signs of life of the event loop, and two looks of the thread
-BLOCKED_AFTER_S = 10.0  # of an event loop that does nothing
-COME_DOWN_S = 60.0  # that a stalled run is given to end in order
+BEAT_S = 1.0  # between two signs of life of the event loop, and between two looks of the watching thread
+BLOCKED_AFTER_S = 10.0  # without a sign of life the event loop is blocked
+COME_DOWN_S = 60.0  # what a stalled run gets to end in order
 FROZEN_S = 5.0  # late by more than this: it was the process that did not run
 
 _COMMIT_OF_PHASE = {"train": Commit.BATCH_TRAINED, "update weights": Commit.WEIGHTS_CONFIRMED}
