@@ -102,15 +102,16 @@ class Branch:
     gamma: float
 
     @cached_property
+    def mean_rewards(self) -> list[float | None]:
+        """k_p mean rewards; None for a candidate with no evidence left."""
+        rewards = [outcome_rewards(verdicts) for verdicts in self.verdicts]
+        return [sum(each) / len(each) if each else None for each in rewards]
+
+    @cached_property
     def values(self) -> npt.NDArray[np.float64] | None:
         """(k_p,) mean reward of each candidate; None when a candidate has no evidence left."""
-        means = []
-        for verdicts in self.verdicts:
-            rewards = outcome_rewards(verdicts)
-            if not rewards:
-                return None
-            means.append(sum(rewards) / len(rewards))
-        return np.array(means)
+        known = [value for value in self.mean_rewards if value is not None]
+        return np.array(known) if len(known) == len(self.mean_rewards) else None
 
     @property
     def viable(self) -> bool:
@@ -334,8 +335,7 @@ class SpotPolicy:
         row = int(np.searchsorted(selection.eligible, branch.position))
         parts = {} if selection.parts is None else selection.parts._asdict()
         student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])
-        values = branch.values
-        target = branch.target if values is not None or self._keeps(branch) else None
+        target = branch.target if branch.values is not None or self._keeps(branch) else None
         return {
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
@@ -349,7 +349,7 @@ class SpotPolicy:
                     "teacher": round(float(np.exp(branch.teacher_logprobs[c])), 6),
                     "student": None if student is None else round(float(student[c]), 6),
                     "prior": round(float(branch.prior[c]), 6),
-                    "value": None if values is None else float(values[c]),
+                    "value": branch.mean_rewards[c],
                     "target": None if target is None else round(float(target[c]), 6),
                     "verdicts": [verdict.value for verdict in branch.verdicts[c]],
                     "continuations": [stages.decode(each.token_ids) for each in branch.continuations[c]],

@@ -167,7 +167,11 @@ class ResponseFile:
         if found.top_k < ours.top_k:
             raise ConfigError(
                 f"policy.top_k={ours.top_k}: {self._path} holds the teacher's top-{found.top_k}; "
-                f"set it to {found.top_k} or less"
+                + (
+                    f"set it to {found.top_k} or less"
+                    if found.top_k
+                    else "set policy.forward_kl_weight=0, or load another"
+                )
             )
         if found.temperature != ours.temperature:
             raise ConfigError(

@@ -35,7 +35,8 @@ class StageCounters:
     failed: int = 0
     retried: int = 0
     hedged: int = 0  # sent a second time because they were slow
-    busy_s: float = 0.0  # summed over requests: mean in flight = busy_s / elapsed
+    ended: int = 0  # completed, failed or cancelled once their turn had come
+    busy_s: float = 0.0  # summed over `ended`: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
     permanent: int = 0  # attempts that failed, by class
     throttled: int = 0
@@ -138,10 +139,10 @@ class Stage(Generic[S]):
 
         Raises the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline.
         """
+        asked_s = asyncio.get_running_loop().time()
+        self.timeline.request_asked(asked_s)
         self._askers[priority[0]] += 1
-        pending = OpenRequest(
-            Errand(self.name, priority, session, tokens, kind), asyncio.get_running_loop().time(), work
-        )
+        pending = OpenRequest(Errand(self.name, priority, session, tokens, kind), asked_s, work)
         self.open.add(pending)
         try:
             return await self._serve(pending, request)
@@ -171,6 +172,7 @@ class Stage(Generic[S]):
             )
             self.timeline.request_ended(span)
             self._release()
+            self.counters.ended += 1
             self.counters.busy_s += ended - started
         self.counters.completed += 1
         return result

@@ -1,7 +1,7 @@
 """What a run reports of its own time: requests, prompts and phases of the trainer, each once, when it ends.
 
-Stages and the orchestrator report; a `Timeline` listens (the trace file). All times are the running
-loop's, so they are exact on virtual time. `WaitClock` says which stage the trainer waits for.
+Stages and the orchestrator report, a request also when it is asked; a `Timeline` listens (the trace file). All times
+are the running loop's, so they are exact on virtual time. `WaitClock` says which stage the trainer waits for.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ class PhaseSpan:
 class Timeline(Protocol):
     """Told what ended; never asked. Must return at once: it runs between requests."""
 
+    def request_asked(self, asked_s: float) -> None:
+        """Called before a request enters its stage, so the stages' numbers still hold what was true until now."""
+        ...
+
     def request_ended(self, span: RequestSpan) -> None:
         """Called before the request leaves its stage, so the stage's numbers still hold what was true until now."""
         ...
@@ -76,6 +80,10 @@ class Timelines:
 
     def add(self, listener: Timeline) -> None:
         self._listeners.append(listener)
+
+    def request_asked(self, asked_s: float) -> None:
+        for listener in self._listeners:
+            listener.request_asked(asked_s)
 
     def request_ended(self, span: RequestSpan) -> None:
         for listener in self._listeners:
@@ -116,14 +124,17 @@ def busiest(stages: Sequence[StageLoad]) -> str:
 class WaitClock:
     """Divides time among stages: each moment belongs to the stage that most prompts were at.
 
-    Load changes when a request ends, and with what is asked in the same moment. So what a stage holds as
-    a request ends has been true since the one before it, and one look per request is exact.
+    Load changes only when a request is asked or ends. What stages hold just before either has been true since the
+    change before it, so these looks are exact.
     """
 
     def __init__(self, stages: Sequence[StageLoad]) -> None:
         self._stages = stages
         self._changes: list[tuple[str, float]] = []  # a stage, and since when most prompts were there
         self._until_s = float("-inf")
+
+    def request_asked(self, asked_s: float) -> None:
+        self._extend(asked_s)
 
     def request_ended(self, span: RequestSpan) -> None:
         self._extend(span.ended_s)

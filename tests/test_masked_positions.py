@@ -166,5 +166,7 @@ async def test_kd_without_forward_kl_asks_for_no_log_probabilities_and_keeps_its
     )
     assert first is not None
     np.testing.assert_array_equal(first.token_ids, np.arange(5, 5 + TOKENS)[:, None])
-    with pytest.raises(Exception, match=r"policy\.top_k=16: .* holds the teacher's top-0"):
+    with pytest.raises(
+        Exception, match=r"policy\.top_k=16: .* holds the teacher's top-0; set policy\.forward_kl_weight=0"
+    ):
         KdPolicy(KdPolicy.Settings(load=path), context)

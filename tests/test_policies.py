@@ -157,6 +157,8 @@ async def test_missing_evidence_is_left_out_of_the_mean_and_a_candidate_without_
     sample = await supervise(ScriptedStages(verdicts=none_left))
     assert sample.supervision.soft_targets is None
     assert sample.metrics["spot/no_evidence"] == 1
+    shown = {each["token_id"]: each["value"] for each in sample.record["branches"][0]["candidates"]}
+    assert (shown[9], shown[8]) == (None, 1.0)  # what is known is shown, of a position that is dropped too
 
 
 async def test_the_record_holds_what_spot_saw():

@@ -100,6 +100,25 @@ def test_the_labels_of_an_axis_are_of_one_kind():
     assert tick_labels([0.0, 0.05, 0.1], short_number) == ["0", "0.05", "0.1"]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.1312, 0.1327, ["0.131", "0.1315", "0.132", "0.1325", "0.133"]),
+        (0.9988, 1.0012, ["0.998", "0.999", "1", "1.001", "1.002"]),
+        (1234.2, 1237.1, ["1234", "1235", "1236", "1237", "1238"]),
+        (3.01e-4, 3.04e-4, ["0.000301", "0.000302", "0.000303", "0.000304"]),
+        (1000.0, 3000.0, ["1k", "1.5k", "2k", "2.5k", "3k"]),
+    ],
+)
+def test_labels_have_the_digits_that_their_steps_need(low, high, expected):
+    assert tick_labels(nice_ticks(low, high), short_number) == expected
+    assert tick_labels(nice_ticks(low, high), seconds) == [f"{label} s" for label in expected]
+
+
+def test_shares_close_together_have_the_digits_that_their_steps_need():
+    assert tick_labels(nice_ticks(0.9988, 1.0), percent) == ["99.85 %", "99.9 %", "99.95 %", "100 %"]
+
+
 def test_only_a_long_single_line_is_smoothed_and_the_legend_says_so():
     rates = Series("rate", [(i, float(i % 3)) for i in range(1, 31)])
     assert "thick: running mean" in svg.line_plot([rates])

@@ -18,6 +18,7 @@ import pytest
 import structlog
 from rich.console import Console
 
+from spot_async.actor import StageCounters
 from spot_async.backends.launch import free_port
 from spot_async.config import TelemetryConfig
 from spot_async.config.loading import validate
@@ -25,6 +26,7 @@ from spot_async.errors import ConfigError
 from spot_async.orchestrator import IterationResult, PhaseTimes
 from spot_async.run_directory import RunDirectory
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import check_packages, open_sinks
 from spot_async.types import Sample, TrainReport, WeightSnapshot, WeightVersion
@@ -217,3 +219,18 @@ def test_samples_are_written_as_often_as_configured_and_metrics_always(tmp_path,
 
     assert iterations("samples.jsonl") == written
     assert iterations("metrics.jsonl") == [1, 2, 3, 4]
+
+
+def test_the_figures_of_the_first_iteration_are_its_own(tmp_path):
+    """Failed requests took their time too, and the loop's lag at the start is none of the iteration's."""
+    counters = StageCounters()
+    stage = SimpleNamespace(name="verify", counters=counters, hedge_after_s=None)
+    lag = LoopLag()
+    lag._histogram.add(9.0, interval_s=0.05)
+    log = RunLog(RunDirectory(tmp_path), SimpleNamespace(all=(stage,), tokens_generated=0), loop_lag=lag)
+    counters.completed, counters.failed, counters.ended, counters.busy_s = 3, 1, 4, 2.0
+    snapshot = WeightSnapshot(directory=str(tmp_path), version=WeightVersion(0, 1))
+    log.iteration_finished(IterationResult(1, [], TrainReport(snapshot=snapshot, metrics={}), PhaseTimes()))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["stage/verify/mean_latency_s"] == 0.5
+    assert row["loop/lag_max_s"] == 0.0

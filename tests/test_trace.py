@@ -350,3 +350,18 @@ def test_each_moment_of_a_wait_belongs_to_the_stage_with_most_prompts(events, ex
     waits = clock.take(0.0, 4.0)
     assert seconds_by_stage(waits) == pytest.approx(expected)
     assert all(first.ended_s == second.started_s for first, second in pairwise(waits))
+
+
+def test_time_before_a_request_is_asked_is_not_that_of_its_stage():
+    """A policy that waits outside of all stages holds the run up itself."""
+    rollout, score = (SimpleNamespace(name=name, prompts=0) for name in ("rollout", "score"))
+    clock = WaitClock([rollout, score])
+    clock.request_asked(0.0)
+    rollout.prompts = 1
+    clock.request_ended(RequestSpan("rollout", (0,), 0.0, 0.0, 1.0, "done"))
+    rollout.prompts = 0
+    clock.request_asked(4.0)
+    score.prompts = 1
+    clock.request_ended(RequestSpan("score", (0,), 4.0, 4.0, 4.5, "done"))
+    score.prompts = 0
+    assert seconds_by_stage(clock.take(0.0, 4.5)) == {"rollout": 1.0, "nothing": 3.0, "score": 0.5}

@@ -190,7 +190,7 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
     with pytest.raises(TrainerError) as caught:
         trainer.train(Batch(7, (poisoned, supervision(4, 5))))
     message = str(caught.value)
-    assert message.startswith("iteration 7, mini-batch 1 of 1")
+    assert message.startswith("iteration 8, mini-batch 1 of 1")
     assert f"{what} in sample 'problem-3' (ordinal 3)" in message
     assert "problem-4" not in message
     assert "\n" not in message
@@ -249,7 +249,7 @@ def test_malformed_samples_are_named_before_anything_is_trained(
 
 
 def test_a_batch_without_samples_is_an_error(student: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="iteration 2 has no samples"):
+    with pytest.raises(TrainerError, match="iteration 3 has no samples"):
         make_trainer(student, tmp_path).train(Batch(2, ()))
 
 

@@ -217,7 +217,7 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
         reports.append(await trainer.train(1, unequal_batch(1)))
         pids = list(trainer_pids(os.getpid()))
         assert len(pids) == 3
-        with pytest.raises(TrainerError, match="iteration 5, but iteration 2 is due"):
+        with pytest.raises(TrainerError, match="iteration 6, but iteration 3 is due"):
             await trainer.train(5, unequal_batch(2))
     wait_until_gone(pids)
 
@@ -244,7 +244,7 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
     async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2, **SHORT)) as trainer:
         pids = list(trainer_pids(os.getpid()))
         for _ in range(2):  # and it stays stopped
-            with pytest.raises(TrainerError, match=r"^iteration 0, .*policy loss in sample 'problem-4' \(ordinal 4\)"):
+            with pytest.raises(TrainerError, match=r"^iteration 1, .*policy loss in sample 'problem-4' \(ordinal 4\)"):
                 await trainer.train(0, batch)
         victim = pid_of_rank(1)
         os.kill(victim, signal.SIGKILL)
@@ -363,6 +363,6 @@ async def test_a_lost_acknowledgement_is_sent_again_late_answers_are_dropped_and
         report = await trainer.train(3, [supervision(0, 3)])
         assert report.snapshot.version == WeightVersion(0, 4)
     monkeypatch.setattr(handle, "ACKNOWLEDGEMENT_TIMEOUT_S", 60.0)
-    with pytest.raises(TrainerError, match=r"iteration 3 was not trained within training.step_timeout_s=2"):
+    with pytest.raises(TrainerError, match=r"iteration 4 was not trained within training.step_timeout_s=2"):
         async with TrainerProcess(trainer_settings(tmp_path, tmp_path, step_timeout_s=2.0)) as trainer:
             await trainer.train(3, [supervision(0, 3)])

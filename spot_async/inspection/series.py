@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MAX_POINTS = 240  # of a line: more are averaged in groups
 SMOOTH_FROM = 24  # points from which a single line gets a running mean
@@ -85,16 +86,31 @@ def fine_percent(value: float) -> str:
 
 
 def tick_labels(ticks: Sequence[float], format_y: Format) -> list[str]:
-    """The labels of one axis: no two alike, and where one needs a power of ten, all but zero have it."""
+    """The labels of one axis: exact, no two alike, and where one needs a power of ten, all but zero have it."""
     labels = [format_y(tick) for tick in ticks]
-    if len(set(labels)) < len(labels) and all(label.endswith(" %") for label in labels):
-        return [fine_percent(tick) for tick in ticks]
-    if not any(short_number(tick) in label and "e-" in label for tick, label in zip(ticks, labels, strict=True)):
-        return labels
+    if all(label.endswith(" %") for label in labels):
+        return labels if len(set(labels)) == len(labels) else [f"{tick} %" for tick in plain([100 * t for t in ticks])]
+    write = short_number
+    if any(short_number(tick) in label and "e-" in label for tick, label in zip(ticks, labels, strict=True)):
+        write = scientific
+    numbers = [write(tick) if tick else "0" for tick in ticks]
+    if len(set(numbers)) < len(numbers) or any(_is_rounded(tick, write) for tick in ticks):
+        numbers = plain(ticks)
     return [
-        label.replace(short_number(tick), scientific(tick)) if tick else label
-        for tick, label in zip(ticks, labels, strict=True)
+        label.replace(short_number(tick), number) for tick, label, number in zip(ticks, labels, numbers, strict=True)
     ]
+
+
+def plain(ticks: Sequence[float]) -> list[str]:
+    """Numbers with all digits that even steps between them need."""
+    step = min((abs(high - low) for low, high in pairwise(ticks)), default=1.0)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step else 0
+    return [f"{round(tick, decimals):.12g}" for tick in ticks]
+
+
+def _is_rounded(tick: float, write: Format) -> bool:
+    digits = ".1e" if write is scientific else ".3g"
+    return abs(float(format(tick, digits)) - tick) > 1e-9 * abs(tick)
 
 
 def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -55,6 +55,9 @@ class TrainerClock:
         self._phases: dict[Phase, float] = defaultdict(float)
         self._waited_for: dict[str, float] = defaultdict(float)
 
+    def request_asked(self, asked_s: float) -> None:
+        self._waits.request_asked(asked_s)
+
     def request_ended(self, span: RequestSpan) -> None:
         self._waits.request_ended(span)
 

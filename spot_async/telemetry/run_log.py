@@ -50,6 +50,8 @@ class RunLog:
         them."""
         self._spending = spending
         self._loop_lag = loop_lag
+        if loop_lag is not None:
+            loop_lag.take()  # what was before the first iteration
         self._directory = directory
         self._samples_every = samples_every
         self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
@@ -113,8 +115,8 @@ class RunLog:
                 metrics[f"stage/{stage.name}/hedged"] = float(now.hedged - last.hedged)
             for failure in FailureClass:
                 metrics[f"stage/{stage.name}/{failure}"] = float(getattr(now, failure) - getattr(last, failure))
-            if requests:
-                metrics[f"stage/{stage.name}/mean_latency_s"] = (now.busy_s - last.busy_s) / requests
+            if ended := now.ended - last.ended:
+                metrics[f"stage/{stage.name}/mean_latency_s"] = (now.busy_s - last.busy_s) / ended
             if elapsed_s > 0:
                 metrics[f"stage/{stage.name}/mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
                 metrics[f"stage/{stage.name}/mean_queued"] = (now.waited_s - last.waited_s) / elapsed_s

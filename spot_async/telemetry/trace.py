@@ -133,20 +133,20 @@ class TraceRecorder:
         self._stride = 1
         self._iteration_started_s = 0.0
         self._arrows: set[int] = set()  # prompts whose arrow has begun
-        self._last_end_s: float | None = None
+        self._last_change_s: float | None = None
         self._name_process(TRAINER, "trainer")
         self._name_thread(TRAINER, ITERATIONS, "iterations")
         self._name_thread(TRAINER, PHASES, "trainer")
         self._name_process(PROMPTS, "prompts")
 
+    def request_asked(self, asked_s: float) -> None:
+        if self._recorded:
+            self._load_changes(asked_s)
+
     def request_ended(self, span: RequestSpan) -> None:
         if not self._recorded:
             return
-        if self._counters.due(span.ended_s):
-            self._count(
-                span.asked_s if self._last_end_s is None else self._last_end_s
-            )  # nothing has changed since the request that ended last
-        self._last_end_s = span.ended_s
+        self._load_changes(span.ended_s)
         ordinal, *rest = span.priority
         args: dict[str, Any] = {"prompt": ordinal, "waited_ms": round(1e3 * (span.started_s - span.asked_s), 3)}
         if rest:
@@ -156,6 +156,12 @@ class TraceRecorder:
         if span.replica:
             args["server"] = span.replica
         self._slice(self._process_of(span.stage), None, f"{span.stage} {ordinal}", span.started_s, span.ended_s, args)
+
+    def _load_changes(self, at_s: float) -> None:
+        """Note what stages have held since the last change before now, where counters are due."""
+        last_s, self._last_change_s = self._last_change_s, at_s
+        if last_s is not None and last_s < at_s and self._counters.due(at_s):
+            self._count(last_s)
 
     def prompt_ended(self, span: PromptSpan) -> None:
         if not self._recorded:
@@ -195,7 +201,7 @@ class TraceRecorder:
         shares = self._file.bytes // SHARE_BYTES
         self._stride = max(self._stride, 1 << shares)
         self._recorded = (span.iteration + 1) % self._stride == 0
-        self._last_end_s = span.ended_s
+        self._last_change_s = span.ended_s
 
     def _slice(
         self, process_id: int, thread_id: int | None, name: str, started_s: float, ended_s: float, args: dict[str, Any]

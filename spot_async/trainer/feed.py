@@ -39,7 +39,7 @@ class BatchFeed:
             broadcast_bytes(frame)
         due = 0 if self._last is None else self._last.iteration + 1
         if batch.iteration != due:
-            raise TrainerError(f"the trainer was given iteration {batch.iteration}, but iteration {due} is due")
+            raise TrainerError(f"the trainer was given iteration {batch.iteration + 1}, but iteration {due + 1} is due")
         return batch
 
     def _receive(self, socket: zmq.Socket[bytes]) -> tuple[bytes, Batch]:

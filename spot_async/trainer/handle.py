@@ -70,7 +70,7 @@ class TrainerProcess:
         `TrainerError` when a rank stopped (non-finite loss, full disk, killed) or took too long.
         """
         conversation = self._train(Batch(iteration, tuple(batch)))
-        return (await self._while_it_lives(conversation, f"iteration {iteration} was not trained")).report
+        return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not trained")).report
 
     async def _start(self, channel_directory: str) -> ChildProcess:
         settings_path = self._settings.save()

@@ -117,7 +117,7 @@ class StudentTrainer:
         shares = [self._share(mini_batch) for mini_batch in updates]  # all of them before the weights move
         norms = []
         for number, (mini_batch, share) in enumerate(zip(updates, shares, strict=True), start=1):
-            where = f"iteration {iteration}, mini-batch {number} of {len(updates)}"
+            where = f"iteration {iteration + 1}, mini-batch {number} of {len(updates)}"
             norms.append(self._update(mini_batch, share, tally, where, has_moved=number > 1))
         self._strategy.sum(tally.sums)
         self._strategy.max(tally.maxima)
@@ -135,7 +135,7 @@ class StudentTrainer:
 
     def _check(self, batch: Batch) -> None:
         if not batch.samples:
-            raise TrainerError(f"iteration {batch.iteration} has no samples: none of its prompts was supervised")
+            raise TrainerError(f"iteration {batch.iteration + 1} has no samples: none of its prompts was supervised")
         for sample in batch.samples:
             check_sample(
                 sample,

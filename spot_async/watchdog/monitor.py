@@ -93,6 +93,9 @@ class Watchdog:
     def response_judged(self, finished: int, total: int) -> None:
         self._commit(Commit.RESPONSE_JUDGED, f"response {finished} of {total}")
 
+    def request_asked(self, asked_s: float) -> None:
+        pass
+
     def request_ended(self, span: RequestSpan) -> None:
         pass  # not a commit: what it was asked for may never be finished
 
