@@ -9,6 +9,7 @@ from the configuration.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import transformers
 
 from spot_async.errors import DataError
-from spot_async.serving.cache import SlotCache, decode_width
+from spot_async.serving.cache import PrefillDone, SlotCache, decode_width
 from spot_async.serving.settings import EngineSettings
 from spot_async.vocabulary import first_line
 
@@ -79,7 +80,9 @@ class CausalModel:
         """Read right-padded sequences (n, L) into the cache: rows from `first_row` get sequences `sources` (rows,)."""
         width = token_ids.shape[1]
         cache.prefill(first_row, sources, width)
-        self._base(input_ids=token_ids, position_ids=self._columns[None, :width], past_key_values=cache, use_cache=True)
+        positions = self._columns[None, :width]
+        with contextlib.suppress(PrefillDone):
+            self._base(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: SlotCache) -> torch.Tensor:
         """Hidden states (n, D) of one token (n,) per row, each at its own position (n,) below `width`."""
