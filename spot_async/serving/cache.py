@@ -61,8 +61,8 @@ class _Write:
         index = self.flat_index.get((heads, capacity))
         if index is None:
             assert self.positions is not None
-            head = torch.arange(self.rows * heads, device=self.positions.device).view(self.rows, heads)
-            index = (head * capacity + self.positions[:, None]).view(-1)
+            first = torch.arange(0, self.rows * heads * capacity, capacity, device=self.positions.device)
+            index = (first.view(self.rows, heads) + self.positions[:, None]).view(-1)
             self.flat_index[heads, capacity] = index
         return index
 

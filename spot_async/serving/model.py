@@ -65,7 +65,10 @@ class CausalModel:
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
         self._dtype: torch.dtype = module.dtype
         self._columns = torch.arange(decode_width(max_context_tokens), device=self.device)
+        self._shown = torch.tensor(0.0, dtype=self._dtype, device=self.device)  # what a mask adds to scores
+        self._masked = torch.tensor(torch.finfo(self._dtype).min, dtype=self._dtype, device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
+        self._output_layer = module.get_output_embeddings()
         self._plain_head = self._has_plain_head()
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -88,7 +91,7 @@ class CausalModel:
         """Hidden states (n, D) of one token (n,) per row, each at its own position (n,) below `width`."""
         cache.decode(positions, width)
         seen = self._columns[:width] <= positions[:, None]  # (n, width)
-        mask = torch.where(seen, 0.0, torch.finfo(self._dtype).min).to(self._dtype)[:, None, None]
+        mask = torch.where(seen, self._shown, self._masked)[:, None, None]
         output: torch.Tensor = self._base(
             input_ids=token_ids[:, None],
             position_ids=positions[:, None],
@@ -104,9 +107,7 @@ class CausalModel:
         if rows % ROW_MULTIPLE:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(rows) - rows))
         output: torch.Tensor = (
-            self.module.get_output_embeddings()(hidden)
-            if self._plain_head
-            else self._head(inputs_embeds=hidden[None]).logits[0]
+            self._output_layer(hidden) if self._plain_head else self._head(inputs_embeds=hidden[None]).logits[0]
         )
         return output[:rows]
 
@@ -116,7 +117,7 @@ class CausalModel:
     @torch.no_grad()
     def _has_plain_head(self) -> bool:
         """Whether the module does nothing between hidden states and logits but its output layer's product."""
-        layer = self.module.get_output_embeddings()
+        layer = self._output_layer
         if layer is None:
             return False
         hidden = self._base(**self._any_token()).last_hidden_state[0].expand(ROW_MULTIPLE, -1)
