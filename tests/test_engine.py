@@ -370,6 +370,22 @@ def test_contexts_that_differ_in_their_last_token_are_read_once(
         np.testing.assert_array_equal(reply.logprobs, alone.logprobs)
 
 
+def test_reading_a_prompt_ends_with_the_last_keys_and_values(random_architecture: Models) -> None:
+    """The module's last layer has no more to do for a prompt's tokens; their hidden states are nobody's."""
+    settings = EngineSettings(slots=8)
+    model = load_model(random_architecture(), settings)
+    first, last = (model.module.model.layers[number].mlp for number in (0, -1))
+    tokens = {first: 0, last: 0}
+
+    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        tokens[module] += output.shape[:-1].numel()
+
+    for module in tokens:
+        module.register_forward_hook(count)
+    run_all(Engine(model, settings), [generate_request(prompts([40])[0], max_tokens=3)])
+    assert tokens == {first: 64 + 3 * 8, last: 3 * 8}
+
+
 def test_logits_that_are_not_finite_fail_their_requests_and_leave_nothing_in_the_slots(
     random_architecture: Models, engine_for: Engines
 ) -> None:

@@ -37,6 +37,13 @@ def decode_width(width: int) -> int:
     return max(SMALLEST_DECODE_WIDTH, blocks * ATTENTION_BLOCK + rest)
 
 
+class PrefillDone(Exception):
+    """Raised through the module's forward once every layer's keys and values are written: a prefill is for no more.
+
+    What would follow is the last layer's attention and MLP of every token, in a small module a good part of the work.
+    """
+
+
 @dataclasses.dataclass
 class _Write:
     """Where the running forward puts its keys and values."""
@@ -46,6 +53,7 @@ class _Write:
     width: int  # columns that the forward attends to
     positions: torch.Tensor | None = None  # (rows,) of a decode; None in a prefill
     sources: torch.Tensor | None = None  # (rows,) which of a prefill's sequences each row gets
+    layers_left: int = 0  # that a prefill has yet to write
     flat_index: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def rows_of(self, heads: int, capacity: int) -> torch.Tensor:
@@ -53,8 +61,8 @@ class _Write:
         index = self.flat_index.get((heads, capacity))
         if index is None:
             assert self.positions is not None
-            head = torch.arange(self.rows * heads, device=self.positions.device).view(self.rows, heads)
-            index = (head * capacity + self.positions[:, None]).view(-1)
+            first = torch.arange(0, self.rows * heads * capacity, capacity, device=self.positions.device)
+            index = (first.view(self.rows, heads) + self.positions[:, None]).view(-1)
             self.flat_index[heads, capacity] = index
         return index
 
@@ -87,6 +95,9 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             rows = slice(write.first_row, write.first_row + write.rows)
             self.keys[rows, :, : write.width] = key_states[write.sources]
             self.values[rows, :, : write.width] = value_states[write.sources]
+            write.layers_left -= 1
+            if not write.layers_left:
+                raise PrefillDone
             return key_states, value_states
         return self._append(self.keys, key_states, write), self._append(self.values, value_states, write)
 
@@ -124,10 +135,10 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def prefill(self, first_row: int, sources: torch.Tensor, width: int) -> None:
         """The next forward reads sequences of `width` tokens; the rows from `first_row` get those that
-        `sources` (rows,) numbers.
+        `sources` (rows,) numbers. It ends with `PrefillDone` once every layer has written.
         """
         self._reserve(width)
-        self.write = _Write(first_row, len(sources), width, sources=sources)
+        self.write = _Write(first_row, len(sources), width, sources=sources, layers_left=len(self.layers))
 
     def decode(self, positions: torch.Tensor, width: int) -> None:
         """The next forward writes one token into each of the first rows, at `positions` (rows,)."""

@@ -9,6 +9,7 @@ from the configuration.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import transformers
 
 from spot_async.errors import DataError
-from spot_async.serving.cache import SlotCache, decode_width
+from spot_async.serving.cache import PrefillDone, SlotCache, decode_width
 from spot_async.serving.settings import EngineSettings
 from spot_async.vocabulary import first_line
 
@@ -64,7 +65,10 @@ class CausalModel:
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
         self._dtype: torch.dtype = module.dtype
         self._columns = torch.arange(decode_width(max_context_tokens), device=self.device)
+        self._shown = torch.tensor(0.0, dtype=self._dtype, device=self.device)  # what a mask adds to scores
+        self._masked = torch.tensor(torch.finfo(self._dtype).min, dtype=self._dtype, device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
+        self._output_layer = module.get_output_embeddings()
         self._plain_head = self._has_plain_head()
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -79,13 +83,15 @@ class CausalModel:
         """Read right-padded sequences (n, L) into the cache: rows from `first_row` get sequences `sources` (rows,)."""
         width = token_ids.shape[1]
         cache.prefill(first_row, sources, width)
-        self._base(input_ids=token_ids, position_ids=self._columns[None, :width], past_key_values=cache, use_cache=True)
+        positions = self._columns[None, :width]
+        with contextlib.suppress(PrefillDone):
+            self._base(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: SlotCache) -> torch.Tensor:
         """Hidden states (n, D) of one token (n,) per row, each at its own position (n,) below `width`."""
         cache.decode(positions, width)
         seen = self._columns[:width] <= positions[:, None]  # (n, width)
-        mask = torch.where(seen, 0.0, torch.finfo(self._dtype).min).to(self._dtype)[:, None, None]
+        mask = torch.where(seen, self._shown, self._masked)[:, None, None]
         output: torch.Tensor = self._base(
             input_ids=token_ids[:, None],
             position_ids=positions[:, None],
@@ -101,9 +107,7 @@ class CausalModel:
         if rows % ROW_MULTIPLE:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(rows) - rows))
         output: torch.Tensor = (
-            self.module.get_output_embeddings()(hidden)
-            if self._plain_head
-            else self._head(inputs_embeds=hidden[None]).logits[0]
+            self._output_layer(hidden) if self._plain_head else self._head(inputs_embeds=hidden[None]).logits[0]
         )
         return output[:rows]
 
@@ -113,7 +117,7 @@ class CausalModel:
     @torch.no_grad()
     def _has_plain_head(self) -> bool:
         """Whether the module does nothing between hidden states and logits but its output layer's product."""
-        layer = self.module.get_output_embeddings()
+        layer = self._output_layer
         if layer is None:
             return False
         hidden = self._base(**self._any_token()).last_hidden_state[0].expand(ROW_MULTIPLE, -1)
