@@ -16,6 +16,7 @@ from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreReque
 from spot_async.serving.engine import DECODES_BETWEEN_PREFILLS, Engine
 from spot_async.serving.fused import FusedModel, fused
 from spot_async.serving.model import load_model
+from spot_async.serving.sampling import sample
 from spot_async.serving.settings import EngineSettings
 from spot_async.serving.tasks import new_task
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
@@ -435,3 +436,15 @@ def test_a_torch_error_fails_the_batch_it_concerns_and_nothing_else(
     with pytest.raises(TransientError):
         doomed.future.result(timeout=0)
     assert not engine.busy
+
+
+def test_which_of_equal_tokens_are_among_a_rows_best_does_not_depend_on_its_neighbours():
+    logits = torch.from_numpy(np.random.default_rng(0).integers(-4, 4, (8, 500)) / 4.0).float()  # many are equal
+    ones, draws = torch.ones(8, 1), torch.full((8, 1), 0.5, dtype=torch.float64)
+    top_k = np.array([4, 0, 16, 4, 300, 1, 16, 4])
+    together = sample(logits, ones, None, draws, top_k=top_k)
+    for row, k in enumerate(top_k):
+        alone = sample(logits[row : row + 1], ones[:1], None, draws[:1], top_k=top_k[row : row + 1])
+        if k:
+            assert torch.equal(together.topk_ids[row, :k], alone.topk_ids[0])
+            assert torch.equal(together.topk_logprobs[row, :k], alone.topk_logprobs[0])

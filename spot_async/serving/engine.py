@@ -200,7 +200,7 @@ class Engine:
             self._tensor(table.temperature[rows, None]),
             self._tensor(top_p) if (top_p < 1).any() else None,
             self._tensor(table.uniforms[table.rows[rows], table.produced[rows], None]),
-            top_k=int(table.top_k[rows].max()),
+            top_k=table.top_k[rows],
         )
         logprobs = sampled.logprobs.numpy(force=True)
         finished = table.record(

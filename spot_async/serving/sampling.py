@@ -16,8 +16,8 @@ import torch
 class Sampled(NamedTuple):
     token_ids: torch.Tensor  # (n,) int64
     logprobs: torch.Tensor  # (n,) float32, of the untruncated distribution at the rows' temperatures
-    topk_ids: torch.Tensor | None  # (n, k), descending by probability
-    topk_logprobs: torch.Tensor | None  # (n, k)
+    topk_ids: torch.Tensor | None  # (n, largest k), descending by probability; those of a row in its first k columns
+    topk_logprobs: torch.Tensor | None  # (n, largest k)
 
 
 def draw_uniforms(seed: int, count: int) -> npt.NDArray[np.float64]:
@@ -32,11 +32,12 @@ def sample(
     top_p: torch.Tensor | None,
     uniforms: torch.Tensor,
     *,
-    top_k: int = 0,
+    top_k: npt.NDArray[np.int64] | None = None,
 ) -> Sampled:
     """Inverse-CDF sampling of logits (n, V) with temperature (n, 1), uniforms (n, 1) and top_p (n, 1).
 
-    Rows of `top_p` at 1 or more are not truncated; None truncates none. The cumulative sum is float64.
+    Rows of `top_p` at 1 or more are not truncated; None truncates none. `top_k` (n,) is how many of the likeliest
+    tokens to report for each row. The cumulative sum is float64.
     """
     scaled = logits.float() / temperature
     logprobs = scaled.log_softmax(-1)  # (n, V)
@@ -47,13 +48,25 @@ def sample(
     token_ids = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)  # (n, 1)
     token_ids = token_ids.clamp_(max=logits.shape[-1] - 1)  # where logits are NaN; the caller refuses the row
     chosen = logprobs.gather(-1, token_ids)
-    best = logprobs.topk(top_k, dim=-1) if top_k else None
-    return Sampled(
-        token_ids=token_ids[:, 0],
-        logprobs=chosen[:, 0],
-        topk_ids=best.indices if best else None,
-        topk_logprobs=best.values if best else None,
-    )
+    topk_ids, topk_logprobs = (None, None) if top_k is None else _best(logprobs, top_k)
+    return Sampled(token_ids[:, 0], chosen[:, 0], topk_ids, topk_logprobs)
+
+
+def _best(
+    logprobs: torch.Tensor, top_k: npt.NDArray[np.int64]
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Ids and values of each row's own top-k. Which of equal tokens come first depends on k, so every k is looked up
+    by itself: a row's answer must not follow from what its neighbours ask for.
+    """
+    widest = int(top_k.max())
+    if not widest:
+        return None, None
+    best = logprobs.topk(widest, dim=-1)
+    for k in np.unique(top_k[(top_k > 0) & (top_k < widest)]).tolist():
+        rows = torch.from_numpy(np.flatnonzero(top_k == k)).to(logprobs.device)
+        fewer = logprobs[rows].topk(k, dim=-1)
+        best.values[rows, :k], best.indices[rows, :k] = fewer.values, fewer.indices
+    return best.indices, best.values
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
