@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from spot_async.backends.local import LocalBackend
 from spot_async.cli import app
-from spot_async.conformance import command
+from spot_async.conformance import command, generation
 from spot_async.conformance.checks import Outcome, run_checks
 from spot_async.conformance.contract import CHECKS
 from spot_async.conformance.running import make_subject
@@ -331,6 +332,20 @@ async def test_faults_of_updates_fail_the_check_that_names_them(
     names = {"refused_snapshot", "weight_update", "update_under_way"}
     found = await failing(faulty, model_directory, tmp_path, names)
     assert set(found) == {expected}
+
+
+async def test_a_server_that_ignores_seeds_and_draws_less_likely_tokens_the_second_time_stops_all_the_same() -> None:
+    """On flat distributions none of the four likeliest comes again often enough."""
+    at_first = np.repeat(np.arange(8), [6, 5, 4, 3, 2, 2, 1, 1])
+
+    async def generate(prompt_ids: Any, *, stop_token_ids: tuple[int, ...] = (), **_: Any) -> Any:
+        drawn = np.array([6]) if stop_token_ids else at_first
+        return SimpleNamespace(token_ids=drawn, finish_reason="stop" if 6 in stop_token_ids else "length")
+
+    subject: Any = SimpleNamespace(
+        prompt=lambda *_: np.arange(3), generate=generate, generation_top_k=0, end_token_ids=(9,)
+    )
+    assert "8 of 8 responses ended" in (await generation.stop_tokens(subject)).note
 
 
 def test_the_command_prints_a_row_for_every_check_and_refuses_what_it_cannot_start(

@@ -30,6 +30,7 @@ TOP_P = 0.5
 DRAWS = 128
 LIMIT_Z = 5.0  # of a mean of DRAWS draws: an honest server exceeds it once in a million times
 TAIL_TOKENS = 8
+STOPS = 8  # of 4, a server that ignores seeds would draw none the second time once in 2,500 times
 
 
 async def parity(subject: Subject) -> Finding:
@@ -133,7 +134,7 @@ async def stop_tokens(subject: Subject) -> Finding:
     """A response ends with its first stop token, which is part of it, and by nothing else before its length."""
     sampled = np.concatenate([reply.token_ids for _, reply in await _sample(subject)])
     tokens, counts = np.unique(sampled, return_counts=True)
-    stops = (*map(int, tokens[np.argsort(-counts, kind="stable")[:4]]), *subject.end_token_ids)
+    stops = (*map(int, tokens[np.argsort(-counts, kind="stable")[:STOPS]]), *subject.end_token_ids)
     replies = [reply for _, reply in await _sample(subject, stop_token_ids=stops)]
     stopped = 0
     for reply in replies:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from limited_endpoint import EXTENSIONS, limited_endpoint
+from parity import soon
 from server_process import RunningServer
 from tiny_models import make_plain_model
 from transformers import AutoTokenizer
@@ -40,10 +40,6 @@ def server(start_vllm: Callable[..., AbstractContextManager[RunningServer]], mod
 def backend(url: str, model: Path, **settings: Any) -> OpenAIBackend:
     chosen = OpenAIBackend.Settings(url=url, **settings)
     return OpenAIBackend(chosen, role="teacher", model=str(model), run_directory=model)
-
-
-def soon() -> float:
-    return asyncio.get_running_loop().time() + 120
 
 
 def prompt_and_response(model: Path, response: str = SENTENCE) -> tuple[Any, IntArray, IntArray]:
@@ -143,7 +139,8 @@ async def test_sglang_names_tokens_by_text_and_is_read_all_the_same(
 
 async def test_sglang_ends_responses_at_the_requests_own_stop_tokens(sglang: RunningServer, model: Path) -> None:
     _, prompt, _ = prompt_and_response(model)
-    sampling = SamplingSettings(temperature=0.001, max_tokens=9, stop_token_ids=(2,), seed=7)  # it ignores seeds
+    # It ignores seeds; the likeliest token is ahead by 0.007 nats at one place.
+    sampling = SamplingSettings(temperature=1e-4, max_tokens=9, stop_token_ids=(2,), seed=7)
     async with backend(sglang.url, model) as student:
         found = await student.capabilities(deadline=soon())
         free = (await student.generate(prompt, sampling, deadline=soon())).token_ids.tolist()

@@ -33,8 +33,10 @@ def paid_endpoint(*options):
     """Its URL while it runs."""
     command = [sys.executable, str(ROOT / "tests" / "paid_endpoint.py"), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        yield process.stdout.readline().strip()
-        process.kill()
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 def bill_of(url):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
@@ -195,9 +197,9 @@ async def test_a_sender_that_dies_leaves_the_old_weights_and_the_next_update_sta
     async with connect(sglang_student, weights=weight_settings("distributed")) as backend:
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
         sender = backend._weights._transport._sender  # type: ignore[attr-defined]
-        os.kill(sender._child.pid, signal.SIGSTOP)  # the server is in the middle of receiving
+        os.kill(sender._child.pid, signal.SIGSTOP)
         update = asyncio.create_task(backend.update_weights(snapshot_of(models.other, SECOND), deadline=soon()))
-        await asyncio.sleep(1.0)
+        await until_the_engine_waits(sglang_student)  # for tensors
         os.killpg(sender._child.pid, signal.SIGKILL)
         with pytest.raises(RequestError, match=r"student-weights .* was killed by SIGKILL|/update_weights_from_distr"):
             await update
@@ -210,6 +212,14 @@ async def test_a_sender_that_dies_leaves_the_old_weights_and_the_next_update_sta
         await backend.update_weights(snapshot_of(models.other, SECOND), deadline=soon())
         await check_everything(backend, models.other, rows, SECOND)
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
+
+
+async def until_the_engine_waits(server: RunningServer) -> None:
+    """Until it does not answer: the process in front of it has to ask it for this."""
+    async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=server.url, timeout=1.0) as client:
+        with contextlib.suppress(httpx.ReadTimeout):
+            while True:
+                await client.get("/server_info")
 
 
 # Requests that are given up, and a server that goes away.
