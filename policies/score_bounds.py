@@ -279,7 +279,7 @@ def _student_at_candidates(
     coverage_lower = np.where(alike, together.lower, lower[:, :k].sum(axis=-1))
     elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are no candidates
     others = probability_interval(np.exp(student.logprobs), student.noise_nats).lower
-    coverage_upper = np.minimum(known_upper + unseen, 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + OUTWARD)
+    coverage_upper = np.minimum(known_upper + unseen, 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1)) + OUTWARD
 
     # Where the noise leaves open which tokens are the candidates, a rank may be any of them.
     swap, pool, hidden = interchangeable(teacher, rule)

@@ -51,8 +51,10 @@ def serve(settings, model, port):
 
 # As vLLM's log: what went wrong in its engine comes long before what its server says of it.
 CRASH = r"""
+import sys
 print("WARNING: raise the limit, or `OSError: too many files` may follow")
 print("(Engine pid=3) ERROR [core.py:9] a.b.MemoryError: no room", "MemoryError: no room", *range(40), sep="\n")
+sys.stdout.flush()
 raise SystemExit("\x1b[31mRuntimeError: the engine failed, see above\x1b[0m\nclean up: 1 object")
 """
 

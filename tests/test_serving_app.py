@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,13 @@ from spot_async.serving.detokenizer import TokenTexts
 from spot_async.serving.engine import Engine
 from spot_async.serving.model import load_model
 from spot_async.serving.openai_app import openai_routes
+from spot_async.serving.replies import TOGETHER_S, Replies
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
 from spot_async.serving.tasks import Tokens
 from spot_async.serving.worker import EngineWorker
-from spot_async.types import Capabilities, SamplingSettings, WeightVersion
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.types import Capabilities, Generation, SamplingSettings, VersionSpan, WeightVersion
 from spot_async.vocabulary import load_tokenizer
 
 VOCAB = 50
@@ -168,3 +172,44 @@ async def test_a_failure_in_a_stream_is_an_event_of_it(running: EngineWorker, mo
             }
         }
         assert (await client.post("/v1/completions", json={**body, "stream": False})).status_code == 200
+
+
+def test_replies_that_end_within_a_moment_are_sent_at_once_and_the_last_one_waits_for_none() -> None:
+    request = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(4), timeout_s=60.0)
+    generation = Generation(
+        token_ids=RESPONSE,
+        logprobs=np.zeros(4, np.float32),
+        finish_reason="length",
+        version_spans=(VersionSpan(0, 4, WeightVersion(0, 0)),),
+    )
+    futures: list[Future[Generation]] = []
+    sent: list[tuple[float, bytes]] = []
+
+    class Worker:
+        def submit(self, request: api.GenerateRequest) -> Future[Generation]:
+            futures.append(Future())
+            return futures[-1]
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                sent.append((loop.time(), message["body"]))
+
+        replies = Replies(Worker(), [request] * 4)  # type: ignore[arg-type]
+        answering = asyncio.create_task(replies({}, loop.create_future, send))  # nobody hangs up
+        await asyncio.sleep(1.0)
+        for future in futures[:3]:
+            future.set_result(generation)
+            await asyncio.sleep(TOGETHER_S / 4)
+        await asyncio.sleep(1.0)
+        futures[3].set_result(generation)
+        ended = loop.time()
+        await answering
+        assert loop.time() == ended
+
+    run_on_virtual_time(main())
+    frames = [api.frame(wire.encode(api.GenerateReply(index=i, generation=generation))) for i in range(4)]
+    assert [body for _, body in sent] == [b"".join(frames[:3]), frames[3]]
+    assert sent[0][0] == pytest.approx(1.0 + TOGETHER_S)
