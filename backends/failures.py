@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import email.utils
 import math
+import os
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.client_exceptions import UnixClientConnectorError
 
 from spot_async.errors import (
     DeadlineExceededError,
@@ -30,6 +32,7 @@ from spot_async.errors import (
     RequestError,
     ThrottledError,
     TransientError,
+    UnreachableError,
 )
 
 ERROR_EXCERPT_CHARACTERS = 300
@@ -105,6 +108,11 @@ def _of_exception(request: str, error: BaseException, has_answered: bool) -> Req
                 return PermanentError(f"{message}: is it http, not https?")
             case socket.gaierror() if cause.errno in NO_SUCH_HOST and not has_answered:
                 return PermanentError(f"{message}: there is no such host")
+    for cause in causes:
+        if isinstance(cause, aiohttp.ClientConnectorError) and not isinstance(cause, aiohttp.ClientSSLError):
+            reason = _reason(cause.os_error)
+            message = f"{request}: nothing answers at {_address(cause)}: {reason}"
+            return TransientError(message) if has_answered else UnreachableError(message, reason)
     if isinstance(error, aiohttp.ClientError | OSError) or any(
         isinstance(each, aiohttp.ClientError) for each in causes
     ):
@@ -123,6 +131,19 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         elif isinstance(error, aiohttp.ClientConnectorCertificateError):
             yield error.certificate_error
         error = error.__cause__
+
+
+def _address(error: aiohttp.ClientConnectorError) -> str:
+    if isinstance(error, UnixClientConnectorError):
+        return error.path
+    proxy = "the proxy " if isinstance(error, aiohttp.ClientProxyConnectionError) else ""
+    return f"{proxy}{error.host}:{error.port}"
+
+
+def _reason(error: OSError) -> str:
+    """What the system says: asyncio puts the address there, which several attempts at once have many of."""
+    is_of_system = error.errno is not None and not isinstance(error, socket.gaierror)
+    return os.strerror(error.errno) if is_of_system else error.strerror or str(error)
 
 
 def error_message(body: bytes) -> str:

@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from spot_async import errors, wire
-from spot_async.errors import PoisonedReplyError, RequestError, TransientError
+from spot_async.config import backend_section
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.serving import api
 from spot_async.types import (
     Capabilities,
@@ -43,6 +44,8 @@ from .local_server import LocalServer, LocalSettings
 from .replies import check_candidates, check_generation, check_scores
 from .stepwise import read_aside
 
+NOT_FOUND = 404
+
 T = TypeVar("T")
 
 
@@ -55,6 +58,7 @@ class LocalBackend:
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
         self._name = settings.server_name(role)
+        self._section = backend_section(role, self._name)
         self._is_student = role == "student"
         log_path = run_directory / "logs" / f"{self._name}.log"
         self._server = LocalServer(settings, name=self._name, model=model, log_path=log_path)
@@ -69,13 +73,25 @@ class LocalBackend:
             await stack.enter_async_context(self._server)
             deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
             async with self._connection({}) as stranger:
-                found = self._decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
+                found = await self._first_health(stranger, deadline)
             self._held = HeldWeights(self._name, found.version)
             # Requests are for this very process: another one at its address, with other weights, refuses them.
             self._endpoint = await stack.enter_async_context(self._connection({api.INSTANCE_HEADER: found.instance}))
             self._capabilities = await self.capabilities(deadline=deadline)
             self._exit_stack = stack.pop_all()
         return self
+
+    async def _first_health(self, stranger: HttpEndpoint, deadline: float) -> api.HealthReply:
+        """Raises `ConfigError` for a server of another kind."""
+        try:
+            return self._decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
+        except (PermanentError, PoisonedReplyError) as error:
+            if isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status != NOT_FOUND:
+                raise
+            raise ConfigError(
+                f"{self._section}: {self._name} does not answer as `spot-async serve` does (GET {api.HEALTH}); for "
+                "another server use kind: vllm, sglang or openai"
+            ) from None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

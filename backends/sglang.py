@@ -50,7 +50,7 @@ from .probing import differences, noise_nats, temperature_convention
 from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
 from .served_topk import bounded_scores, scored_positions
-from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, probe_prompt
+from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, probe_prompt, server_info
 from .sglang_launch import sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
@@ -101,7 +101,7 @@ class SglangBackend(RemoteBackend):
             await stack.enter_async_context(self._server)
             deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
             try:
-                info = await self._server.get("/server_info", ServerInfo, deadline=deadline)
+                info = await server_info(self._server, deadline=deadline)
                 self._weights = SglangWeights(
                     self._server, self._settings.weights, info, log_directory=self._run_directory / "logs"
                 )

@@ -11,19 +11,34 @@ import uuid
 import msgspec
 import numpy as np
 
-from spot_async.errors import ConfigError, PermanentError, ThrottledError
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError
 from spot_async.types import Generation, IntArray, SamplingSettings
 
 from .remote import RemoteServer
 from .sglang_weights import ServerInfo
 
 GENERATE = "/generate"
+SERVER_INFO = "/server_info"
+NO_ROUTE = (404, 405)
 CHOSEN_IDS_CHECKED = (0, 5, 14)  # by the server; before, one out of the vocabulary ended it
 PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
 
 
 class Tokenized(msgspec.Struct):
     tokens: list[int]
+
+
+async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
+    """What the server says of itself. Raises `ConfigError` for a server of another kind."""
+    try:
+        return await server.get(SERVER_INFO, ServerInfo, deadline=deadline)
+    except (PermanentError, PoisonedReplyError) as error:
+        if isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status not in NO_ROUTE:
+            raise
+        raise ConfigError(
+            f"{server.section}: {server.endpoint.name} does not answer as SGLang does (GET {SERVER_INFO}); for another "
+            "server use kind: vllm or openai"
+        ) from None
 
 
 async def check_ready(server: RemoteServer, *, deadline: float) -> None:

@@ -99,6 +99,14 @@ class DeadlineExceededError(TransientError):
     """The request's absolute deadline passed before it was answered."""
 
 
+class UnreachableError(TransientError):
+    """Nothing answers at the server's address, and nothing has since it was entered; `reason` is the system's."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class ServerRestartedError(TransientError):
     """The server is not the one that was entered, or holds weights that this run did not give it.
 

@@ -138,6 +138,7 @@ class TrainingRun:
         self._screen.replicas = replicas
         for pool in self._backends.pools().values():
             pool.tell_of_limits(self._screen.warn)
+            pool.wait_for_servers(self._screen.say)
         self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
         self._phases = Phases(self._screen, self._watchdog)
         self._lag = LoopLag()

@@ -53,6 +53,7 @@ async def evaluate_student(
     spending.go_on()
     cores = core_shares({"student": config.student})
     student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory, account, cores)
+    student.wait_for_servers(screen.say)
     result: EvaluationResult | None = None
     spent: BudgetSpentError | None = None
     with ExitStack() as stack:

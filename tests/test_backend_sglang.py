@@ -19,6 +19,7 @@ from sglang_stand_in import (
     RESPONSE,
     V0,
     VOCAB,
+    StandIn,
     connected,
     ok,
     recorded,
@@ -27,6 +28,7 @@ from sglang_stand_in import (
 )
 
 from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.local import LocalBackend
 from spot_async.backends.sglang_checks import check_ready, check_vocabulary
 from spot_async.backends.sglang_launch import sglang_command
 from spot_async.backends.sglang_weights import ServerInfo
@@ -127,6 +129,29 @@ async def test_start_up_compares_vocabularies_and_notes_what_the_weights_are_cal
                 pass
     assert [body["token_ids_logprob"] for path, body in stand_in.asked if path == "/generate"] == [[511], [512]]
     assert backend._names.now().version("default") == V0
+
+
+@pytest.mark.parametrize("answers", [[(404, b"{}")], [(200, b"<html>")]])
+async def test_a_server_of_another_kind_is_told_from_sglang(answers: Any, model: Path, tmp_path: Path) -> None:
+    async with connected(model, tmp_path, server_info=answers) as (backend, _):
+        with pytest.raises(ConfigError, match=r"student.backend: student does not answer as SGLang does .* kind: vllm"):
+            await backend.__aenter__()
+
+
+async def test_a_key_that_sglang_refuses_is_no_other_kind_of_server(model: Path, tmp_path: Path) -> None:
+    async with connected(model, tmp_path, server_info=[(401, b"{}")]) as (backend, _):
+        with pytest.raises(ConfigError, match="HTTP 401"):
+            await backend.__aenter__()
+
+
+@pytest.mark.parametrize("answers", [[(404, b"{}")], [(200, b"")]])
+async def test_a_server_of_another_kind_is_told_from_ours(answers: Any, model: Path, tmp_path: Path) -> None:
+    stand_in = StandIn({"/health": answers})
+    async with await asyncio.start_server(stand_in.serve, "127.0.0.1", 0) as server:
+        settings = LocalBackend.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        backend = LocalBackend(settings, role="teacher", model=str(model), run_directory=tmp_path)
+        with pytest.raises(ConfigError, match=r"teacher.backend: teacher does not answer as `spot-async serve` does"):
+            await backend.__aenter__()
 
 
 async def test_a_server_that_knows_no_readiness_is_taken_for_ready(model: Path, tmp_path: Path) -> None:

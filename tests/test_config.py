@@ -130,6 +130,35 @@ def test_overrides_reach_plugin_settings_given_in_short_form(config_path):
     assert config.verifier.workers == 1
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_override_to_another_kind_drops_the_keys_of_the_one_before(config_path, order):
+    config_path.write_text(MINIMAL.replace("policy: spot", "policy: {kind: spot, gamma: 2.0}"))
+    config = load_config(config_path, ["policy.kind=eopd", "policy.alpha=0.5"][::order])
+    assert (config.policy.kind, config.policy.alpha) == ("eopd", 0.5)
+
+
+def test_an_override_to_the_same_kind_keeps_its_keys(config_path):
+    config_path.write_text(MINIMAL.replace("policy: spot", "policy: {kind: spot, gamma: 2.0}"))
+    assert load_config(config_path, ["policy.kind=spot"]).policy.gamma == 2.0
+
+
+def test_keys_of_another_kind_are_one_line_that_names_it(config_path):
+    config_path.write_text(MINIMAL.replace("policy: spot", "policy: {kind: opd, gamma: 2.0, positions: 2}"))
+    assert complaint(config_path) == (
+        "policy: gamma, positions belong to kind spot, but policy.kind is opd: "
+        "take them out, or set policy.kind to spot"
+    )
+    config_path.write_text(MINIMAL.replace("{model: s}", "{model: s, backend: {kind: vllm, slots: 2}}"))
+    assert "slots belongs to kind local, but student.backend.kind is vllm: take it out" in complaint(config_path)
+
+
+def test_beside_keys_of_another_kind_a_misspelt_one_has_its_own_line(config_path):
+    lines = complaint(config_path, "policy={kind: opd, positions: 2, gama: 1}").splitlines()
+    assert len(lines) == 2
+    assert "positions belongs to kind spot" in lines[0]
+    assert lines[1].startswith("policy.gama: unknown key")
+
+
 @pytest.mark.parametrize("text", ["3e-6", "3.0e-6", "0.000003"])
 def test_numbers_are_read_as_people_write_them(config_path, text):
     assert load_config(config_path, [f"training.learning_rate={text}"]).training.learning_rate == 3e-6

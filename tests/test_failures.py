@@ -118,6 +118,15 @@ def test_an_exception_decides_the_class_and_so_does_whether_the_endpoint_ever_an
     assert classify("teacher/x", failure, has_answered=True).failure_class == later
 
 
+def test_an_address_where_nothing_listens_is_said_in_plain_words() -> None:
+    refused = ConnectionRefusedError(111, "Connect call failed ('10.0.0.5', 8000)")
+    failure = reading(aiohttp.ClientConnectorError(KEY, refused))  # type: ignore[arg-type]
+    first, later = [classify("teacher/x", failure, has_answered=answered) for answered in (False, True)]
+    assert str(first) == str(later) == "teacher/x: nothing answers at 10.0.0.5:8000: Connection refused"
+    assert isinstance(first, errors.UnreachableError)
+    assert not isinstance(later, errors.UnreachableError)  # it may come back
+
+
 @pytest.mark.parametrize(
     ("headers", "wait_s"),
     [

@@ -53,7 +53,8 @@ Sections with a `kind` (policy, backends, verifiers) hold the settings of the pl
 installed one's or `module:Class`. Where nothing else is to be set, `policy: opd` is short for `policy: {kind: opd}`.
 
 `base: FILE` at the top, relative to the file's own folder, lays a file over another one: sections merge key by key, and
-one that names its `kind` replaces the other's as a whole.
+one that names its `kind` replaces the other's as a whole. So on the command line: `policy.kind=opd` over a file
+with another method takes that one's keys away, and the same goes for backends and verifiers.
 """
 
 

@@ -10,7 +10,7 @@ import copy
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,10 +42,7 @@ _Loader.add_implicit_resolver(
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, override and validate. Relative paths in the file stay relative to the working directory."""
-    tree = read_tree(path)
-    for override in overrides:
-        apply_override(tree, override)
-    return validate(tree)
+    return validate(_overridden(read_tree(path), overrides))
 
 
 def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -86,10 +83,27 @@ def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 def config_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Override and validate plain values as a YAML file would hold them. `tree` stays as it is."""
-    values = copy.deepcopy(dict(tree))
+    return validate(_overridden(copy.deepcopy(dict(tree)), overrides))
+
+
+def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`tree`, changed, with all overrides applied.
+
+    One that gives a plug-in's section another `kind` takes away what the tree has there, which was meant for the kind
+    before, as `laid_over` does for a file; what other overrides say of that section stays, in any order.
+    """
     for override in overrides:
-        apply_override(values, override)
-    return validate(values)
+        name, _, kind = override.partition("=")
+        *keys, last = name.strip().split(".")
+        section: Any = tree
+        for key in keys:
+            section = section.get(key) if isinstance(section, dict) else None
+        is_plugin = last == "kind" and keys[-1:] and keys[-1] in KEYS_OF_PLUGINS
+        if is_plugin and isinstance(section, dict) and section.get("kind", kind.strip()) != kind.strip():
+            section.clear()
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -142,14 +156,29 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
-def _describe(errors: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[str]:
+def _describe(
+    errors: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...], explained: Collection[str] = ()
+) -> Iterator[str]:
     for error in errors.errors(include_url=False):
         location = (*prefix, *(str(part) for part in error["loc"] if part not in (ONE, SEVERAL, OF_KEY)))
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, PluginSettingsError):
-            yield from _describe(cause.errors, cause.schema, location)
+            keys, kinds = cause.keys_of_other_kinds()
+            if keys:
+                yield f"{'.'.join(location)}: {_belongs_elsewhere(keys, kinds, '.'.join(location), cause.kind)}"
+            yield from _describe(cause.errors, cause.schema, location, explained=keys)
+        elif len(error["loc"]) == 1 and error["loc"][0] in explained:
+            continue
         else:
             yield f"{'.'.join(location) or 'configuration'}: {_explain(error, schema)}"
+
+
+def _belongs_elsewhere(keys: Sequence[str], kinds: Sequence[str], section: str, kind: str) -> str:
+    several = len(keys) > 1
+    return (
+        f"{', '.join(keys)} {'belong' if several else 'belongs'} to kind {' or '.join(kinds)}, but {section}.kind is "
+        f"{kind}: take {'them' if several else 'it'} out, or set {section}.kind to {kinds[0]}"
+    )
 
 
 def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:

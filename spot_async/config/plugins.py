@@ -5,12 +5,14 @@ Plug-ins themselves are found by `registry.py`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 import msgspec
 import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic_core import ErrorDetails
 
 from spot_async import registry
 from spot_async.config.base import Section
@@ -88,13 +90,30 @@ def backend_section(role: str, server_name: str) -> str:
     return f"{role}.backend" + (f" ({server_name})" if server_name != role else "")
 
 
+def _is_unknown_key(error: ErrorDetails) -> bool:
+    return error["type"] == "extra_forbidden" and len(error["loc"]) == 1
+
+
 class PluginSettingsError(ValueError):
     """Carries a plug-in section's own validation errors out of the section that holds it."""
 
-    def __init__(self, schema: type[BaseModel], errors: ValidationError) -> None:
+    def __init__(self, group: registry.Group, kind: str, schema: type[BaseModel], errors: ValidationError) -> None:
         super().__init__(str(errors))
+        self.kind = kind
         self.schema = schema
         self.errors = errors
+        self._group = group
+
+    def keys_of_other_kinds(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Keys that this kind does not know, and the installed kinds that do: those that know most of them."""
+        unknown = [str(each["loc"][0]) for each in self.errors.errors() if _is_unknown_key(each)]
+        known: dict[tuple[str, ...], list[str]] = {}
+        for name in registry.names(self._group) if unknown else ():
+            with contextlib.suppress(ImportError, AttributeError, ValueError):  # another one that is broken
+                fields = registry.load(self._group, name).Settings.model_fields
+                known.setdefault(tuple(key for key in unknown if key in fields), []).append(name)
+        keys = max(known, key=len, default=())
+        return keys, known.get(keys, [])
 
 
 def _resolver(group: registry.Group, default: str | None = None, *, optional: bool = False) -> pydantic.BeforeValidator:
@@ -113,7 +132,7 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
         try:
             return schema.model_validate_json(msgspec.json.encode(value))
         except ValidationError as errors:
-            raise PluginSettingsError(schema, errors) from None
+            raise PluginSettingsError(group, value["kind"], schema, errors) from None
 
     return pydantic.BeforeValidator(resolve)
 

@@ -62,7 +62,9 @@ class ServingConfig(Section):
     )
     restarts: int = Field(3, ge=0, description="how often one server that ended is started again within an hour")
     recovery_timeout_s: PositiveFloat = Field(
-        600.0, description="longest time without any server that serves; starting one again has to fit in"
+        600.0,
+        description="longest time without any server that serves, and at the start until one at a `url` "
+        "answers; starting one again has to fit in",
     )
     own_cores: int = Field(
         0,

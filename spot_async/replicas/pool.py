@@ -13,7 +13,7 @@ from typing import Generic, Self
 from spot_async.concurrency import gather, settle
 from spot_async.config import ServingConfig
 from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
-from spot_async.errors import RequestError, SpotError
+from spot_async.errors import ConfigError, RequestError, SpotError, UnreachableError
 from spot_async.protocols import Sleeper
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.replicas.dispatcher import Dispatcher
@@ -25,6 +25,7 @@ from spot_async.replicas.weights import Weights
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
 
+ATTACH_INTERVAL_S = 0.5  # between two looks for a server that is not there yet
 LAST_SLEEP_TIMEOUT_S = 30.0  # of a server in trouble
 
 
@@ -55,6 +56,7 @@ class ReplicaPool(Generic[B]):
         self._weights = Weights(self._replicas, self._dispatcher, self._moved)
         self._awake = asyncio.Event()
         self._awake.set()
+        self._tell_of_wait: Callable[[str], None] | None = None
         self._asleep: list[Replica[B]] = []
 
     async def __aenter__(self) -> Self:
@@ -63,9 +65,7 @@ class ReplicaPool(Generic[B]):
         for name, (make, backend) in self._made.items():
             self._replicas.append(Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved))
         try:
-            await gather(replica.enter(replica.backend) for replica in self._replicas)
-            deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
-            found = await gather(replica.backend.capabilities(deadline=deadline) for replica in self._replicas)
+            found = await gather(self._enter(replica) for replica in self._replicas)
             for replica, offers in zip(self._replicas, found, strict=True):
                 check_same(found[0], replica.name, offers, VOCABULARY)
                 replica.offers = offers
@@ -75,6 +75,31 @@ class ReplicaPool(Generic[B]):
             await self._leave()
             raise
         return self
+
+    async def _enter(self, replica: Replica[B]) -> Capabilities:
+        """Start it, or attach to it, for the first time. Raises ConfigError where nothing answers at its address."""
+        loop, waits, is_told = asyncio.get_running_loop(), self._tell_of_wait is not None, False
+        longest_s = self._serving.recovery_timeout_s
+        until_s = loop.time() + (longest_s if waits else 0.0)
+        while True:
+            try:
+                await replica.enter(replica.backend)
+                return await replica.backend.capabilities(deadline=loop.time() + CAPABILITIES_TIMEOUT_S)
+            except UnreachableError as error:
+                if self._are_ours:
+                    raise
+                nothing = f"nothing answers at {error.exchange.endpoint if error.exchange else replica.name}"
+                if loop.time() >= until_s:
+                    waited = f" for {longest_s:g} s" if waits else ""
+                    raise ConfigError(
+                        f"{self.role}.backend.url: {nothing}{waited} ({error.reason}): start it, or correct the address"
+                    ) from None
+            if self._tell_of_wait is not None and not is_told:
+                self._tell_of_wait(f"waiting for {replica.name}: {nothing} yet; up to {longest_s:g} s")
+                is_told = True
+            await replica.leave()
+            replica.backend = replica.make()
+            await asyncio.sleep(ATTACH_INTERVAL_S)
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._dispatcher.close()
@@ -108,6 +133,13 @@ class ReplicaPool(Generic[B]):
     def tell_of_limits(self, tell: Callable[[str], None]) -> None:
         """`tell` gets a line for people when a server's limit is lowered."""
         self._dispatcher.limit_lowered = tell
+
+    def wait_for_servers(self, tell: Callable[[str], None]) -> None:
+        """At the start, wait `recovery_timeout_s` for servers at an address to be there; `tell` gets a line for people.
+
+        Otherwise one that is not there fails the start at once.
+        """
+        self._tell_of_wait = tell
 
     async def lease(self, errand: Errand) -> Lease[B]:
         return await self._dispatcher.lease(errand)
