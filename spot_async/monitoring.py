@@ -8,7 +8,7 @@ from typing import Any
 
 from spot_async.actor import Stage
 from spot_async.config import Config
-from spot_async.inspection.totals import stage_slots
+from spot_async.inspection.totals import roles_with_room, stage_slots
 from spot_async.orchestrator import Orchestrator
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.live_verdict import LiveVerdict, replica_states
@@ -44,14 +44,16 @@ class Phases:
 
 
 def make_live_verdict(
-    config: Config, orchestrator: Orchestrator, backends: Mapping[str, object], screen: RunConsole
+    config: Config, orchestrator: Orchestrator, backends: Mapping[str, object], screen: RunConsole, cores: int | None
 ) -> LiveVerdict:
-    """The live verdict of a run that is about to begin; `backends` by role."""
+    """The live verdict of a run that is about to begin; `backends` by role, `cores` that the run may use."""
+    tree = config.model_dump()
     return LiveVerdict(
         orchestrator,
         screen.say,
         every_s=config.run.verdict_every_s,
         batch_size=config.training.batch_size,
         replicas=partial(replica_states, backends),
-        slots=partial(stage_slots, config.model_dump()),
+        slots=partial(stage_slots, tree),
+        roles_with_room=roles_with_room(tree, cores),
     )

@@ -38,6 +38,7 @@ import numpy as np
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.processes.cores import usable_cores
 from spot_async.weight_files import delete_weights
 
 DECIMALS = 6  # of numbers in arrays: what people read
@@ -68,6 +69,7 @@ class _RunFile(msgspec.Struct):
     format: int
     spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
     command: Purpose | None = None  # whose directory it is; None of one that does not say
+    cores: int | None = None  # that the command could use, which the report's advice depends on
 
 
 def refuse_newer(path: Path) -> None:
@@ -82,9 +84,10 @@ def refuse_newer(path: Path) -> None:
 class RunDirectory:
     """Made by `create`, or found by `open`; append-only but for the links `student` and `best`."""
 
-    def __init__(self, path: Path, purpose: Purpose | None = None) -> None:
+    def __init__(self, path: Path, purpose: Purpose | None = None, cores: int | None = None) -> None:
         self.path = path
         self.purpose = purpose
+        self.cores = cores
 
     @classmethod
     def choose_path(cls, config: Config, config_name: str) -> Path:
@@ -96,15 +99,16 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
         """Raises ConfigError when it exists with something in it, or cannot be made."""
+        cores = usable_cores()
         try:
             cls.check_unused(path, purpose)
             path.mkdir(parents=True, exist_ok=True)
             (path / "logs").mkdir()  # of two starts at once, one makes it; the other is refused
-            (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose)))
+            (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose, cores=cores)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"run.directory: cannot use {path}: {error.strerror}") from None
-        return cls(path.resolve(), purpose)
+        return cls(path.resolve(), purpose, cores)
 
     @classmethod
     def check_unused(cls, path: Path, purpose: Purpose = "train") -> None:
@@ -149,7 +153,7 @@ class RunDirectory:
                 f"{path} has format {found.format}, newer than this spot-async can read ({RUN_FORMAT}): install a "
                 "newer one"
             )
-        return cls(path.resolve(), found.command)
+        return cls(path.resolve(), found.command, found.cores)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -188,7 +188,9 @@ class TrainingRun:
         self._reached.before = await self._evaluate("before", self._plan.student.directory)
         orchestrator = self._make_orchestrator(sinks)
         self._phases.begin(f"training with {self._config.policy.kind}", orchestrator)
-        verdicts = make_live_verdict(self._config, orchestrator, self._backends.by_role(), self._screen)
+        verdicts = make_live_verdict(
+            self._config, orchestrator, self._backends.by_role(), self._screen, self._directory.cores
+        )
         trace = trace_to(self._directory.path / "trace.json", orchestrator) if self._config.run.trace else nullcontext()
         with trace:
             async with alongside(verdicts.speak):

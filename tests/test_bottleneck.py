@@ -16,7 +16,7 @@ from spot_async.actor import Stage
 from spot_async.config import Config
 from spot_async.errors import ThrottledError
 from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, judge
-from spot_async.inspection.totals import stage_slots
+from spot_async.inspection.totals import roles_with_room, stage_slots
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.replicas.service_pool import pool_of
@@ -41,7 +41,8 @@ def test_the_sentence_names_server_share_and_stages():
     assert verdict.sentence == (
         "Student bound: the trainer waited 84 % of the time, mostly for probe (70 %) and rollout (25 %)."
     )
-    assert "stages.probe.concurrency" in verdict.advice[0]
+    assert "the limit of 256 requests was mostly in use" in verdict.advice[0]
+    assert "raise stages.probe.concurrency" in verdict.advice[1]
 
 
 PROBE = {"probe": 9.0, "verify": 1.0}
@@ -84,12 +85,15 @@ FULL_PROBES = StageUse(100.0, 31.0, 100, asked_per_s=13.1, latency_s=10.0)
         (
             RunTimes(6.2, 3.8, 0.0, {"score": 6.2}, {"score": StageUse(8.0, 31.0, 8)}, 64),
             "teacher bound: score queue 31 deep, 8 of 8 in flight, trainer idle 62 %; "
-            "add teacher replicas (teacher.backend) or raise stages.score.concurrency",
+            "its limit is full: raise stages.score.concurrency if the server can take more",
         ),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": FULL_PROBES}, 64), "raise stages.probe.concurrency to 131"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "64 slots are full"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(3.0, 0.0, 100)}, 64), "a few long ones"),
-        (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(40.0, 0.0, 100)}, 64), "the server is at its speed"),
+        (
+            RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(40.0, 0.0, 100)}, 64),
+            "the server itself is at its speed",
+        ),
         (RunTimes(9.0, 1.0, 0.0, PROBE), "student bound: trainer idle 90 %, mostly for probe"),
         (RunTimes(0.0, 0.0, 0.0), ""),
     ],
@@ -97,6 +101,39 @@ FULL_PROBES = StageUse(100.0, 31.0, 100, asked_per_s=13.1, latency_s=10.0)
 def test_the_same_verdict_fits_on_a_line(times, brief):
     assert brief in judge(times).brief
     assert bool(brief) == bool(judge(times).brief)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [FULL_PROBES, StageUse(99.0, 0.0, 100, 64), StageUse(3.0, 0.0, 100), StageUse(40.0, 0.0, 100),
+     StageUse(196.0, 33.0, 196, is_limit_of_servers=True)],
+)  # fmt: skip
+@pytest.mark.parametrize("room", [(), ("student",)])
+def test_the_line_ends_with_the_first_remedy_of_the_list(use, room):
+    verdict = judge(RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": use}, 64, roles_with_room=room))
+    assert verdict.brief.endswith(f": {verdict.advice[1]}")
+
+
+def test_replicas_are_advised_only_where_there_is_room_for_them():
+    full = {"probe": StageUse(216.0, 22.0, 256, 64)}
+    assert "replicas" not in " ".join(judge(RunTimes(9.0, 1.0, 0.0, PROBE, full, 64)).advice)
+    assert "more student replicas" in judge(RunTimes(9.0, 1.0, 0.0, PROBE, full, 64, roles_with_room={"student"})).brief
+
+    local = {"kind": "local", "url": None, "device": "cpu", "threads": 1, "replicas": 1}
+    config = {"student": {"backend": local}, "teacher": {"backend": local}}
+    assert roles_with_room(config, 2) == set()
+    assert roles_with_room(config, 3) == {"student", "teacher"}
+    assert roles_with_room(config, None) == set()
+    elsewhere = {"student": {"backend": local | {"url": "http://a"}}, "teacher": {"backend": local | {"threads": 2}}}
+    assert roles_with_room(elsewhere, 3) == {"student"}
+    assert roles_with_room({"student": {"backend": {"kind": "vllm"}}, "teacher": None}, 1) == {"student"}
+
+
+def test_where_the_servers_take_no_more_no_limit_of_ours_is_to_be_raised():
+    use = StageUse(196.0, 33.0, 196, is_limit_of_servers=True)
+    advice = " ".join(judge(RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": use}, 64)).advice)
+    assert "the 196 requests that the student's servers have shown that they can take were full" in advice
+    assert "stages.probe.concurrency" not in advice
 
 
 def test_servers_that_are_down_and_endpoints_that_refuse_come_before_any_limit_of_ours():
@@ -202,7 +239,7 @@ def test_the_last_minute_is_judged_although_no_request_of_it_has_ended():
     live(run, verdicts, lambda: asyncio.sleep(61.0))
     assert verdicts == [
         "teacher bound: score queue 31 deep, 8 of 8 in flight, trainer idle 100 %; "
-        "add teacher replicas (teacher.backend) or raise stages.score.concurrency"
+        "its limit is full: raise stages.score.concurrency if the server can take more"
     ]
 
 

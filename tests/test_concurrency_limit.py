@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -375,7 +376,9 @@ def test_a_server_that_gets_much_slower_is_found_within_two_iterations_and_never
     iterations, events = zip(*lowered, strict=True)
     assert iterations[0] <= 4
     assert (events[0]["replica"], events[0]["stage"], events[0]["before"]) == ("student", "probe", 512)
-    assert "in flight explain" in events[0]["reason"]
-    assert lines[0] == f"student gets {events[0]['after']} requests at a time at most, not 512: {events[0]['reason']}"
+    assert re.fullmatch(
+        r"probe requests took \S+ ms a token, \d+\.\d times as long as the \d+ in flight explain", events[0]["reason"]
+    )
+    assert lines == []  # for the log and the report: there is nothing that anybody must do
     for each in events:
         assert max(least, each["in_flight"] * 2 // 3) <= each["after"] < each["before"]

@@ -13,7 +13,7 @@ from spot_async.errors import DataError
 from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
 from spot_async.inspection.pages import report_page
 from spot_async.inspection.report import length_histogram, read_report
-from spot_async.inspection.totals import run_times, stage_slots
+from spot_async.inspection.totals import limit_use, run_times, stage_slots
 from spot_async.stages import STAGE_SERVERS
 
 
@@ -191,6 +191,18 @@ def test_a_teacher_that_writes_is_told_of_its_slots():
     full = StageUse(in_flight=49.0, queued=0.0, limit=64, slots=64)
     advice = judge(RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}, {"rollout": full})).advice
     assert "64 slots were mostly in use (49 rollout" in advice[0]
+
+
+def test_a_limit_is_what_the_servers_let_in_where_that_is_less_than_the_stages_own():
+    config = {"stages": {"probe": {"concurrency": 256}}}
+    row = {"time/iteration_s": 5.0, "time/evaluate_s": 1.0, "time/wait_for_batch_s": 2.0, "wait/probe_s": 2.0,
+           "stage/probe/requests": 9.0, "stage/probe/mean_in_flight": 49.0, "stage/probe/mean_queued": 10.0,
+           "replica/student-1/limit": 90.0, "replica/student-2/limit": 106.0, "replica/teacher/limit": 4.0}  # fmt: skip
+    use = run_times([row], config).stages["probe"]
+    assert (use.in_flight, use.limit, use.is_limit_of_servers) == (98.0, 196, True)
+    assert limit_use(row, config, "probe") == 0.5  # of the time in which it could have any
+    wide = {name: value for name, value in row.items() if not name.startswith("replica/")}
+    assert (run_times([wide], config).stages["probe"].limit, limit_use(wide, config, "probe")) == (256, 98 / 256)
 
 
 TIER = {"problems": 3, "avg": 0.25, "avg_standard_error": 0.05, "pass": 0.5, "pass_standard_error": 0.1}

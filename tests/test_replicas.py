@@ -277,7 +277,7 @@ def test_refusals_and_failures_are_known_to_the_replica():
         lines: list[str] = []
         pool.limit_lowered = lines.append
         await fail(ThrottledError("429"))
-        assert lines == ["r0 gets 1 request at a time at most, not 99: 429"]
+        assert lines == ["r0 gets 1 request at a time for now, not 99, more again as it answers: 429"]
         assert (replica.limit.value, replica.life.state) == (1, State.SERVING)
         for _ in range(FAILURES_TO_SUSPECT):
             await fail(TransientError("connection refused"))

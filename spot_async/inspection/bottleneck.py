@@ -3,14 +3,16 @@
 The trainer's own clock decides: whatever it mostly did, or waited for, is the bottleneck. Of a wait it asks
 which stage most prompts were at, whose server that stage keeps busy, and whether its limit was full. By Little's law
 a stage needs as many requests in flight as come in while one is answered; a limit below that makes a queue. The
-report judges whole runs, the console the last minute: the same judge, with other measurements.
+report judges whole runs, the console the last minute: the same judge, with other measurements. A console's line ends
+with the first remedy of the report's list, in the same words.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from spot_async.stages import STAGE_SERVERS
 
@@ -28,11 +30,12 @@ class StageUse:
 
     in_flight: float  # mean requests
     queued: float  # mean requests that waited for their turn
-    limit: int
+    limit: int  # the stage's own, or what its servers let in where that is less
     slots: int | None = None  # what its servers generate at once, all together, where it generates and that is known
     asked_per_s: float | None = None  # requests that came in
     latency_s: float | None = None  # mean of a request, from its turn to its answer
     throttled_share: float = 0.0  # of what was sent: refused for now (429, 503)
+    is_limit_of_servers: bool = False
 
     @property
     def needed(self) -> int | None:
@@ -73,6 +76,7 @@ class RunTimes:
     stages: Mapping[str, StageUse] = field(default_factory=dict)
     batch_size: int = 1
     servers: Mapping[str, ServerUse] = field(default_factory=dict)  # by role, where it is known
+    roles_with_room: Collection[str] = ()  # whose servers leave cores or machines for more of them
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,15 @@ def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
     )
     writes = known.get("teacher_response", 0.0) > known.get("score", 0.0)
     of_servers = SERVER_ADVICE | ({"teacher": TEACHER_WRITES_ADVICE} if writes else {})
-    advice = [*_trouble(stages[0], times), *_stage_advice(stages[0], times), *(of_servers[server] for server in bound)]
+    general = [of_servers[server] for server in bound]
     if "student" in bound:
         most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
-        advice.append(GENERATION_ADVICE[most_generated])
-    return BottleneckVerdict(sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share)}")
+        general.append(GENERATION_ADVICE[most_generated])
+    trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, general[0])
+    advice = dict.fromkeys([*trouble, *finding.lines, *general])
+    return BottleneckVerdict(
+        sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}"
+    )
 
 
 def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
@@ -157,57 +165,74 @@ def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _brief(stage: str, times: RunTimes, share: float) -> str:
+class _Finding(NamedTuple):
+    """What the stage's own figures say, and what helps against that, best first."""
+
+    why: str = ""
+    in_short: str = ""
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return (self.why, *self.remedies) if self.why else ()
+
+
+def _brief(stage: str, times: RunTimes, share: float, trouble: tuple[str, ...], finding: _Finding) -> str:
     """A wait in brief: how idle the trainer was, the stage's queue, and the first thing to change."""
     idle = f"trainer idle {percent(share)}"
     use = times.stages.get(stage)
     if use is None:
         return f"{idle}, mostly for {stage}"
     load = f"{stage} queue {use.queued:.0f} deep, {use.in_flight:.0f} of {use.limit} in flight, {idle}"
-    trouble = _trouble(stage, times)
-    return f"{load}; {trouble[0] if trouble else _remedy(stage, use, times.batch_size)}"
+    return f"{load}; {trouble[0] if trouble else f'{finding.in_short}: {finding.remedies[0]}'}"
 
 
-def _remedy(stage: str, use: StageUse, batch_size: int) -> str:
-    """The key to change, by the same cases as `_stage_advice`."""
-    server = STAGE_SERVERS[stage]
-    more = "raise verifier.workers" if server == "verifier" else f"add {server} replicas ({server}.backend)"
-    if use.has_full_slots:
-        return f"the {server}'s {use.slots} slots are full: {more}"
-    if use.has_full_limit:
-        up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
-        return f"{more} or raise stages.{stage}.concurrency{up_to}"
-    if use.has_stragglers(batch_size):
-        return "a few long ones hold the batch up: raise training.batch_size or lower sampling.max_response_tokens"
-    return f"the server is at its speed: {more}"
-
-
-def _stage_advice(stage: str, times: RunTimes) -> tuple[str, ...]:
-    use = times.stages.get(stage)
+def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
+    """The stage's case. `of_server` is what makes its server faster."""
+    use, server = times.stages.get(stage), STAGE_SERVERS[stage]
     if use is None:
-        return ()
+        return _Finding()
+    faster: tuple[str, ...] = (of_server,)
+    if server in times.roles_with_room:
+        faster = (f"more {server} replicas, for which there is room ({server}.backend)", of_server)
     if use.has_full_slots:
         assert use.slots is not None
-        return (
-            f"the {STAGE_SERVERS[stage]}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
+        return _Finding(
+            f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
             f"({use.in_flight:.0f} {stage} requests in flight while the trainer waited for them): "
             "a higher limit would only make them wait there",
+            f"the {server}'s {use.slots} slots are full",
+            faster,
         )
     if use.has_full_limit:
-        return (
-            f"the limit of {use.limit} requests was {_fullness(use.in_flight, use.limit)} "
-            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, while the trainer waited for them): "
-            f"if the server can take more, raise stages.{stage}.concurrency",
+        full = (
+            f"{_fullness(use.in_flight, use.limit)} "
+            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, while the trainer waited for them)"
+        )
+        if use.is_limit_of_servers:
+            return _Finding(
+                f"the {use.limit} requests that the {server}'s servers have shown that they can take were {full}",
+                f"the {server}'s servers take no more",
+                faster,
+            )
+        up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
+        return _Finding(
+            f"the limit of {use.limit} requests was {full}",
+            "its limit is full",
+            (f"raise stages.{stage}.concurrency{up_to} if the server can take more", *faster),
         )
     if use.has_stragglers(times.batch_size):
-        return (
+        return _Finding(
             f"only {use.in_flight:.1f} {stage} requests were in flight while the trainer waited for them: "
-            "a few long ones hold each batch up; "
-            "a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",
+            "a few long ones hold each batch up",
+            "a few long ones hold each batch up",
+            ("a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",),
         )
-    return (
+    return _Finding(
         f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight while the trainer "
         "waited for them): the server itself is at its speed",
+        "the server itself is at its speed",
+        faster,
     )
 
 

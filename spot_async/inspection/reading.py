@@ -93,7 +93,9 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        purpose = RunDirectory.open(path).purpose  # None of older programs, whose evaluations end with this file
+        directory = RunDirectory.open(path)
+        self.cores = directory.cores  # that the run could use; None where it was not written down
+        purpose = directory.purpose  # None of older programs, whose evaluations end with this file
         self.is_evaluation = purpose == "eval" or (purpose is None and (path / "evaluation.jsonl").exists())
 
     def config(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from spot_async.inspection.totals import (
     RELATIVE_BINS,
     Rows,
     SampleStatistics,
+    limit_use,
     run_times,
-    stage_limit,
     stage_names,
     total,
 )
@@ -89,7 +89,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         notes=notes(
             files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
         ),
-        verdict=judge(run_times(rows, config)),
+        verdict=judge(run_times(rows, config, files.cores)),
         results=results,
         sections=tuple(section for section in sections if section.plots),
     )
@@ -178,9 +178,8 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
 
 def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     stages = stage_names(rows)
-    limits = {stage: stage_limit(config, stage) for stage in stages}
     utilisation = [
-        Series(stage, [(at, value / limits[stage]) for at, value in _points(rows, f"stage/{stage}/mean_in_flight")])
+        Series(stage, [(row["iteration"], use) for row in rows if (use := limit_use(row, config, stage)) is not None])
         for stage in stages
     ]
     names = sorted({name.split("/")[1] for row in rows for name in row if name.startswith("replica/")})
@@ -203,7 +202,9 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
                              "update weights": "time/update_weights_s", "evaluate": "time/evaluate_s"})),
             ("What the trainer waited for", "Seconds of each iteration, by the stage that most prompts were at.",
              _stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
-            ("Stages: use of their limits", "Mean requests in flight over the stage's limit.",
+            ("Stages: use of their limits", "Mean requests in flight while the trainer waited for a batch, over the "
+             "stage's limit or, where it is less, what its servers let in. The verdict counts only while most prompts "
+             "were at the stage.",
              used),
             ("Stages: queues", "Mean requests that waited for their turn.",
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),

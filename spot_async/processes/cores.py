@@ -38,6 +38,11 @@ def available_cores() -> frozenset[int]:
     return frozenset(cores)
 
 
+def usable_cores() -> int:
+    """How many this process may use, at least 1."""
+    return len(available_cores()) or os.cpu_count() or 1
+
+
 def share_cores(available: Collection[int], wanted: Mapping[str, int]) -> CoreShares:
     """Give each server as many cores as it wants, from the highest number down; at least one stays shared.
 

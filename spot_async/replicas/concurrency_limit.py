@@ -48,6 +48,7 @@ class Decrease(NamedTuple):
     after: int
     in_flight: int  # that was too much
     reason: str
+    by_latency: bool = False  # a sign that we read, not a word of the server's: it costs nothing to be wrong about it
 
 
 @dataclass(slots=True)
@@ -148,12 +149,14 @@ class ConcurrencyLimit:
         if not is_bad:
             return None
         reason = (
-            f"{kind}: {1e3 * seconds_per_work:.3g} ms a token, where {load:.0f} in flight "
-            f"explain {1e3 * explained:.3g} ms"
+            f"{kind} requests took {1e3 * seconds_per_work:.3g} ms a token, "
+            f"{seconds_per_work / explained:.1f} times as long as the {load:.0f} in flight explain"
         )
-        return self._decrease(self._known_slots, now_s, round(baseline.most_in_flight), reason)
+        return self._decrease(self._known_slots, now_s, round(baseline.most_in_flight), reason, by_latency=True)
 
-    def _decrease(self, least: int, now_s: float, in_flight: int, reason: str) -> Decrease | None:
+    def _decrease(
+        self, least: int, now_s: float, in_flight: int, reason: str, *, by_latency: bool = False
+    ) -> Decrease | None:
         """Lower the limit from what was in flight, not from the limit itself, which may be far above that."""
         before, too_much = self.value, min(self.value, in_flight)
         self._limit = min(self._limit, max(float(least), too_much * DECREASE))
@@ -164,4 +167,4 @@ class ConcurrencyLimit:
         if self.value == before:
             return None
         self.decreases += 1
-        return Decrease(before, self.value, too_much, reason)
+        return Decrease(before, self.value, too_much, reason, by_latency)

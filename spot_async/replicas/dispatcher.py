@@ -187,11 +187,18 @@ class Dispatcher(Generic[B]):
             self._tell(replica.name, lease.errand.stage, lowered)
 
     def _tell(self, replica: str, stage: str, lowered: Decrease) -> None:
-        structlog.get_logger().warning("limit lowered", replica=replica, stage=stage, **lowered._asdict())
+        log = structlog.get_logger()
+        tell = log.info if lowered.by_latency else log.warning
+        tell("limit lowered", replica=replica, stage=stage, **lowered._asdict())
+        if lowered.by_latency:  # normal operation, and nothing for people to do: log and report have it
+            return
         self._lowered += 1
         if self._lowered & (self._lowered - 1) == 0:  # an endpoint that refuses for hours would fill the screen
             most = counted(lowered.after, "request")
-            self.limit_lowered(f"{replica} gets {most} at a time at most, not {lowered.before}: {lowered.reason}")
+            self.limit_lowered(
+                f"{replica} gets {most} at a time for now, not {lowered.before}, more again as it answers: "
+                f"{lowered.reason}"
+            )
 
 
 def _is_refusal(error: RequestError) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,9 +126,10 @@ class LiveVerdict:
         batch_size: int,
         replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict,
         slots: Callable[[str, int], int | None] = lambda stage, down: None,
+        roles_with_room: Collection[str] = (),
     ) -> None:
         """`replicas` by role, as their pools have them now; `slots` says what a stage's servers
-        take at once without so many that are down. Made on the running loop.
+        take at once without so many that are down; `roles_with_room` as `RunTimes` has them. Made on the running loop.
         """
         now_s = asyncio.get_running_loop().time()
         self._orchestrator = orchestrator
@@ -137,6 +138,7 @@ class LiveVerdict:
         self._batch_size = batch_size
         self._replicas = replicas
         self._slots = slots
+        self._roles_with_room = roles_with_room
         self._clock = TrainerClock(orchestrator.stages.all, now_s)
         self._read_s = now_s
         self._readings = self._read(now_s)
@@ -172,6 +174,7 @@ class LiveVerdict:
                 stages=uses,
                 batch_size=self._batch_size,
                 servers=servers,
+                roles_with_room=self._roles_with_room,
             )
         )
 
@@ -198,6 +201,7 @@ class LiveVerdict:
             asked_per_s=(after.asked - before.asked) / elapsed_s,
             latency_s=(after.answered_busy_s - before.answered_busy_s) / answered if answered else None,
             throttled_share=min(1.0, (after.throttled - before.throttled) / sent) if sent > 0 else 0.0,
+            is_limit_of_servers=limit < stage.concurrency,
         )
 
     def _read(self, now_s: float) -> dict[str, StageReading]:
