@@ -193,6 +193,26 @@ def test_what_a_backend_needs_of_this_machine_is_looked_for_before_anything_star
     assert refused(key) == "teacher.backend: the environment variable NO_SUCH_KEY is not set"
 
 
+def test_a_model_that_is_not_there_is_refused_with_where_it_was_looked_for_and_how_the_hubs_are_fetched(
+    monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+
+    def refused(name):
+        with pytest.raises(ConfigError) as raised:
+            read_model("student", name)
+        return str(raised.value)
+
+    here = (
+        f"student.model: no directory 'Qwen/Qwen3-0.6B' ({tmp_path}/Qwen/Qwen3-0.6B); give the path of a Hugging Face"
+    )
+    assert refused("Qwen/Qwen3-0.6B").startswith(here)
+    assert refused("Qwen/Qwen3-0.6B").endswith("hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B")
+    for path in ("models/studnt", "no/such/model", str(tmp_path / "none"), "../x"):
+        assert "hf download" not in refused(path)
+
+
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_a_server_that_is_not_installed_is_found_before_anything_starts(monkeypatch, role):
     monkeypatch.chdir(ROOT)
