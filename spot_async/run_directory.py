@@ -118,6 +118,11 @@ class RunDirectory:
         advice = ""
         with contextlib.suppress(DataError):  # no run's, or a newer program's
             earlier = cls.open(path)
+            if earlier._is_locked():
+                raise ConfigError(
+                    f"run.directory: {path} is in use by {earlier._last_user() or 'another process'}; give another, or "
+                    "null for a new one"
+                )
             if earlier.purpose == purpose == "eval":
                 advice = f"go on with the evaluation in it by --resume {path}, "
             elif earlier.purpose == "train" and earlier._came_to_nothing():
@@ -131,11 +136,19 @@ class RunDirectory:
             weights.is_dir() and any(weights.iterdir())
         )
 
-    def _last_user(self) -> str:
-        """The process that has the lock, or had it last; empty where nobody can say.
+    def _is_locked(self) -> bool:
+        """Whether a living process writes here. False proves nothing: a start on another machine may see it free."""
+        try:
+            with (self.path / ".lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
-        The lock itself is not tried: a start on another machine may see it free.
-        """
+    def _last_user(self) -> str:
+        """The process that has the lock, or had it last; empty where nobody can say."""
         try:
             return (self.path / ".lock").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):

@@ -148,7 +148,11 @@ def test_a_start_that_came_to_nothing_is_refused_with_what_can_be_deleted(run, p
 
 def test_a_second_start_takes_nothing_from_a_run_that_goes_on_and_names_its_process(run):
     with run.locked():
-        assert f"delete it if process {os.getpid()} on " in refusal(run)
+        for name in ("notes.txt", "samples.jsonl"):
+            line = refusal(run)
+            assert f"is in use by process {os.getpid()} on " in line
+            assert "delete" not in line
+            (run.path / name).touch()
 
 
 def test_the_later_of_two_starts_that_both_saw_an_empty_directory_is_refused(run, monkeypatch):

@@ -1,6 +1,7 @@
 """Checks a run before anything starts, and prepares what it needs of models and data.
 
-Everything here is read from files: no server, no process, no GPU. What only a running backend can say
+Everything here is read from files: no server, no GPU, and of processes only the interpreters of servers to start, which
+say whether the server is installed. What only a running backend can say
 (`Capabilities`) is checked by `check_capabilities` once it answers.
 """
 
@@ -103,6 +104,9 @@ def plan_training(config: Config) -> TrainPlan:
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
     silence = silence_limits(config, policy.needs)
+    evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
+    for role, served in _served(config, policy.needs).items():
+        served.backend.check_installed(f"{role}.backend")
     return TrainPlan(
         student=student,
         teacher=teacher,
@@ -113,7 +117,7 @@ def plan_training(config: Config) -> TrainPlan:
         rows=training_set.counts,
         filtered=len(problems) - len(sources),
         policy=policy,
-        evaluation=plan_evaluation(config, student) if config.evaluation is not None else (),
+        evaluation=evaluation,
         silence=silence,
     )
 
@@ -125,7 +129,9 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     config.student.backend.check_machine("student.backend")
     _check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
-    return plan_benchmarks(config, student)
+    benchmarks = plan_benchmarks(config, student)
+    config.student.backend.check_installed("student.backend")
+    return benchmarks
 
 
 def make_policy(config: Config, model: ModelFiles) -> Policy:
@@ -292,15 +298,8 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
             f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
             "once more; name its model and backend"
         )
-    served = {
-        "student": config.student,
-        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
-        "reference": config.reference if needs.reference else None,
-    }
     first_at: dict[str, str] = {}
-    for role, model in served.items():
-        if model is None:
-            continue
+    for role, model in _served(config, needs).items():
         model.backend.check_machine(f"{role}.backend")
         _check_recovery(role, model)
         for place in filter(None, places(model)):
@@ -313,6 +312,16 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
                 )
             if not place.is_attached:
                 raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+
+
+def _served(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
+    """Models with a backend section of their own of which servers are needed, by role."""
+    models = {
+        "student": config.student,
+        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
+        "reference": config.reference if needs.reference else None,
+    }
+    return {role: model for role, model in models.items() if model is not None}
 
 
 def _check_recovery(role: str, model: ModelConfig) -> None:
