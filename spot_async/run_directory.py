@@ -26,6 +26,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weigh
               "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
 
 CONFIGS = "configs"
+TIME_NAME = re.compile(r"\d{8}-\d{6}")  # of `TIME_FORMAT`
+TIME_FORMAT = "%Y%m%d-%H%M%S"
 
 Purpose = Literal["train", "eval"]
 
@@ -56,11 +59,20 @@ Purpose = Literal["train", "eval"]
 def name_of(config: Path) -> str:
     """What a configuration's runs are called: its file's name, below a directory `configs` with the folders between.
 
-    Recipes of several tables are called alike: `configs/paper/table2/full.yaml` is `paper-table2-full`.
+    Recipes of several tables are called alike: `configs/paper/table2/full.yaml` is `paper-table2-full`. The resolved
+    configuration in a run directory keeps the name of its run.
     """
+    if config.name == "config.yaml" and (config.parent / "run.json").exists():
+        return name_of_run(config.parent)
     parts = (*config.parent.resolve().parts, config.stem)
     below = [number for number, part in enumerate(parts[:-1], start=1) if part == CONFIGS]
     return "-".join(parts[below[-1] :]) if below else parts[-1]
+
+
+def name_of_run(directory: Path) -> str:
+    """What the configuration of a run was called: `my` of `runs/my/<time>`, else the directory's own name."""
+    path = directory.resolve()
+    return path.parent.name if TIME_NAME.fullmatch(path.name) else path.name
 
 
 class _RunFile(msgspec.Struct):
@@ -94,7 +106,7 @@ class RunDirectory:
         """The configured directory, or a new one named after the configuration and the time."""
         if config.run.directory is not None:
             return Path(config.run.directory)
-        return Path("runs") / config_name / time.strftime("%Y%m%d-%H%M%S")
+        return Path("runs") / config_name / time.strftime(TIME_FORMAT)
 
     @classmethod
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:

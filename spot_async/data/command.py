@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -232,7 +233,7 @@ def shown(text: str) -> Text:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=any(columns))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
