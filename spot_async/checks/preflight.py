@@ -42,7 +42,7 @@ class TrainPlan:
 
     student: ModelFiles
     teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
-    reference: ModelConfig | None  # what to serve as the frozen reference; None when the policy asks for none
+    served: Mapping[str, ModelConfig]  # what must be served, by role: student, teacher, reference
     renderer: PromptRenderer
     schedule: PromptSchedule
     problems: int
@@ -51,6 +51,11 @@ class TrainPlan:
     policy: Policy
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
     silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
+
+    @property
+    def reference(self) -> ModelConfig | None:
+        """What to serve as the frozen reference; None when the policy asks for none."""
+        return self.served.get("reference")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ def plan_training(config: Config) -> TrainPlan:
     return TrainPlan(
         student=student,
         teacher=teacher,
-        reference=(config.reference or config.student) if policy.needs.reference else None,
+        served=served_models(config, policy.needs),
         renderer=renderer,
         schedule=schedule,
         problems=len(problems),
@@ -254,7 +259,7 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
         )
-    reference = (config.reference or config.student) if needs.reference else None
+    reference = served_models(config, needs).get("reference")
     asked = [
         ("student", config.student, Generator, "generate", True),
         ("student", config.student, WeightSink, "update_weights", True),
@@ -292,15 +297,8 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
             f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
             "once more; name its model and backend"
         )
-    served = {
-        "student": config.student,
-        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
-        "reference": config.reference if needs.reference else None,
-    }
     first_at: dict[str, str] = {}
-    for role, model in served.items():
-        if model is None:
-            continue
+    for role, model in served_models(config, needs).items():
         model.backend.check_machine(f"{role}.backend")
         _check_recovery(role, model)
         for place in filter(None, places(model)):
@@ -313,6 +311,17 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
                 )
             if not place.is_attached:
                 raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+
+
+def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
+    """What must be served, by role: a replay's teacher is not, and a reference is the initial student by default."""
+    is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
+    models = {
+        "student": config.student,
+        "teacher": config.teacher if is_asked else None,
+        "reference": (config.reference or config.student) if needs.reference else None,
+    }
+    return {role: model for role, model in models.items() if model is not None}
 
 
 def _check_recovery(role: str, model: ModelConfig) -> None:
