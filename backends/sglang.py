@@ -43,7 +43,8 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from .health import Standstill, ask_sglang
+from . import sglang_health, sglang_sleeping
+from .health import Standstill
 from .held_weights import WeightNames
 from .limits import Limits
 from .probing import differences, noise_nats, temperature_convention
@@ -54,7 +55,6 @@ from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, p
 from .sglang_launch import PACKAGE, sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
-from .sleeping import check_sglang, sleep_sglang, wake_sglang
 from .stepwise import Steps
 from .student_settings import StudentServerSettings
 
@@ -109,7 +109,7 @@ class SglangBackend(RemoteBackend):
                 stack.push_async_callback(self._weights.close)
                 if self.sleeps_while_training:
                     saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
-                    check_sglang(self._server, memory_saver=saver, weights_backup=backup)
+                    sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)
                 self._capabilities = await self._server.alongside(self._probe(info, deadline))
             except PermanentError as error:  # of a first request: the server's flags, key or kind
                 raise ConfigError(str(error)) from None
@@ -237,16 +237,16 @@ class SglangBackend(RemoteBackend):
 
     async def sleep(self, *, deadline: float) -> None:
         self._standstill.sleeping(True)
-        await sleep_sglang(self._server, self._weights.flush, deadline=deadline)
+        await sglang_sleeping.sleep(self._server, self._weights.flush, deadline=deadline)
 
     async def wake(self, *, deadline: float) -> None:
-        await wake_sglang(self._server, deadline=deadline)
+        await sglang_sleeping.wake(self._server, deadline=deadline)
         self._standstill.sleeping(False)
 
     async def ping(self, *, deadline: float) -> None:
         names = self._names.now()
         await self._standstill.ping(
-            lambda: ask_sglang(self._server, names, deadline=deadline),
+            lambda: sglang_health.ask_engine(self._server, names, deadline=deadline),
             lambda: self._server.endpoint.get(READY, deadline=deadline),
         )
 

@@ -15,7 +15,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -76,7 +76,7 @@ class SglangWeights:
         self._control = Control(server)
         self._holds_requests = info.release >= FLUSH_WHILE_PAUSED
         self._lock = asyncio.Lock()
-        self._transport: WeightTransport
+        self._transport: SglangTransport
         if settings.transport == "disk":
             self._transport = DiskTransport(self._control, flush=self._holds_requests)
         elif info.dp_size > 1:
@@ -162,8 +162,17 @@ class Control:
         await self.post("/update_weight_version", body, deadline)
 
 
+class SglangTransport(WeightTransport, Protocol):
+    """A `WeightTransport` that may replace the weights in parts."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether an update ended half-way, so that the server's weights are neither the old nor the new ones."""
+        ...
+
+
 class DiskTransport:
-    """A `WeightTransport`: the server reads the published directory itself."""
+    """An `SglangTransport`: the server reads the published directory itself."""
 
     mixed = False  # where it cannot read all of them it reads the old ones again
 
@@ -191,7 +200,7 @@ class DiskTransport:
 
 
 class DistributedTransport:
-    """A `WeightTransport`: the server's ranks receive the tensors from a process of ours.
+    """An `SglangTransport`: the server's ranks receive the tensors from a process of ours.
 
     The group is made at the first update and kept. Any failure ends our process, which frees a server that waits for
     it, and the next update makes a new group.

@@ -34,13 +34,13 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from .health import Standstill, ask_vllm
+from . import vllm_health, vllm_sleeping
+from .health import Standstill
 from .held_weights import INITIAL, WeightNames
 from .limits import Limits
 from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
-from .sleeping import check_vllm, sleep_vllm, wake_vllm
 from .student_settings import StudentServerSettings
 from .vllm_client import Sampled, VllmClient, check_temperature, read_error
 from .vllm_launch import PACKAGE, vllm_command
@@ -98,7 +98,7 @@ class VllmBackend(RemoteBackend):
             self._found = await self._server.alongside(probe(self._client, deadline=deadline))
             self._names.start(self._found.weights)
             if self.sleeps_while_training:
-                await check_vllm(self._server, deadline=deadline)
+                await vllm_sleeping.check_can_sleep(self._server, deadline=deadline)
             if self._is_student and not self._found.takes_weights:
                 structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)
             elif self._is_student and not self._settings.is_attached:
@@ -367,16 +367,16 @@ class VllmBackend(RemoteBackend):
 
     async def sleep(self, *, deadline: float) -> None:
         self._standstill.sleeping(True)
-        await sleep_vllm(self._server, deadline=deadline)
+        await vllm_sleeping.sleep(self._server, deadline=deadline)
 
     async def wake(self, *, deadline: float) -> None:
-        await wake_vllm(self._server, deadline=deadline)
+        await vllm_sleeping.wake(self._server, deadline=deadline)
         self._standstill.sleeping(False)
 
     async def ping(self, *, deadline: float) -> None:
         names = self._names.now()
         await self._standstill.ping(
-            lambda: ask_vllm(self._client, names, deadline=deadline),
+            lambda: vllm_health.ask_engine(self._client, names, deadline=deadline),
             lambda: self._server.endpoint.get("/health", deadline=deadline),
         )
 

@@ -24,7 +24,7 @@ from spot_async.types import WeightSnapshot
 
 from .remote import RemoteServer
 from .snapshots import Layout
-from .vllm_weights import DiskTransport, Transport, WeightUpdater, post
+from .vllm_weights import DiskTransport, VllmTransport, WeightUpdater, post
 from .weight_transport import WeightSender, WeightSettings, buckets
 
 NOT_CONFIGURED = "Weight transfer not configured"
@@ -43,7 +43,7 @@ def transfer_config(settings: WeightSettings) -> str | None:
 
 
 def make_updater(server: RemoteServer, settings: WeightSettings, *, run_directory: Path) -> WeightUpdater:
-    transport: Transport
+    transport: VllmTransport
     if settings.transport == "disk":
         transport = DiskTransport(server)
     else:
@@ -53,7 +53,7 @@ def make_updater(server: RemoteServer, settings: WeightSettings, *, run_director
 
 
 class TransferTransport:
-    """A `Transport` over a process group. Any failure ends our process; the next update makes a new group."""
+    """A `VllmTransport` over a process group. Any failure ends our process; the next update makes a new group."""
 
     def __init__(self, server: RemoteServer, settings: WeightSettings, sender: WeightSender) -> None:
         self._server = server
@@ -62,7 +62,7 @@ class TransferTransport:
         self._joined = False
         self._half_loaded = False
 
-    async def prepare(self, deadline: float) -> None:
+    async def prepare(self, *, deadline: float) -> None:
         """Form the group, where there is none."""
         if self._joined:
             return
@@ -85,7 +85,7 @@ class TransferTransport:
                 ) from None
             raise
 
-    async def send(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
+    async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         """One session, tensor by tensor in the order of the names."""
         tensors = [tensor for bucket in buckets(layout) for tensor in bucket]
         update_info = {

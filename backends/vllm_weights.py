@@ -1,4 +1,4 @@
-"""New weights for a running vLLM server: pause, load, name, check, go on. How they get there is a `Transport`'s.
+"""New weights for a running vLLM server: pause, load, name, check, go on. How they get there is a `VllmTransport`'s.
 
 A server that failed to load answers health checks and dies at the next token, so it goes on only with weights that
 it has confirmed: the new ones or, loaded once more, those before; before the first ones those were the model's own.
@@ -19,37 +19,30 @@ from spot_async.types import WeightSnapshot, WeightVersion
 from .remote import RemoteServer
 from .snapshots import Layout, check_snapshot
 from .vllm_client import NoSuchRouteError
+from .weight_transport import WeightTransport
 
 RECOVERY_TIMEOUT_S = 120.0  # for going back and resuming, also after the update's own deadline
 DEVELOPER_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 
-class Transport(Protocol):
-    """Brings weights to a paused server."""
+class VllmTransport(WeightTransport, Protocol):
+    """A `WeightTransport` that is prepared while the server still works."""
 
-    async def prepare(self, deadline: float) -> None:
+    async def prepare(self, *, deadline: float) -> None:
         """Do what can fail before any weights are touched."""
-        ...
-
-    async def send(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
-        """Returns once the server holds the snapshot, whose tensors are those of `layout`, under its version."""
-        ...
-
-    async def close(self) -> None:
-        """Give back what is kept between updates."""
         ...
 
 
 class DiskTransport:
-    """A `Transport`: the server reads the published directory itself."""
+    """A `VllmTransport`: the server reads the published directory itself."""
 
     def __init__(self, server: RemoteServer) -> None:
         self._server = server
 
-    async def prepare(self, deadline: float) -> None:
+    async def prepare(self, *, deadline: float) -> None:
         """Nothing is needed."""
 
-    async def send(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
+    async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         path = {"weights_path": snapshot.directory}
         await post(self._server, "/collective_rpc", {"method": "reload_weights", "kwargs": path}, deadline)
         await post(self._server, "/update_weight_version", {"new_version": str(snapshot.version)}, deadline)
@@ -61,7 +54,7 @@ class DiskTransport:
 class WeightUpdater:
     """One update at a time; knows which weights the server was last sure to hold. Close it in the end."""
 
-    def __init__(self, server: RemoteServer, transport: Transport) -> None:
+    def __init__(self, server: RemoteServer, transport: VllmTransport) -> None:
         self._server = server
         self._transport = transport
         self._confirmed = WeightSnapshot(directory=str(server.files.directory.absolute()), version=WeightVersion(0, 0))
@@ -80,7 +73,7 @@ class WeightUpdater:
         when the server goes on with the weights that it had; `ProcessDiedError` when it must be restarted."""
         async with self._updating:
             layout = await check_snapshot(snapshot.directory, self._server.files.directory)
-            await self._transport.prepare(deadline)
+            await self._transport.prepare(deadline=deadline)
             try:
                 await self._pause(deadline)
                 await self._replace(snapshot, layout, deadline)
@@ -110,7 +103,7 @@ class WeightUpdater:
     async def _load(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
         """Load, name and check; the server is paused."""
         self._may_be_mixed = True
-        await self._transport.send(snapshot, layout, deadline)
+        await self._transport.send(snapshot, layout, deadline=deadline)
         flushed = await self._post("/reset_prefix_cache", None, deadline)
         if flushed.get("success") is False:
             raise TransientError(f"{self._server.name}/reset_prefix_cache: the server could not drop its prefix cache")
@@ -126,7 +119,7 @@ class WeightUpdater:
         before, deadline = self._confirmed, self._recovery_deadline()
         try:
             layout = await check_snapshot(before.directory, self._server.files.directory)
-            await self._transport.prepare(deadline)
+            await self._transport.prepare(deadline=deadline)
             await self._load(before, layout, deadline)
         except (RequestError, ConfigError, DataError) as second:
             if isinstance(error, asyncio.CancelledError):

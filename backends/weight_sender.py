@@ -41,7 +41,7 @@ from spot_async.backends.weight_transport import (
     endpoint,
     environment_of,
 )
-from spot_async.vocabulary import first_line
+from spot_async.text import first_line
 from spot_async.weight_files import weight_files
 
 

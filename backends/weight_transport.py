@@ -1,8 +1,9 @@
 """How published weights reach inference servers: by a directory that both sides can read, or from process to process.
 
-`WeightTransport` is what an adapter asks of either. Here are their settings and `WeightSender`, our end of a
-process group: a child process that reads a snapshot's files and broadcasts its tensors (`weight_sender.py`), so that
-neither torch nor a tensor enters the orchestrator. How a server is told to receive is its adapter's.
+`WeightTransport` is what every adapter asks of either; each adds what its own server needs. Here are their settings
+and `WeightSender`, our end of a process group: a child process that reads a snapshot's files and broadcasts its
+tensors (`weight_sender.py`), so that neither torch nor a tensor enters the orchestrator. How a server is told to
+receive is its adapter's.
 """
 
 from __future__ import annotations
@@ -80,11 +81,6 @@ def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: i
 
 class WeightTransport(Protocol):
     """Gives a paused server new weights and their name."""
-
-    @property
-    def mixed(self) -> bool:
-        """Whether an update ended half-way, so that the server's weights are neither the old nor the new ones."""
-        ...
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         """Returns once the server holds the snapshot, whose tensors are those of `layout`, under its version."""

@@ -27,6 +27,8 @@ from spot_async.run_directory import RunDirectory
 from spot_async.servers import backend_factories
 from spot_async.spending.account import Account
 from spot_async.spending.run_spending import RunSpending
+from spot_async.spending.score_cache import ScoreCache
+from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages import Services, Stages
 from spot_async.trainer.settings import TrainerSettings
 
@@ -76,12 +78,13 @@ def make_pool(
     )
 
 
-def served_models(config: Config, plan: TrainPlan) -> dict[str, ModelConfig]:
-    """What the plan says must be served, by role."""
-    is_asked = plan.policy.needs.teacher and config.teacher is not None and not config.teacher.replay
-    teacher = config.teacher if is_asked else None
-    models = {"student": config.student, "teacher": teacher, "reference": plan.reference}
-    return {role: model for role, model in models.items() if model is not None}
+def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
+    """The accounts of what the plan serves, and the teacher's cache where one is kept."""
+    teacher = config.teacher if plan.policy.needs.teacher else None
+    if teacher is None or teacher.cache is None or plan.teacher is None:
+        return RunSpending(plan.served)
+    cache = ScoreCache(Path(teacher.cache), is_replay=teacher.replay)
+    return RunSpending(plan.served, TeacherCache(cache, teacher, plan.teacher))
 
 
 def make_backends(
@@ -92,10 +95,10 @@ def make_backends(
     cores: CoreShares | None = None,
 ) -> Backends:
     """What must be served, not yet started. What is asked of it is charged to `spending`."""
-    spending = spending or RunSpending(config, plan)
+    spending = spending or make_spending(config, plan)
     backends: dict[str, Any] = {
         role: make_pool(model, role, directory, spending.accounts.get(role), cores)
-        for role, model in served_models(config, plan).items()
+        for role, model in plan.served.items()
     }
     if spending.replayed_teacher is not None:
         backends["teacher"] = spending.replayed_teacher

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from spot_async.errors import ConfigError, DataError
+from spot_async.text import first_line
 from spot_async.types import PolicyContext
-from spot_async.vocabulary import Vocabulary, first_line
+from spot_async.vocabulary import Vocabulary
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")

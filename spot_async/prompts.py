@@ -21,8 +21,9 @@ import numpy as np
 from spot_async.config import PromptConfig
 from spot_async.errors import DataError
 from spot_async.seeds import derive_seed
+from spot_async.text import first_line
 from spot_async.types import IntArray, Problem, Prompt
-from spot_async.vocabulary import Vocabulary, first_line
+from spot_async.vocabulary import Vocabulary
 
 DATE_WARNING = (
     "prompt.template_arguments: the chat template writes today's date, so that prompts are others on another day: give "

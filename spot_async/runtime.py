@@ -18,7 +18,7 @@ import structlog
 from rich.console import Console
 
 from spot_async import registry
-from spot_async.assembly import Backends, make_backends, make_orchestrator, make_stages, served_models, trainer_settings
+from spot_async.assembly import Backends, make_backends, make_orchestrator, make_spending, make_stages, trainer_settings
 from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
 from spot_async.checks.preflight import TrainPlan
 from spot_async.concurrency import alongside, budget_error, running, watched
@@ -36,7 +36,6 @@ from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import TrainOutcome, summarize
 from spot_async.servers import core_shares
 from spot_async.spending.records import SpendingLog
-from spot_async.spending.run_spending import RunSpending
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
 from spot_async.telemetry.live_verdict import replica_lines
@@ -130,9 +129,9 @@ class TrainingRun:
         self._plan = plan
         self._directory = directory
         self._screen = RunConsole(console, plan.schedule.iterations)
-        self._spending = RunSpending(config, plan)
+        self._spending = make_spending(config, plan)
         self._ledger_file = SpendingLog(directory, self._spending.accounts)
-        self._cores = core_shares(served_models(config, plan))
+        self._cores = core_shares(plan.served)
         self._backends = make_backends(config, plan, directory, self._spending, self._cores)
         replicas = partial(replica_lines, self._backends.by_role())
         self._screen.replicas = replicas

@@ -24,6 +24,11 @@ def shortened(text: str, characters: int) -> str:
     return text if len(text) <= characters else f"{text[:characters]}…"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, for errors that must fit on one."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def visible(text: str) -> str:
     """Text whose every character shows: control and direction characters become symbols.
 

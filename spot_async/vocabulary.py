@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spot_async.errors import DataError
+from spot_async.text import first_line
 from spot_async.types import IntArray
 
 if TYPE_CHECKING:  # slow to import
@@ -80,8 +81,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{token_id}\t{token}\n".encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, for errors that must fit on one."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -22,7 +22,7 @@ from vllm_stand_in import (
     soon,
 )
 
-from spot_async.backends import health, vllm_launch
+from spot_async.backends import vllm_health, vllm_launch
 from spot_async.backends.launch import LaunchSettings
 from spot_async.errors import (
     ConfigError,
@@ -151,7 +151,7 @@ async def test_without_developer_mode_a_ping_is_a_token_or_signs_of_work(
         await backend.ping(deadline=soon())
         assert stand_in.calls == ["/is_paused", "/metrics", "/inference/v1/generate"]
         stand_in.hold = "/inference/v1/generate"  # all places are taken
-        monkeypatch.setattr(health, "ONE_TOKEN_SHARE", 0.005)  # a short wait, and time to spare for the other look
+        monkeypatch.setattr(vllm_health, "ONE_TOKEN_SHARE", 0.005)  # a short wait, and time to spare for the other look
         stand_in.metrics = [counted(7.0, 1.0), counted(7.0, 2.0)]
         await backend.ping(deadline=soon())
         stand_in.metrics = [counted(7.0, 2.0), counted(7.0, 2.0)]

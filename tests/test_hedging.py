@@ -196,7 +196,7 @@ def test_a_pools_other_server_gets_the_second_request():
                 jitter=lambda: 0.0,
                 hedge_after_s=3.0,
             )
-            stage.timeline = SimpleNamespace(request_ended=spans.append)
+            stage.timeline = SimpleNamespace(request_asked=lambda asked_s: None, request_ended=spans.append)
             # of one session, so both go to the same server first
             return [await stage.ask((0,), lambda it, deadline: it.ask(), session="p") for _ in range(2)], stage.counters
 

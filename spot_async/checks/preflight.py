@@ -43,7 +43,7 @@ class TrainPlan:
 
     student: ModelFiles
     teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
-    reference: ModelConfig | None  # what to serve as the frozen reference; None when the policy asks for none
+    served: Mapping[str, ModelConfig]  # what must be served, by role: student, teacher, reference
     renderer: PromptRenderer
     schedule: PromptSchedule
     problems: int
@@ -52,6 +52,11 @@ class TrainPlan:
     policy: Policy
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
     silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
+
+    @property
+    def reference(self) -> ModelConfig | None:
+        """What to serve as the frozen reference; None when the policy asks for none."""
+        return self.served.get("reference")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -105,12 +110,13 @@ def plan_training(config: Config) -> TrainPlan:
     _check_queue_bytes(config, policy.needs)
     silence = silence_limits(config, policy.needs)
     evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
-    for role, served in _served(config, policy.needs).items():
-        served.backend.check_installed(f"{role}.backend")
+    served = served_models(config, policy.needs)
+    for role, model in served.items():
+        model.backend.check_installed(f"{role}.backend")
     return TrainPlan(
         student=student,
         teacher=teacher,
-        reference=(config.reference or config.student) if policy.needs.reference else None,
+        served=served,
         renderer=renderer,
         schedule=schedule,
         problems=len(problems),
@@ -260,7 +266,7 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
         )
-    reference = (config.reference or config.student) if needs.reference else None
+    reference = served_models(config, needs).get("reference")
     asked = [
         ("student", config.student, Generator, "generate", True),
         ("student", config.student, WeightSink, "update_weights", True),
@@ -299,7 +305,7 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
             "once more; name its model and backend"
         )
     first_at: dict[str, str] = {}
-    for role, model in _served(config, needs).items():
+    for role, model in served_models(config, needs).items():
         model.backend.check_machine(f"{role}.backend")
         _check_recovery(role, model)
         for place in filter(None, places(model)):
@@ -314,12 +320,13 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
                 raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
 
 
-def _served(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
-    """Models with a backend section of their own of which servers are needed, by role."""
+def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
+    """What must be served, by role: a replay's teacher is not, and a reference is the initial student by default."""
+    is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
     models = {
         "student": config.student,
-        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
-        "reference": config.reference if needs.reference else None,
+        "teacher": config.teacher if is_asked else None,
+        "reference": (config.reference or config.student) if needs.reference else None,
     }
     return {role: model for role, model in models.items() if model is not None}
 

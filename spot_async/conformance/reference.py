@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spot_async.errors import DataError
+from spot_async.text import first_line
 from spot_async.types import IntArray
-from spot_async.vocabulary import first_line
 
 WEIGHTS = "*.safetensors"
 PERTURBATION = 0.2  # times each tensor's standard deviation: changes log-probabilities by more than any tolerance

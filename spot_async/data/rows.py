@@ -20,7 +20,7 @@ from spot_async.config import ProblemSetConfig
 from spot_async.data.hub import read_hub
 from spot_async.data.keys import about, setting
 from spot_async.errors import DataError
-from spot_async.vocabulary import first_line
+from spot_async.text import first_line
 
 Columns: TypeAlias = dict[str, Any]
 

@@ -53,7 +53,7 @@ class RoleEstimate:
 
 def estimate_run(config: Config, plan: TrainPlan, earlier: Path | None = None) -> list[RoleEstimate]:
     """Estimates for the roles whose requests cost or are limited. `earlier` is the directory of another run."""
-    accounts = RunSpending(config, plan).accounts
+    accounts = RunSpending(plan.served).accounts
     rows = () if earlier is None else RunFiles(earlier).metrics()
     longest = config.sampling.max_response_tokens
     needs = plan.policy.needs

@@ -84,7 +84,7 @@ class MachineEstimate:
 
 def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = None) -> MachineEstimate | None:
     """None where nothing is launched on named devices, or a model's architecture is not sized."""
-    roles = _launched(config, plan)
+    roles = {role: model for role, model in plan.served.items() if _launches(model)}
     sizes = {role: read_size(Path(model.model)) for role, model in roles.items()}
     student = read_size(plan.student.directory)
     servers = [
@@ -121,16 +121,6 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
         shards=training.ranks if training.sharding == "fsdp2" else None,
         is_recomputed=training.recompute_layers,
     )
-
-
-def _launched(config: Config, plan: TrainPlan) -> dict[str, ModelConfig]:
-    needs = plan.policy.needs
-    roles = {
-        "student": config.student,
-        "teacher": config.teacher if needs.teacher else None,
-        "reference": plan.reference,
-    }
-    return {role: model for role, model in roles.items() if model is not None and _launches(model)}
 
 
 def _launches(model: ModelConfig) -> list[Any]:

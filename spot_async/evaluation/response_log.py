@@ -18,8 +18,8 @@ import msgspec
 
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory import RunDirectory
+from spot_async.text import first_line
 from spot_async.types import FinishReason, Verdict
-from spot_async.vocabulary import first_line
 
 T = TypeVar("T")
 

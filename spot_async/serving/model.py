@@ -20,7 +20,7 @@ import transformers
 from spot_async.errors import DataError
 from spot_async.serving.cache import PrefillDone, SlotCache, decode_width
 from spot_async.serving.settings import EngineSettings
-from spot_async.vocabulary import first_line
+from spot_async.text import first_line
 
 # Rows are computed in multiples of this, so that a row's bits do not depend on how many there are: matrix
 # products of 1 to 3 rows take another path, and element-wise functions treat the last few numbers of an array,

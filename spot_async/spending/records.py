@@ -18,8 +18,8 @@ from spot_async.errors import DataError, RequestError
 from spot_async.orchestrator import IterationResult
 from spot_async.run_directory import RunDirectory
 from spot_async.spending.account import FREE, Account, SpendingLedger
+from spot_async.text import first_line
 from spot_async.types import Prompt
-from spot_async.vocabulary import first_line
 
 FILE = "spending.jsonl"
 RESPONSES = 64  # between two rows of an evaluation by itself

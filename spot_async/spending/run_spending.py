@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
-from spot_async.checks.preflight import TrainPlan
-from spot_async.config import Config
+from spot_async.config import ModelConfig
 from spot_async.spending.account import Account
 from spot_async.spending.records import SpendingMetrics, summarize_spending
 from spot_async.spending.score_cache import CacheCounters, ScoreCache
@@ -17,21 +15,12 @@ from spot_async.types import Capabilities
 
 
 class RunSpending:
-    """Made before the backends, which charge the `accounts`."""
+    """Made before the backends, which charge the `accounts`. `served` is what they serve, by role."""
 
-    def __init__(self, config: Config, plan: TrainPlan) -> None:
-        teacher = config.teacher if plan.policy.needs.teacher else None
-        asked = {
-            "student": config.student,
-            "teacher": None if teacher is None or teacher.replay else teacher,
-            "reference": plan.reference,
-        }
-        opened = {role: model.backend.open_account(role) for role, model in asked.items() if model is not None}
+    def __init__(self, served: Mapping[str, ModelConfig], teacher_cache: TeacherCache | None = None) -> None:
+        opened = {role: model.backend.open_account(role) for role, model in served.items()}
         self.accounts: dict[str, Account] = {role: each for role, each in opened.items() if each is not None}
-        self.teacher_cache: TeacherCache | None = None
-        if teacher is not None and teacher.cache is not None and plan.teacher is not None:
-            cache = ScoreCache(Path(teacher.cache), is_replay=teacher.replay)
-            self.teacher_cache = TeacherCache(cache, teacher, plan.teacher)
+        self.teacher_cache = teacher_cache
 
     @property
     def replayed_teacher(self) -> ReplayedTeacher | None:

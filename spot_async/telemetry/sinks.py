@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from spot_async.actor import Stage
 from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError
-from spot_async.vocabulary import first_line
+from spot_async.text import first_line
 
 LOOPBACK = "127.0.0.1"
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.errors import DataError
+from spot_async.text import first_line
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.selected_logprobs import selected_logprobs
-from spot_async.vocabulary import first_line
 
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.errors import TrainerError
-from spot_async.vocabulary import first_line
+from spot_async.text import first_line
 from spot_async.weight_files import delete_weights
 
 # What comes along from the initial student: tokenizer, chat template and generation settings.

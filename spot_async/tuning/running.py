@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_async import registry
-from spot_async.assembly import Backends, make_stages, served_models
+from spot_async.assembly import Backends, make_stages
 from spot_async.checks.diagnosis import diagnose
 from spot_async.checks.preflight import TrainPlan
 from spot_async.concurrency import running, watched
@@ -94,8 +94,8 @@ async def tune(
     Raises what starting the servers raises, ConfigError when `doctor` would refuse them, RequestError when a prompt
     cannot be supervised.
     """
-    cores = core_shares(served_models(config, plan))
-    backends = _one_of_each(config, plan, directory, cores)
+    cores = core_shares(plan.served)
+    backends = _one_of_each(plan, directory, cores)
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     stages = make_stages(config, plan, backends, verifier)
     unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
@@ -185,10 +185,10 @@ def _most(config: Config, plan: TrainPlan, templates: Sequence[Template]) -> int
     return sum(asked[stage] for stage in {template.stage for template in templates})
 
 
-def _one_of_each(config: Config, plan: TrainPlan, directory: Path, cores: CoreShares) -> Backends:
+def _one_of_each(plan: TrainPlan, directory: Path, cores: CoreShares) -> Backends:
     logs = RunDirectory(directory).path
     first: dict[str, Any] = {
         role: next(iter(backend_factories(model, role, logs, cores=cores).values()))()
-        for role, model in served_models(config, plan).items()
+        for role, model in plan.served.items()
     }
     return Backends(first["student"], first.get("teacher"), first.get("reference"))
