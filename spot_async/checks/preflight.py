@@ -111,8 +111,8 @@ def plan_training(config: Config) -> TrainPlan:
     silence = silence_limits(config, policy.needs)
     evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
     served = served_models(config, policy.needs)
-    for role, model in served.items():
-        model.backend.check_installed(f"{role}.backend")
+    for role, each in served.items():
+        each.backend.check_installed(f"{role}.backend")
     return TrainPlan(
         student=student,
         teacher=teacher,
