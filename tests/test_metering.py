@@ -71,4 +71,4 @@ def test_a_request_for_which_there_was_no_connection_costs_nothing(tmp_path):
         account, raised = asyncio.run(ask(taken.getsockname()[1], tmp_path, prices={"prompt": 1.0}))
     total = account.total
     assert (len(raised), total.requests, total.unknown, total.unknown_money) == (1, 1, 0, 0.0)
-    assert total.failed == {"TransientError": 1}
+    assert total.failed == {"UnreachableError": 1}
