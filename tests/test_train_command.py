@@ -184,7 +184,7 @@ def test_a_run_can_be_looked_at(finished_run, tmp_path, monkeypatch):
     events = json.loads((run / "trace.json").read_bytes())
     names = [event["name"] for event in events]
     assert names.count("wait for batch") == 2
-    assert sum(name.startswith("rollout ") for name in names) == 16
+    assert sum((event["ph"], event["name"]) == ("X", "rollout") for event in events) == 16
 
     shown = invoke(monkeypatch, "inspect", str(run), "0", "--html", str(tmp_path / "sample.html"))
     assert shown.exit_code == 0
