@@ -249,14 +249,12 @@ def _fullness(in_flight: float, limit: int) -> str:
 
 
 SERVER_ADVICE = {
-    "student": "a faster student server: student.backend.slots and student.backend.threads, or a device of its own",
-    "teacher": "a faster teacher server: teacher.backend.score_tokens, teacher.backend.threads, or a smaller teacher",
+    "student": "a faster student server (kind local: backend.slots, backend.threads), or a device of its own",
+    "teacher": "a faster teacher server (kind local: backend.score_tokens, backend.threads), or a smaller teacher",
     "verifier": "more worker processes for the verifier: verifier.workers",
     "reference": "a faster server for the reference",
 }
-TEACHER_WRITES_ADVICE = (
-    "a faster teacher server: teacher.backend.slots and teacher.backend.threads, or a smaller teacher"
-)
+TEACHER_WRITES_ADVICE = "a faster teacher server (kind local: backend.slots, backend.threads), or a smaller teacher"
 GENERATION_ADVICE = {
     "rollout": "less to generate: a lower sampling.max_response_tokens",
     "probe": "less to generate: fewer probes (policy.positions, policy.probe_top_k, policy.probes)",
