@@ -249,6 +249,125 @@ def _fullness(in_flight: float, limit: int) -> str:
 
 
 SERVER_ADVICE = {
+    "student": "a faster student server (the local engine: student.backend.slots, student.backend.threads), or a device "
+    "of its own",
+    "teacher": "a faster teacher server (the local engine: teacher.backend.score_tokens, teacher.backend.threads), or a "
+    "smaller teacher",
+    "verifier": "more worker processes for the verifier: verifier.workers",
+    "reference": "a faster server for the reference",
+}
+TEACHER_WRITES_ADVICE = (
+    "a faster teacher server (the local engine: teacher.backend.slots, teacher.backend.threads), or a smaller teacher"
+)
+GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
+        general.append(GENERATION_ADVICE[most_generated])
+    trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, general[0])
+    advice = dict.fromkeys([*trouble, *finding.lines, *general])
+    return BottleneckVerdict(
+        sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}"
+    )
+
+
+def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
+    """Servers that are down, and refusals: what no limit of ours would help against."""
+    server = STAGE_SERVERS[stage]
+    servers, use = times.servers.get(server), times.stages.get(stage)
+    found = []
+    if servers is not None and servers.down:
+        found.append(f"{servers.down} of {servers.replicas} replicas of the {server} are down: see logs/ for why")
+    if use is not None and use.throttled_share >= THROTTLED and server != "verifier":  # which is no endpoint
+        let_in = f", which lets in {servers.let_in} at a time" if servers is not None else ""
+        found.append(
+            f"throttled by the endpoint{let_in} ({percent(use.throttled_share)} of what is sent is refused for now): "
+            f"a higher rate limit there, or another endpoint in {server}.backend.url"
+        )
+    return tuple(found)
+
+
+class _Finding(NamedTuple):
+    """What the stage's own figures say, and what helps against that, best first."""
+
+    why: str = ""
+    in_short: str = ""
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return (self.why, *self.remedies) if self.why else ()
+
+
+def _brief(stage: str, times: RunTimes, share: float, trouble: tuple[str, ...], finding: _Finding) -> str:
+    """A wait in brief: how idle the trainer was, the stage's queue, and the first thing to change."""
+    idle = f"trainer idle {percent(share)}"
+    use = times.stages.get(stage)
+    if use is None:
+        return f"{idle}, mostly for {stage}"
+    load = f"{stage} queue {use.queued:.0f} deep, {use.in_flight:.0f} of {use.limit} in flight, {idle}"
+    return f"{load}; {trouble[0] if trouble else f'{finding.in_short}: {finding.remedies[0]}'}"
+
+
+def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
+    """The stage's case. `of_server` is what makes its server faster."""
+    use, server = times.stages.get(stage), STAGE_SERVERS[stage]
+    if use is None:
+        return _Finding()
+    faster: tuple[str, ...] = (of_server,)
+    if server in times.roles_with_room:
+        faster = (f"more {server} replicas, for which there is room ({server}.backend)", of_server)
+    if use.has_full_slots:
+        assert use.slots is not None
+        return _Finding(
+            f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
+            f"({use.in_flight:.0f} {stage} requests in flight while the trainer waited for them): "
+            "a higher limit would only make them wait there",
+            f"the {server}'s {use.slots} slots are full",
+            faster,
+        )
+    if use.has_full_limit:
+        full = (
+            f"{_fullness(use.in_flight, use.limit)} "
+            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, while the trainer waited for them)"
+        )
+        if use.is_limit_of_servers:
+            return _Finding(
+                f"the {use.limit} requests that the {server}'s servers have shown that they can take were {full}",
+                f"the {server}'s servers take no more",
+                faster,
+            )
+        up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
+        return _Finding(
+            f"the limit of {use.limit} requests was {full}",
+            "its limit is full",
+            (f"raise stages.{stage}.concurrency{up_to} if the server can take more", *faster),
+        )
+    if use.has_stragglers(times.batch_size):
+        return _Finding(
+            f"only {use.in_flight:.1f} {stage} requests were in flight while the trainer waited for them: "
+            "a few long ones hold each batch up",
+            "a few long ones hold each batch up",
+            ("a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",),
+        )
+    return _Finding(
+        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight while the trainer "
+        "waited for them): the server itself is at its speed",
+        "the server itself is at its speed",
+        faster,
+    )
+
+
+def stage_load(busy_s: float, queued_s: float, over_s: float, limit: int) -> tuple[float, float]:
+    """Mean requests in flight and queued, from what all requests spent there together.
+
+    Requests of a stage run mostly while it is waited for; over that time, `over_s`, they are its load.
+    """
+    return min(busy_s / over_s, limit), queued_s / over_s
+
+
+def _fullness(in_flight: float, limit: int) -> str:
+    return "full" if round(in_flight) >= limit else "mostly in use"
+
+
+SERVER_ADVICE = {
     "student": "a faster student server (kind local: backend.slots, backend.threads), or a device of its own",
     "teacher": "a faster teacher server (kind local: backend.score_tokens, backend.threads), or a smaller teacher",
     "verifier": "more worker processes for the verifier: verifier.workers",
