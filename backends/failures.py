@@ -142,8 +142,9 @@ def _address(error: aiohttp.ClientConnectorError) -> str:
 
 def _reason(error: OSError) -> str:
     """What the system says: asyncio puts the address there, which several attempts at once have many of."""
-    is_of_system = error.errno is not None and not isinstance(error, socket.gaierror)
-    return os.strerror(error.errno) if is_of_system else error.strerror or str(error)
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 def error_message(body: bytes) -> str:

@@ -94,6 +94,13 @@ class LaunchSettings(Section):
                 f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
             )
 
+    def check_installed(self, section: str, package: str) -> None:
+        """See `PluginSettings.check_installed`."""
+        try:
+            installed_version(self.model_copy(update={"python": self.interpreter}), package)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("launch", section, 1)) from None
+
     @property
     def interpreter(self) -> str | None:
         """The interpreter's path; None when there is none."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
+import re
 import shutil
 import socket
 import sys
@@ -55,6 +57,13 @@ class LocalSettings(PluginSettings, EngineSettings):
         if isinstance(self.url, str):
             return Place(f"url={self.url}", address_of(self.url), is_attached=True)
         return Place(f"port={self.port}", f"127.0.0.1:{self.port}") if self.port is not None else None
+
+    def check_machine(self, section: str) -> None:
+        if self.device.startswith("cuda") and not torch_has_gpus():
+            raise ConfigError(
+                f"{section}.device={self.device}: the torch installed here was built without CUDA: set it to cpu, or "
+                "install torch from an index with CUDA builds"
+            )
 
     @pydantic.field_validator("url")
     @classmethod
@@ -155,6 +164,15 @@ class LocalServer:
                 f"{self._name} (pid {child.pid}) was not ready after {self._settings.start_timeout_s:g} s: raise "
                 f"start_timeout_s or see the log: {self._log_path}"
             ) from None
+
+
+def torch_has_gpus() -> bool:
+    """Whether torch was built for CUDA or ROCm. As its files say: importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
+    if version is None or not version.is_file():
+        return True  # nobody can say
+    return re.search(r"^(cuda|hip)\b.*= '", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 @contextlib.contextmanager

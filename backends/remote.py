@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 import pydantic
@@ -99,6 +99,8 @@ class AttachedSettings(MeteredSettings):
 class RemoteSettings(AttachedSettings):
     """Those of servers that can be started, too."""
 
+    PACKAGE: ClassVar[str | None] = None  # that the interpreter of a server to start must be able to import
+
     launch: OneOrMore[LaunchSettings] | None = Field(
         None, description="a server to start; a list for several; exclusive with url"
     )
@@ -120,8 +122,18 @@ class RemoteSettings(AttachedSettings):
 
     def check_machine(self, section: str) -> None:
         super().check_machine(section)
+        for key, each in self._launches():
+            each.check_machine(f"{section}.{key}")
+
+    def check_installed(self, section: str) -> None:
+        for key, each in self._launches():
+            if self.PACKAGE is not None:
+                each.check_installed(f"{section}.{key}", self.PACKAGE)
+
+    def _launches(self) -> Iterator[tuple[str, LaunchSettings]]:
+        """Each server to start, under its key."""
         for number, each in enumerate(as_list(self.launch)):
-            each.check_machine(f"{section}.launch.{number}" if isinstance(self.launch, list) else f"{section}.launch")
+            yield f"launch.{number}" if isinstance(self.launch, list) else "launch", each
 
     @pydantic.field_validator("launch")
     @classmethod

@@ -52,7 +52,7 @@ from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
 from .served_topk import bounded_scores, scored_positions
 from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, probe_prompt, server_info
-from .sglang_launch import sglang_command
+from .sglang_launch import PACKAGE, sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
 from .stepwise import Steps
@@ -73,6 +73,7 @@ class SglangBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
 
     class Settings(StudentServerSettings):
+        PACKAGE = PACKAGE
         kind: Literal["sglang"] = "sglang"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:

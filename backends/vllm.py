@@ -43,7 +43,7 @@ from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
 from .student_settings import StudentServerSettings
 from .vllm_client import Sampled, VllmClient, check_temperature, read_error
-from .vllm_launch import vllm_command
+from .vllm_launch import PACKAGE, vllm_command
 from .vllm_probes import Found, probe
 from .vllm_replies import version_spans
 from .vllm_transfer import make_updater, transfer_config
@@ -60,6 +60,7 @@ class VllmBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
 
     class Settings(StudentServerSettings):
+        PACKAGE = PACKAGE
         kind: Literal["vllm"] = "vllm"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:

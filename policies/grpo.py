@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,11 @@ class GrpoPolicy:
         # Missing evidence is not a reward of 0: such a response is left out of the group's mean, and not trained on.
         rewards = np.array([a.verdict.reward for a in group if a.verdict.reward is not None])
         advantages = iter(group_advantages(rewards))
+        of_group = {"group_rewards": [attempt.verdict.reward for attempt in group]}  # what people ask the advantage for
         return [
-            self._sample(prompt, stages, n, attempt, None if attempt.verdict.reward is None else next(advantages))
+            self._sample(
+                prompt, stages, n, attempt, None if attempt.verdict.reward is None else next(advantages), of_group
+            )
             for n, attempt in enumerate(group)
         ]
 
@@ -75,7 +78,13 @@ class GrpoPolicy:
         return await stages.reference_logprobs(rollout.token_ids) if self.needs.reference else None
 
     def _sample(
-        self, prompt: Prompt, stages: PromptStages, n: int, attempt: Attempt, advantage: float | None
+        self,
+        prompt: Prompt,
+        stages: PromptStages,
+        n: int,
+        attempt: Attempt,
+        advantage: float | None,
+        of_group: dict[str, Any],
     ) -> Sample:
         rollout = attempt.rollout
         supervision = None
@@ -99,9 +108,11 @@ class GrpoPolicy:
             record=rollout_record(prompt, stages, rollout, attempt.verdict)
             | {
                 "sample": n,
+                "reward": attempt.verdict.reward,
                 "advantage": None if advantage is None else round(advantage, 6),
                 "left_out": f"verifier: {attempt.verdict.value}" if advantage is None else None,
-            },
+            }
+            | of_group,
         )
 
 

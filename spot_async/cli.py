@@ -7,6 +7,7 @@ spent, 130 and 143 stopped by Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -42,20 +43,25 @@ def common(
     """On-policy distillation of small reasoning models, with sparse probing and outcome calibration."""
 
 
-app.command()(runs.train)
-app.command("eval")(runs.evaluate)
+def flowing(command: Callable[..., None]) -> str:
+    """The help of a command, each paragraph on one line: screens are narrower than source files."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
+
+
+app.command(help=flowing(runs.train))(runs.train)
+app.command("eval", help=flowing(runs.evaluate))(runs.evaluate)
 app.command(
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     options_metavar="MODEL_DIR [--uds PATH | --port N] [OPTIONS]",
 )(servers.serve)
-app.command()(servers.doctor)
-app.command()(servers.tune)
-app.command()(servers.conformance)
-data_app.command("check")(files.check_data)
-app.command("inspect")(files.inspect_run)
-app.command()(files.report)
-app.command("compare")(files.compare_runs)
+app.command(help=flowing(servers.doctor))(servers.doctor)
+app.command(help=flowing(servers.tune))(servers.tune)
+app.command(help=flowing(servers.conformance))(servers.conformance)
+data_app.command("check", help=flowing(files.check_data))(files.check_data)
+app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)
+app.command(help=flowing(files.report))(files.report)
+app.command("compare", help=flowing(files.compare_runs))(files.compare_runs)
 
 
 def main() -> None:

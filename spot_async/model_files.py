@@ -6,6 +6,7 @@ Read from files only. A remote server's model needs no weights here, but its tok
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from spot_async.text import first_line
 from spot_async.types import PolicyContext
 from spot_async.vocabulary import Vocabulary
 
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
@@ -44,7 +46,7 @@ def read_model(role: str, name: str) -> ModelFiles:
     """
     directory = Path(name)
     if not directory.is_dir():
-        raise ConfigError(f"{role}.model: no directory {name!r}; give the path of a Hugging Face model directory")
+        raise ConfigError(f"{role}.model: {no_directory(name)}")
     try:
         raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -61,6 +63,16 @@ def read_model(role: str, name: str) -> ModelFiles:
         max_context_tokens=int(context),
         vocabulary=_vocabulary(directory, files_signature(filter(Path.is_file, directory.resolve().iterdir()))),
     )
+
+
+def no_directory(name: str) -> str:
+    """Says that there is no such model directory, where it was looked for, and how a model of the hub gets there."""
+    path = Path(name)
+    tried = "" if path.is_absolute() else f" ({path.absolute()})"
+    said = f"no directory {name!r}{tried}; give the path of a Hugging Face model directory"
+    if HUB_ID.fullmatch(name) and not path.parent.is_dir():
+        said += f", for a model of the hub after: hf download {name} --local-dir models/{path.name}"
+    return said
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal
 
 Group = Literal["backends", "policies", "verifiers"]
@@ -26,7 +27,7 @@ def load(group: Group, kind: str) -> Any:
         try:
             found = getattr(importlib.import_module(module_name), class_name)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"cannot load {kind!r}: {error}") from None
+            raise ValueError(f"cannot load {kind!r}: {error}{_where_to_look(error, module_name)}") from None
     else:
         for point in entry_points(group=f"spot_async.{group}", name=kind):
             found = point.load()
@@ -39,3 +40,13 @@ def load(group: Group, kind: str) -> Any:
     if not hasattr(found, "Settings"):
         raise ValueError(f"{kind!r} has no Settings class, so it is no plug-in of spot-async")
     return found
+
+
+def _where_to_look(error: Exception, module_name: str) -> str:
+    """What to do about a module of the user's that Python does not find: a command does not search where it runs."""
+    first = module_name.partition(".")[0]
+    if not (isinstance(error, ModuleNotFoundError) and error.name == first):
+        return ""
+    if Path(f"{first}.py").exists() or Path(first).is_dir():
+        return "; it lies in the working directory: put PYTHONPATH=. before the command"
+    return "; install it, or put PYTHONPATH=FOLDER before the command, with the folder that it lies in"

@@ -26,6 +26,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weigh
               "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
 
 CONFIGS = "configs"
+TIME_NAME = re.compile(r"\d{8}-\d{6}")  # of `TIME_FORMAT`
+TIME_FORMAT = "%Y%m%d-%H%M%S"
 
 Purpose = Literal["train", "eval"]
 
@@ -56,11 +59,20 @@ Purpose = Literal["train", "eval"]
 def name_of(config: Path) -> str:
     """What a configuration's runs are called: its file's name, below a directory `configs` with the folders between.
 
-    Recipes of several tables are called alike: `configs/paper/table2/full.yaml` is `paper-table2-full`.
+    Recipes of several tables are called alike: `configs/paper/table2/full.yaml` is `paper-table2-full`. The resolved
+    configuration in a run directory keeps the name of its run.
     """
+    if config.name == "config.yaml" and (config.parent / "run.json").exists():
+        return name_of_run(config.parent)
     parts = (*config.parent.resolve().parts, config.stem)
     below = [number for number, part in enumerate(parts[:-1], start=1) if part == CONFIGS]
     return "-".join(parts[below[-1] :]) if below else parts[-1]
+
+
+def name_of_run(directory: Path) -> str:
+    """What the configuration of a run was called: `my` of `runs/my/<time>`, else the directory's own name."""
+    path = directory.resolve()
+    return path.parent.name if TIME_NAME.fullmatch(path.name) else path.name
 
 
 class _RunFile(msgspec.Struct):
@@ -94,7 +106,7 @@ class RunDirectory:
         """The configured directory, or a new one named after the configuration and the time."""
         if config.run.directory is not None:
             return Path(config.run.directory)
-        return Path("runs") / config_name / time.strftime("%Y%m%d-%H%M%S")
+        return Path("runs") / config_name / time.strftime(TIME_FORMAT)
 
     @classmethod
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
@@ -118,6 +130,11 @@ class RunDirectory:
         advice = ""
         with contextlib.suppress(DataError):  # no run's, or a newer program's
             earlier = cls.open(path)
+            if earlier._is_locked():
+                raise ConfigError(
+                    f"run.directory: {path} is in use by {earlier._last_user() or 'another process'}; give another, or "
+                    "null for a new one"
+                )
             if earlier.purpose == purpose == "eval":
                 advice = f"go on with the evaluation in it by --resume {path}, "
             elif earlier.purpose == "train" and earlier._came_to_nothing():
@@ -131,11 +148,19 @@ class RunDirectory:
             weights.is_dir() and any(weights.iterdir())
         )
 
-    def _last_user(self) -> str:
-        """The process that has the lock, or had it last; empty where nobody can say.
+    def _is_locked(self) -> bool:
+        """Whether a living process writes here. False proves nothing: a start on another machine may see it free."""
+        try:
+            with (self.path / ".lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
-        The lock itself is not tried: a start on another machine may see it free.
-        """
+    def _last_user(self) -> str:
+        """The process that has the lock, or had it last; empty where nobody can say."""
         try:
             return (self.path / ".lock").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):

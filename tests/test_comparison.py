@@ -281,6 +281,7 @@ def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_f
     other = written(tmp_path / "other", {"Minerva": [0, 1]})
     text = shown(f"a={one}", f"b={one / 'evaluation.json'}")
     assert text.count("Minerva: judged by x.") == 1
+    assert re.search(r"Problems: 2; \d responses each", text)  # the table names the only benchmark
     assert "Minerva of a: judged by x." in shown(f"b={other}", f"a={one}")
     named = written(tmp_path / "named", {"A\x1b[2J": [0, 1], "B": [1, 1]}, note="as\x1b[2J it is")
     text = shown(f"\x1b[2J={named}", f"b={named}")

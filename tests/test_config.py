@@ -130,6 +130,17 @@ def test_overrides_reach_plugin_settings_given_in_short_form(config_path):
     assert config.verifier.workers == 1
 
 
+def test_a_plugin_in_the_working_directory_is_refused_with_how_it_is_found(config_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = complaint(config_path, "policy=my_policy:Mine")
+    assert "No module named 'my_policy'; install it, or put PYTHONPATH=FOLDER before the command" in line
+    (tmp_path / "my_policy.py").write_text("import no_such_package")
+    line = complaint(config_path, "policy=my_policy:Mine")
+    assert line.endswith("; it lies in the working directory: put PYTHONPATH=. before the command")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert complaint(config_path, "policy=my_policy:Mine").endswith("No module named 'no_such_package'")
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_override_to_another_kind_drops_the_keys_of_the_one_before(config_path, order):
     config_path.write_text(MINIMAL.replace("policy: spot", "policy: {kind: spot, gamma: 2.0}"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spot_async.config import docs as config_docs
+from spot_async.config.loading import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -33,6 +34,20 @@ def test_links_between_pages_lead_somewhere(path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_page_was_left_with_a_blank_to_fill_in(path):
     assert not re.findall(r"^[A-Z]+_[A-Z_]+$|TODO|FIXME|TBD", path.read_text(encoding="utf-8"), flags=re.M)
+
+
+def test_the_example_of_a_run_on_gpus_is_a_configuration(tmp_path):
+    page = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```yaml file=two-gpus.yaml\n(.*?)```", page, flags=re.S)
+    path = tmp_path / "two-gpus.yaml"
+    path.write_text(example, encoding="utf-8")
+    assert load_config(path, []).student.backend.sleep_while_training
+    fractions = [
+        f"{role}.backend.launch.{key}"
+        for role in ("student", "teacher")
+        for key in ("memory_fraction=0.3", "devices=0")
+    ]
+    load_config(path, fractions)
 
 
 def headings(page: Path) -> set[str]:

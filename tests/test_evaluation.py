@@ -81,7 +81,10 @@ def test_figures_and_errors_are_over_problems_and_missing_evidence_is_incorrect_
     assert figures.verdicts == {"correct": 3, "wrong": 4, "no_answer": 0, "timeout": 1, "error": 0}
     assert before.figures("easy").avg.value == 0.25
     assert "1 responses could not be judged" in unverified_note(before)
-    assert "1 responses could not be judged" in printed(figures_table(evaluation_file(before)))
+    text = printed(figures_table(evaluation_file(before)))
+    assert "1 responses could not be judged" in text
+    assert re.search(r"^ tier +n", text, re.M)  # as `train` calls the parts of one benchmark
+    assert "benchmark" not in text
     assert unverified_note(result([[1, 0]], ["easy"])) is None
 
 
@@ -126,6 +129,7 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
     assert (figures.benchmarks["outputs"].avg, figures.benchmarks["outputs"].correct) == (None, {})
     text = printed(figures_table(figures))
     assert re.search(r"macro +50.0", text)
+    assert re.search(r"^ benchmark +n", text, re.M)
     assert "elsewhere *" in text
     assert "* elsewhere: judged by x, [/as] it is" in text
     assert found.row_names() == ["large", "small", "elsewhere", "outputs", "macro"]

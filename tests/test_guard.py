@@ -174,6 +174,47 @@ async def test_nothing_outlives_an_orchestrator_that_is_killed(server, manner):
     assert await gone([guard, *pids])
 
 
+STOPPED_TWICE = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from spot_async.commands.outcomes import run_until_stopped
+from spot_async.processes.child import ChildProcess
+from spot_async.run_directory import RunDirectory
+
+async def main():
+    server = Path(sys.argv[1])
+    argv = [sys.executable, str(server), *sys.argv[2:]]
+    await ChildProcess.start_foreign("server", argv, log_path=server.with_name("server.log"))
+    print("started", flush=True)
+    try:
+        await asyncio.sleep(600)
+    finally:
+        print("stopping", flush=True)
+        await asyncio.sleep(600)  # takes its time
+
+run_until_stopped(main(), RunDirectory(Path(sys.argv[1]).parent))
+"""
+
+
+async def test_a_second_ctrl_c_ends_a_run_at_once_says_what_is_saved_and_leaves_nothing(server):
+    process = subprocess.Popen(  # noqa: ASYNC220 - ended below
+        [sys.executable, "-c", STOPPED_TWICE, str(server), str(DEPTH), "polite"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    pids = await printed(server.with_name("server.log"), DEPTH + 1)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline().startswith("SIGINT: stopping")
+    assert process.stdout.readline() == "stopping\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == f"stopped at once by SIGINT; nothing was trained yet; logs are in {server.parent}\n"
+    assert await gone(pids)
+
+
 async def test_a_foreign_interpreter_sees_its_own_modules_only(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "ours"))
     monkeypatch.setenv("KEPT", "kept")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from spot_async.cli import app
 from spot_async.errors import DataError
 from spot_async.inspection.pages import report_page, sample_page
-from spot_async.inspection.reading import token_texts
+from spot_async.inspection.reading import RunFiles, token_texts
 from spot_async.inspection.report import read_report
 from spot_async.inspection.terminal import response_text, sample_view
 from spot_async.inspection.view import PolicySettings, colourings, probability, shortened, verdict_text
@@ -117,13 +117,16 @@ def test_a_sample_shows_scores_candidates_probes_and_targets(tmp_path):
 def test_a_sample_of_another_policy_shows_what_there_is(tmp_path):
     opd = {k: v for k, v in spot_sample().items() if k not in ("acquisition_score", "selected_positions", "branches")}
     grpo = {k: v for k, v in opd.items() if not k.startswith("teacher")} | {"advantage": -0.7, "left_out": None}
+    group = grpo | {"reward": 0.0, "group_rewards": [0.0, 1.0, None, 1.0, 1.0]}
     bare = {"iteration": 1, "problem_id": "bare", "response_ids": [5, 7]}
-    files = make_run(tmp_path / "run", [opd, grpo, bare, opd | {"gated_positions": [1]}])
+    files = make_run(tmp_path / "run", [opd, grpo, bare, opd | {"gated_positions": [1]}, group])
     palettes = [
         [colouring.palette for colouring in colourings(files.sample(str(i))[1], ["a", "b", "c"])] for i in range(3)
     ]
     assert palettes == [["advantage"], ["surprise"], ["surprise"]]
     assert "advantage -0.700" in Tags(page_of(files, "1")).text
+    rewards = "advantage -0.700 from reward 0: the group's are 0 1 none 1 1 (mean 0.75, standard deviation 0.5)"
+    assert rewards in Tags(page_of(files, "4")).text
     page_of(files, "2")
     number, eopd = files.sample("3")
     (coloured,) = colourings(eopd, ["a", "b", "c"])
@@ -279,7 +282,11 @@ def test_the_commands_write_pages_and_fail_in_one_line(tmp_path):
     assert runner.invoke(app, ["inspect", run, "--verdict", "wrong"]).output.startswith("0 samples")
     assert runner.invoke(app, ["inspect", run, "p0"]).exit_code == 0
     assert (tmp_path / "run" / "inspect-0.html").exists()
-    assert runner.invoke(app, ["report", run, "--html", str(tmp_path / "page.html")]).exit_code == 0
+    reported = runner.invoke(app, ["report", run, "--html", str(tmp_path / "page.html")])
+    assert reported.exit_code == 0
+    files = RunFiles(tmp_path / "run")
+    assert reported.output.startswith(read_report(files).verdict.sentence[:60])
+    assert "page: " in reported.output
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     for arguments in (["report", str(tmp_path)], ["inspect", run, "7"], ["report", run, "--html", "/nowhere/page"]):
         failed = runner.invoke(app, arguments)

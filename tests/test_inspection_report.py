@@ -11,6 +11,7 @@ from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 
 from spot_async.errors import DataError
 from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
+from spot_async.inspection.held_out import ResultRow, ResultTable
 from spot_async.inspection.pages import report_page
 from spot_async.inspection.report import length_histogram, read_report
 from spot_async.inspection.totals import limit_use, run_times, stage_slots
@@ -165,6 +166,15 @@ def test_no_share_is_drawn_beyond_all(tmp_path):
     figures = {plot.title: plot.figure for section in read_report(files).sections for plot in section.plots}
     for title in ("Accuracy in training", "Accuracy of probes", "Cut off and not judged"):
         assert max(map(int, re.findall(r">(\d+) %<", figures[title]))) == 100
+
+
+def test_the_line_of_results_is_the_row_over_everything():
+    table = ResultTable(
+        ("tier", "problems", "Avg@8 before", "Avg@8 after"),
+        (ResultRow("easy", 60, ("44.0 ±2.8", "61.5 ±2.6")), ResultRow("all", 180, ("32.5 ±1.6", "49.3 ±1.7"))),
+        "",
+    )
+    assert table.line == "all (180 problems, percent): Avg@8 before 32.5 ±1.6, Avg@8 after 49.3 ±1.7"
 
 
 def test_figures_that_are_no_numbers_are_left_out(tmp_path):

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import spot_async
+from spot_async.assembly import served_models
 from spot_async.checks.preflight import plan_training
 from spot_async.config.loading import load_config
 from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError, DataError
+from spot_async.servers import core_shares
 from spot_async.types import Generation, TokenScores, Verdict, VersionSpan, WeightVersion
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +48,13 @@ def test_each_methods_file_makes_a_plan_with_the_models_that_it_needs(kind):
     assert not needs.candidate_logprobs  # a rollout's own top-k will do
     assert not needs.exact_entropy  # and so will bounds
     assert needs.samples_per_prompt == (8 if kind == "grpo" else 1)
+
+
+@pytest.mark.parametrize("kind", ["opd", "eopd", "grpo", "kd", "spot"])
+def test_each_methods_file_fits_the_two_cores_that_it_is_made_for(kind, monkeypatch):
+    monkeypatch.setattr("spot_async.servers.available_cores", lambda: frozenset({0, 1}))
+    models = served_models(load_config(CONFIGS / f"{kind}.yaml"), plan(kind))
+    assert core_shares(models).warnings == ()
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,20 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert param is None or error["message"].startswith(param)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"\xff"'])
-def test_a_body_that_is_no_request_is_a_bad_request(server: ServedModel, body: bytes):
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON: Input data was truncated"),
+        (b"{", "not valid JSON: Input data was truncated"),
+        (b"{prompt: 1}", "not valid JSON: JSON is malformed: "),
+        (b"[1]", "expected `object`, got `array`"),
+        (b'"\xff"', ""),
+    ],
+)
+def test_a_body_that_is_no_request_is_a_bad_request(server: ServedModel, body: bytes, message: str):
     reply = server.post("/v1/completions", content=body)
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"].startswith("cannot read the request: ")
+    assert reply.json()["error"]["message"].startswith(f"cannot read the request: {message}")
 
 
 def test_fields_without_effect_here_are_ignored(complete):

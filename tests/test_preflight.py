@@ -193,6 +193,61 @@ def test_what_a_backend_needs_of_this_machine_is_looked_for_before_anything_star
     assert refused(key) == "teacher.backend: the environment variable NO_SUCH_KEY is not set"
 
 
+def test_a_model_that_is_not_there_is_refused_with_where_it_was_looked_for_and_how_the_hubs_are_fetched(
+    monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+
+    def refused(name):
+        with pytest.raises(ConfigError) as raised:
+            read_model("student", name)
+        return str(raised.value)
+
+    here = (
+        f"student.model: no directory 'Qwen/Qwen3-0.6B' ({tmp_path}/Qwen/Qwen3-0.6B); give the path of a Hugging Face"
+    )
+    assert refused("Qwen/Qwen3-0.6B").startswith(here)
+    assert refused("Qwen/Qwen3-0.6B").endswith("hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B")
+    for path in ("models/studnt", "no/such/model", str(tmp_path / "none"), "../x"):
+        assert "hf download" not in refused(path)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_server_that_is_not_installed_is_found_before_anything_starts(monkeypatch, role):
+    monkeypatch.chdir(ROOT)
+    launch = f"{{python: {sys.executable}}}"
+    for given, key in ((launch, "launch"), (f"[{launch}]", "launch.0")):
+        config = load_config(
+            Path("configs/quickstart.yaml"), [f"{role}.backend={{kind: sglang, launch: {given}}}", "evaluation=null"]
+        )
+        with pytest.raises(ConfigError) as raised:
+            plan_training(config)
+        assert str(raised.value) == (
+            f"{role}.backend.{key}.python: no sglang in {sys.executable}: install it there, or name another interpreter"
+        )
+
+
+@pytest.mark.parametrize(
+    ("build", "is_refused"),
+    [("cuda: Optional[str] = None\nhip: Optional[str] = None", True), ("cuda: Optional[str] = '12.8'", False),
+     ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'", False)],
+)  # fmt: skip
+def test_a_gpu_is_not_promised_to_a_torch_that_was_built_without(monkeypatch, tmp_path, build, is_refused):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{build}\n")
+    config = load_config(Path("configs/quickstart.yaml"), ["student.backend.device=cuda:0"])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"student.backend.device=cuda:0: the torch installed .* without CUDA"):
+            config.student.backend.check_machine("student.backend")
+    else:
+        config.student.backend.check_machine("student.backend")
+
+
 def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains(monkeypatch):
     monkeypatch.chdir(ROOT)
     sleeps = "{kind: vllm, url: 'http://h:1', sleep_while_training: true}"

@@ -57,8 +57,13 @@ def directory(tmp_path_factory, random_model):
         (directory / "models" / name / "chat_template.jinja").unlink()
         (directory / "models" / name / "chat_template.jinja").write_text(DATED_TEMPLATE)
     for server in ("sglang", "vllm"):
-        (directory / f".venv-{server}" / "bin").mkdir(parents=True)
-        (directory / f".venv-{server}" / "bin" / "python").symlink_to(sys.executable)
+        environment = directory / f".venv-{server}"
+        (environment / "packages" / server).mkdir(parents=True)
+        (environment / "packages" / server / "__init__.py").touch()
+        (environment / "bin").mkdir()
+        interpreter = environment / "bin" / "python"
+        interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={environment / "packages"} exec {sys.executable} "$@"\n')
+        interpreter.chmod(0o755)
     data = directory / "data"
     data.mkdir()
     rows = [{"problem": f"w{i % 50} w{i // 50} what is {i}?", "answer": str(i)} for i in range(PROBLEMS)]

@@ -15,7 +15,7 @@ from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
-from spot_async.run_directory import RunDirectory
+from spot_async.run_directory import RunDirectory, name_of, name_of_run
 from spot_async.telemetry.console import best_words
 from spot_async.telemetry.evaluation_history import EvaluationHistory
 from spot_async.types import Verdict
@@ -148,7 +148,11 @@ def test_a_start_that_came_to_nothing_is_refused_with_what_can_be_deleted(run, p
 
 def test_a_second_start_takes_nothing_from_a_run_that_goes_on_and_names_its_process(run):
     with run.locked():
-        assert f"delete it if process {os.getpid()} on " in refusal(run)
+        for name in ("notes.txt", "samples.jsonl"):
+            line = refusal(run)
+            assert f"is in use by process {os.getpid()} on " in line
+            assert "delete" not in line
+            (run.path / name).touch()
 
 
 def test_the_later_of_two_starts_that_both_saw_an_empty_directory_is_refused(run, monkeypatch):
@@ -176,3 +180,12 @@ def test_nobody_is_told_to_delete_anything_of_value(run, name):
 def test_fewer_weights_than_the_student_link_needs_are_refused():
     with pytest.raises(ConfigError, match="keep_weights: input should be greater than or equal to 2"):
         validate({**CONFIG, "training": {**CONFIG["training"], "keep_weights": 1}})
+
+
+def test_a_run_repeated_from_its_own_configuration_keeps_its_name(tmp_path):
+    for directory, name in (("runs/my/20261120-201500", "my"), ("elsewhere", "elsewhere")):
+        run = tmp_path / directory
+        run.mkdir(parents=True)
+        assert name_of(run / "config.yaml") == "config"  # a file like any other
+        (run / "run.json").write_text('{"format": 1}')
+        assert name_of(run / "config.yaml") == name_of_run(run) == name

@@ -166,9 +166,14 @@ def named(events):
     return events
 
 
+def label(event):
+    """A slice's name, and whose it is where a prompt has it."""
+    return " ".join(str(part) for part in (event["name"], event["args"].get("prompt")) if part is not None)
+
+
 def slices(events, process, thread=None):
     return [
-        (e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+        (label(e), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
         for e in events
         if e["ph"] == "X" and e["process"] == process and thread in (None, e["thread"])
     ]
@@ -198,7 +203,9 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
         ("train", 2.5, 3.5),
         ("update weights", 3.5, 3.625),
     ]
-    threads = {(e["process"], e["name"]): e["thread"] for e in events if e["ph"] == "X"}
+    of_prompts = {e["name"] for e in events if e["ph"] == "X" and e["process"] != "trainer"}
+    assert of_prompts == {"prompt", "rollout", "score", "verify"}  # by kind, so that viewers sum up what is alike
+    threads = {(e["process"], label(e)): e["thread"] for e in events if e["ph"] == "X"}
     assert threads["student: rollout", "rollout 0"] != threads["student: rollout", "rollout 1"]
     assert threads["teacher: score", "score 0"] == threads["teacher: score", "score 1"]  # one after the other
 
@@ -223,7 +230,7 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
         ("student", 1.0, 0),
         ("student-2", 2.0, 0),
     ]
-    sent_to = {e["name"]: e["args"].get("server") for e in events if e["ph"] == "X"}
+    sent_to = {label(e): e["args"].get("server") for e in events if e["ph"] == "X"}
     assert (sent_to["rollout 0"], sent_to["rollout 1"], sent_to["score 0"]) == ("student", "student-2", None)
     used = {"trainer", "prompts", "servers", "student: rollout", "teacher: score", "verifier: verify"}
     assert {e["process"] for e in events} == used  # not the stages that this policy asks nothing

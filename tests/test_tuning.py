@@ -251,6 +251,16 @@ def test_what_is_written_is_a_configuration_over_the_tuned_one_whatever_servers_
     )
 
 
+def test_a_row_above_the_best_throughput_is_explained_where_it_would_contradict_it():
+    calm = student_ramp()
+    lucky = level(128, 355.0, rollout=32.0, candidates=4.0, probe=92.0)
+    outlier = student_ramp(levels=[*calm.levels[:-2], lucky, calm.levels[-1]])
+    for ramp, said in ((calm, False), (outlier, True)):
+        reason = conclude(config_from(RUN), NEEDS, [ramp], {"student": 10.0}).recommendations[0].reason
+        assert "(320 requests a second" in reason
+        assert ("; 355 requests a second was a single row, running medians of three decide" in reason) == said
+
+
 def test_results_are_read_back_and_others_are_refused(tmp_path):
     path = tmp_path / "tuned.json"
     path.write_bytes(as_json(tuning()))

@@ -318,7 +318,7 @@ HANGING = """
     ("how", "culprit"),
     [
         ("block_the_loop", r"the event loop is blocked at .*hanging.py:\d+ in block_the_loop"),
-        ("refuse_to_end", "start"),
+        ("refuse_to_end", r"the run has been start for \d+ s"),
     ],
 )
 def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how, culprit):
@@ -403,5 +403,6 @@ def test_sigquit_writes_the_report_and_the_run_goes_on(tmp_path):
     assert asyncio.run(main()) is signal.SIG_DFL
     report = (tmp_path / "stall-report.txt").read_text()
     assert report.startswith("What a run does right now, as asked for by SIGQUIT")
+    assert "It waits for this: the run has been training with opd for 0 s." in report
     assert "Phase: training with opd." in report
     assert "main" in report.split("Tasks")[1]

@@ -39,7 +39,7 @@ def show(screen: Console, diagnosis: Diagnosis) -> None:
     for label, words in ROWS:
         cells = [_cell({name: words(facts) for name, facts in servers.items()}) for servers in by_role.values()]
         if any(cells):
-            table.add_row(label, *map(Text, cells))
+            table.add_row(label, *(Text(cell, overflow="fold") for cell in cells))
     screen.print(table)
     for warning in diagnosis.warnings:
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)

@@ -1,6 +1,7 @@
 """Checks a run before anything starts, and prepares what it needs of models and data.
 
-Everything here is read from files: no server, no process, no GPU. What only a running backend can say
+Everything here is read from files: no server, no GPU, and of processes only the interpreters of servers to start, which
+say whether the server is installed. What only a running backend can say
 (`Capabilities`) is checked by `check_capabilities` once it answers.
 """
 
@@ -108,17 +109,21 @@ def plan_training(config: Config) -> TrainPlan:
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
     silence = silence_limits(config, policy.needs)
+    evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
+    served = served_models(config, policy.needs)
+    for role, each in served.items():
+        each.backend.check_installed(f"{role}.backend")
     return TrainPlan(
         student=student,
         teacher=teacher,
-        served=served_models(config, policy.needs),
+        served=served,
         renderer=renderer,
         schedule=schedule,
         problems=len(problems),
         rows=training_set.counts,
         filtered=len(problems) - len(sources),
         policy=policy,
-        evaluation=plan_evaluation(config, student) if config.evaluation is not None else (),
+        evaluation=evaluation,
         silence=silence,
     )
 
@@ -130,7 +135,9 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     config.student.backend.check_machine("student.backend")
     _check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
-    return plan_benchmarks(config, student)
+    benchmarks = plan_benchmarks(config, student)
+    config.student.backend.check_installed("student.backend")
+    return benchmarks
 
 
 def make_policy(config: Config, model: ModelFiles) -> Policy:

@@ -12,6 +12,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="override any key, e.g. training.learning_rate=1e-4"),
 ]
+EvaluationOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="override any key, e.g. evaluation.samples=16"),
+]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
 PagePath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="where the page goes")]
 DryRun = Annotated[

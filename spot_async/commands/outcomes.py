@@ -53,7 +53,7 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
 
         def stop(number: signal.Signals) -> None:
             if received:
-                os.kill(os.getpid(), signal.SIGKILL)  # the kernel ends the children with us
+                leave_at_once(f"stopped at once by {number.name}; {saved(directory)}", 128 + number)
             received.append(number)
             screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
             task.cancel()
@@ -79,12 +79,17 @@ def hung(directory: RunDirectory) -> Callable[[str], None]:
     """How a stalled run ends whose event loop does not: past all locks and buffers, another thread may hold them."""
 
     def exit_process(message: str) -> None:
-        show_cursor = "\x1b[?25h" if screen.is_terminal else ""
-        with suppress(OSError):
-            os.write(2, f"{show_cursor}error: {message}\n{saved(directory)}\n".encode())
-        os._exit(EXIT_CODES[StalledError])  # the kernel ends the children with us
+        leave_at_once(f"error: {message}\n{saved(directory)}", EXIT_CODES[StalledError])
 
     return exit_process
+
+
+def leave_at_once(message: str, code: int) -> NoReturn:
+    """End this process whatever it is doing, with a last word; the kernel ends the children with it."""
+    show_cursor = "\x1b[?25h" if screen.is_terminal else ""
+    with suppress(OSError):
+        os.write(2, f"{show_cursor}{message}\n".encode())
+    os._exit(code)
 
 
 def exit_code(error: SpotError) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from spot_async.commands.arguments import ConfigPath, DryRun, Overrides
+from spot_async.commands.arguments import ConfigPath, DryRun, EvaluationOverrides, Overrides
 from spot_async.commands.outcomes import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
@@ -96,7 +96,7 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
 
 def evaluate(
     config: ConfigPath,
-    overrides: Overrides = None,
+    overrides: EvaluationOverrides = None,
     dry_run: DryRun = False,
     resume: Annotated[
         Path | None,

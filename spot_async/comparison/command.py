@@ -163,6 +163,8 @@ def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
 
 def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
     sizes = ", ".join(f"{each.name} {len(each.correct)}" for each in benchmarks)
+    if len(benchmarks) == 1:  # which the table names
+        sizes = str(len(benchmarks[0].correct))
     names = [each.name for each in benchmarks]
     judges = f", judged by {judged}" if (judged := judged_by(runs, names)) else ""
     problems = f"Problems: {sizes}; {comparison.samples} responses each{judges}."

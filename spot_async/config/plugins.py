@@ -84,6 +84,9 @@ class PluginSettings(Section):
         Raises ConfigError.
         """
 
+    def check_installed(self, section: str) -> None:
+        """Whether the programs that the settings start are there, as `check_machine`; may run their interpreters."""
+
 
 def backend_section(role: str, server_name: str) -> str:
     """Where a backend's settings stand, for messages; with the server's name where its role has several."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +22,7 @@ from spot_async.data.keys import about
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
 from spot_async.data.problem_set import ProblemSet, load_problem_set
 from spot_async.errors import ConfigError
+from spot_async.model_files import no_directory
 from spot_async.prompts import PromptRenderer, render_all
 from spot_async.protocols import Verifier
 from spot_async.text import shortened, visible
@@ -78,7 +80,7 @@ def check_of_file(
 ) -> Check:
     """A file by itself; `settings` are KEY=VALUE of a problem set, such as `layout=math`."""
     if model is not None and not Path(model).is_dir():
-        raise ConfigError(f"--model: no directory {model!r}; give the path of a Hugging Face model directory")
+        raise ConfigError(f"--model: {no_directory(model)}")
     tree: dict[str, Any] = {"path": path}
     for setting in settings:
         apply_override(tree, setting)
@@ -231,7 +233,7 @@ def shown(text: str) -> Text:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=any(columns))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

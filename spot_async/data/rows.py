@@ -134,8 +134,10 @@ def _read_parquet(path: str, content: bytes) -> Iterator[Row]:
 def _decode(content: bytes, where: str, kind: Any) -> Any:
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
         raise DataError(f"{where}: {first_line(error)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: not valid JSON: {first_line(error)}") from None
 
 
 _READERS: dict[str, Callable[[str, bytes], Iterator[Row]]] = {

@@ -77,7 +77,11 @@ def write_report(screen: Console, run: Path, html: Path | None, tuning: Path | N
     files = RunFiles(run)
     refuse_evaluation(files)
     more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
-    write_page(screen, html or run / "report.html", report_page(read_report(files, more)))
+    report = read_report(files, more)
+    screen.print(Text(report.verdict.sentence), *(Text(f"* {line}") for line in report.verdict.advice), sep="\n")
+    if report.results is not None:
+        screen.print(Text(report.results.line))
+    write_page(screen, html or run / "report.html", report_page(report))
 
 
 def refuse_evaluation(files: RunFiles) -> None:

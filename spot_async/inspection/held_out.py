@@ -35,6 +35,13 @@ class ResultTable:
     rows: tuple[ResultRow, ...]
     note: str
 
+    @property
+    def line(self) -> str:
+        """The last row, over everything, for a terminal."""
+        whole = self.rows[-1]
+        figures = zip(self.headings[2:], whole.cells, strict=True)
+        return f"{whole.tier} ({whole.problems} problems, percent): {', '.join(' '.join(each) for each in figures)}"
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -30,6 +30,7 @@ from spot_async.inspection.totals import (
     total,
 )
 from spot_async.inspection.view import PolicySettings
+from spot_async.run_directory import name_of_run
 from spot_async.spending.records import spending_words
 from spot_async.text import visible
 
@@ -84,7 +85,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         *more,
     )
     return Report(
-        name=files.path.resolve().name,
+        name=" ".join(dict.fromkeys((name_of_run(files.path), files.path.resolve().name))),
         facts=facts(config, rows, summary, evaluated),
         notes=notes(
             files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None

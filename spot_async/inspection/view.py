@@ -6,6 +6,7 @@ The terminal and the page draw the same views. Text that a model wrote passes th
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -154,10 +155,20 @@ def remarks(sample: SampleRecord) -> list[str]:
         if numbers is not None and len(numbers) != tokens:
             found.append(f"{name} not shown: {len(numbers)} values for {tokens} tokens")
     if sample.advantage is not None:
-        found.append(f"advantage {sample.advantage:+.3f}")
+        found.append(f"advantage {sample.advantage:+.3f}{group_words(sample)}")
     if sample.left_out is not None:
         found.append(f"not trained: {visible(sample.left_out)}")
     return found
+
+
+def group_words(sample: SampleRecord) -> str:
+    """What the advantage comes from: this response's reward and those of its group; empty where none were written."""
+    known = [reward for reward in sample.group_rewards or () if reward is not None]
+    if sample.reward is None or not known:
+        return ""
+    spread = f", standard deviation {statistics.stdev(known):.3g}" if len(known) > 1 else ""
+    rewards = " ".join("none" if reward is None else f"{reward:g}" for reward in sample.group_rewards or ())
+    return f" from reward {sample.reward:g}: the group's are {rewards} (mean {statistics.fmean(known):.3g}{spread})"
 
 
 def framed_words(sample: SampleRecord, framed: str, policy: PolicySettings = GUIDED) -> str:

@@ -20,8 +20,9 @@ USAGE_ERROR = 2
 PARENT_VARIABLE = "SPOT_ASYNC_PARENT"
 DEFAULT_PORT = "8000"
 DESCRIPTION = (
-    "Serve a causal language model of transformers: generation, scoring and weight updates over HTTP with msgpack "
-    "bodies, on a Unix socket or a port. `spot-async train` starts such servers itself."
+    "Serve a causal language model of transformers on a port or a Unix socket: OpenAI's /v1/completions and /v1/models "
+    "(docs/serving.md), and generation, scoring and weight updates for training, over HTTP with msgpack bodies. "
+    "`spot-async train` starts such servers itself."
 )
 
 

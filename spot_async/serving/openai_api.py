@@ -192,6 +192,8 @@ def _refuse_unserved(fields: dict[str, Any]) -> None:
 
 def _malformed(error: Exception) -> ApiError:
     """One line from msgspec's message, which ends with the place of the error: "... - at `$.name[0]`"."""
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"cannot read the request: not valid JSON: {error}")
     what, _, place = str(error).partition(" - at ")
     name = re.match(r"`\$\.(\w+)", place)
     if name is None:

@@ -62,7 +62,8 @@ class RunConsole:
 
     def phase(self, name: str, orchestrator: Orchestrator | None = None) -> None:
         """A new phase of the run begins."""
-        self._phase, self._progress, self._orchestrator = name, None, orchestrator
+        self._phase, self._orchestrator = name, orchestrator
+        self._progress = None if orchestrator is None else (orchestrator.state.iteration, self._iterations)
         if not self.console.is_terminal:
             self.say(name)
 
@@ -119,11 +120,7 @@ class RunConsole:
 
     def _status(self, orchestrator: Orchestrator) -> Text:
         rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
-        return Text(
-            f"iteration {min(orchestrator.state.iteration + 1, self._iterations)} of {self._iterations} · "
-            f"{self._accuracy} · {rate:,.0f} tokens/s · "
-            f"waiting for {describe_wait(orchestrator)}"
-        )
+        return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {describe_wait(orchestrator)}"]))
 
 
 class TokenRate:

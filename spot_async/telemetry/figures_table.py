@@ -23,7 +23,7 @@ def figures_table(figures: EvaluationFigures) -> RenderableType:
     Of an only benchmark its tiers have rows of their own.
     """
     return Group(
-        _title("Percent ± standard error over the n problems of a benchmark"),
+        _title(f"Percent ± standard error over the n problems of a {kind_of_row(figures)}"),
         accuracy_table(figures),
         *(Text(visible(note)) for note in notes(figures)),
         _title(
@@ -37,7 +37,7 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
     ks = sorted({k for each in figures.benchmarks.values() for k in each.pass_at if k > 1})  # Pass@1 is Avg@n
     ns = {each.samples for each in figures.benchmarks.values() if each.avg is not None}
     average = f"Avg@{ns.pop()}" if len(ns) == 1 else "Avg"
-    table = _table("benchmark", "n", average, *(f"Pass@{k}" for k in ks))
+    table = _table(kind_of_row(figures), "n", average, *(f"Pass@{k}" for k in ks))
     rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
     for number, (name, each) in enumerate(rows, start=1):
         cells = [str(each.problems), estimate_words(each.avg), *(estimate_words(each.pass_at.get(k)) for k in ks)]
@@ -51,7 +51,7 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
 
 def responses_table(figures: EvaluationFigures) -> Table:
     headings = (
-        "benchmark",
+        kind_of_row(figures),
         "responses",
         "tokens",
         "cut off",
@@ -69,6 +69,11 @@ def responses_table(figures: EvaluationFigures) -> Table:
     return table
 
 
+def kind_of_row(figures: EvaluationFigures) -> str:
+    """What rows are: the tiers of a single benchmark, or benchmarks."""
+    return "tier" if len(figures.benchmarks) == 1 else "benchmark"
+
+
 def _title(words: str) -> Text:
     """Above a table: one of its own would be as narrow as the table."""
     return Text(words, style="bold")
@@ -76,8 +81,8 @@ def _title(words: str) -> Text:
 
 def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "benchmark" else "right", overflow="fold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
     return table
 
 

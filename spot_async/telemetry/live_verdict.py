@@ -40,8 +40,9 @@ def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[Replica
 def replica_lines(backends: Mapping[str, object]) -> list[str]:
     """A line on each replica, for people."""
     return [
-        f"{role} {each.name}: {each.state}, {each.in_flight} of {each.limit} in flight, restarted {each.restarts} x"
-        for role, states in replica_states(backends).items()
+        f"{each.name}: {each.state}, {each.in_flight} of {each.limit} in flight"
+        + (f", restarted {each.restarts} x" if each.restarts else "")
+        for states in replica_states(backends).values()
         for each in states
     ]
 

@@ -155,7 +155,8 @@ class TraceRecorder:
             args["outcome"] = span.outcome
         if span.replica:
             args["server"] = span.replica
-        self._slice(self._process_of(span.stage), None, f"{span.stage} {ordinal}", span.started_s, span.ended_s, args)
+        # Named by kind, as viewers sum up by name; which one it is stands in its arguments.
+        self._slice(self._process_of(span.stage), None, span.stage, span.started_s, span.ended_s, args)
 
     def _load_changes(self, at_s: float) -> None:
         """Note what stages have held since the last change before now, where counters are due."""
@@ -167,9 +168,8 @@ class TraceRecorder:
         if not self._recorded:
             return
         started, ended = microseconds(span.started_s), microseconds(span.ended_s)
-        lane = self._slice(
-            PROMPTS, None, f"prompt {span.ordinal}", span.started_s, span.ended_s, {"outcome": span.outcome}
-        )
+        args = {"prompt": span.ordinal, "outcome": span.outcome}
+        lane = self._slice(PROMPTS, None, "prompt", span.started_s, span.ended_s, args)
         if span.outcome == "queued":
             # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
             self._arrow("s", span.ordinal, PROMPTS, lane, max(started, ended - 1))

@@ -100,10 +100,11 @@ def _limits(config: Config, ramp: Ramp, level: Level, asked: Mapping[str, int], 
 
 
 def _reason(ramp: Ramp, level: Level, stage: str, share: float, limit: int, demand: int, servers: int) -> str:
-    alone = ramp.levels[0]
+    alone, most = ramp.levels[0], max(each.throughput for each in ramp.levels)
+    scatter = f"; {_rate(most)} was a single row, running medians of three decide" if most > ramp.best else ""
     knee = (
         f"the {ramp.server} gives {min(1.0, level.throughput / ramp.best):.0%} of its best throughput "
-        f"({_rate(level.throughput)}) with {level.concurrency} in flight; half of its answers then take "
+        f"({_rate(level.throughput)}{scatter}) with {level.concurrency} in flight; half of its answers then take "
         f"{duration(level.p50_s)}, with {alone.concurrency} in flight {duration(alone.p50_s)}"
     )
     if servers > 1:

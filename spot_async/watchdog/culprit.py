@@ -61,7 +61,7 @@ def name_culprit(look: RunLook) -> str:
         return describe_request(look, stage, request)
     if look.waiting_for == "supervision":
         return "no prompt is being supervised, and none is admitted"
-    return f"{look.phase} does not end"
+    return f"the run has been {look.phase} for {look.silence_s:,.0f} s"
 
 
 def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:

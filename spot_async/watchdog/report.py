@@ -58,7 +58,11 @@ def report_lines(contents: ReportContents) -> Iterator[str]:
     yield f"It waits for this: {name_culprit(look)}."
     waits = f", waiting for {look.waiting_for}" if look.waiting_for else ""
     yield f"Phase: {look.phase}{waits}."
-    yield f"Nothing was committed for {look.silence_s:,.0f} s; from {contents.limit_s:,.0f} s on that is a stall."
+    silence = f"Nothing was committed for {look.silence_s:,.0f} s"
+    if look.silence_s < contents.limit_s:
+        yield f"{silence}; from {contents.limit_s:,.0f} s on it would be a stall."
+    else:
+        yield f"{silence}; from {contents.limit_s:,.0f} s on that is a stall."
     yield from _section("Last commits", _commits(contents.commits, look.now_s))
     yield from _section("Oldest request of each stage", _oldest(look))
     yield from _section("Counts", (f"{name}: {figures}" for name, figures in contents.counts.items()))
