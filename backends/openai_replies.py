@@ -21,6 +21,7 @@ from spot_async.entropy import entropy_bounds, plogp
 from spot_async.errors import PermanentError, PoisonedReplyError, TransientError
 from spot_async.types import (
     BoolArray,
+    Float64Array,
     FloatArray,
     Generation,
     IntArray,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # slow to import
 ROWS_PER_STEP = 256
 ABORTED = frozenset({"abort", "error"})  # of vLLM and SGLang, with status 200
 FLOOR_NATS = -9999.0  # vLLM's word for minus infinity and for NaN
-Doubles = npt.NDArray[np.float64]
 
 
 class Logprobs(msgspec.Struct):
@@ -101,7 +101,7 @@ class PromptRows:
     rows: Sequence[msgspec.Raw]  # (M,) the first is empty
     read_row: Callable[[msgspec.Raw], Row] = read_echoed_row
 
-    def own(self, chosen: Sequence[int], read: Sequence[Row]) -> Doubles:
+    def own(self, chosen: Sequence[int], read: Sequence[Row]) -> Float64Array:
         """Log-probabilities (N,) of the chosen tokens themselves, whose rows were `read`."""
         if self.logprobs is not None:
             return numbers([self.logprobs[at] for at in chosen])
@@ -185,7 +185,7 @@ def token_scores(
     return _scattered(len(at), rows_at, own[known], *topk, lower[known], upper[known], vocab_size)
 
 
-def served_entropy_bounds(shown: Doubles, lost: BoolArray, vocab_size: int) -> tuple[Doubles, Doubles]:
+def served_entropy_bounds(shown: Float64Array, lost: BoolArray, vocab_size: int) -> tuple[Float64Array, Float64Array]:
     """Bounds (N,) in nats from served log-probabilities (N, K), rows descending and padded with -inf.
 
     Rows without a loss hold the K most likely. A `lost` row lacks entries that were among them: then no unseen token
@@ -205,7 +205,9 @@ def served_entropy_bounds(shown: Doubles, lost: BoolArray, vocab_size: int) -> t
     return lower, upper
 
 
-def _without_extra(ids: IntArray, values: Doubles, own: Doubles, served_k: int) -> tuple[Doubles, BoolArray]:
+def _without_extra(
+    ids: IntArray, values: Float64Array, own: Float64Array, served_k: int
+) -> tuple[Float64Array, BoolArray]:
     """The part of text-keyed rows (N, W) that is known to be among the K most likely, and which rows lack some.
 
     Tokens with the same text are one entry, so that a row with such a text may hold fewer than K. The token that was
@@ -220,7 +222,7 @@ def _without_extra(ids: IntArray, values: Doubles, own: Doubles, served_k: int) 
     return shown, added | (count < served_k)
 
 
-def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tuple[IntArray, Doubles]:
+def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tuple[IntArray, Float64Array]:
     """Ids and log-probabilities (N, width), descending, padded with -inf."""
     counts = np.array([len(each) for each in entries], dtype=np.int64)
     if counts.max(initial=0) > width:
@@ -244,7 +246,7 @@ def token_id_of(key: str) -> int:
     return token_id
 
 
-def numbers(values: Sequence[float | None]) -> Doubles:
+def numbers(values: Sequence[float | None]) -> Float64Array:
     """Log-probabilities as an array. Servers write NaN and infinities as null, or as impossible numbers."""
     try:
         numbers = np.array(values, dtype=np.float64)
@@ -258,11 +260,11 @@ def numbers(values: Sequence[float | None]) -> Doubles:
 def _scattered(
     count: int,
     positions: npt.NDArray[Any],
-    logprobs: Doubles,
+    logprobs: Float64Array,
     topk_ids: IntArray,
-    topk_logprobs: Doubles,
-    lower: Doubles,
-    upper: Doubles,
+    topk_logprobs: Float64Array,
+    lower: Float64Array,
+    upper: Float64Array,
     vocab_size: int,
 ) -> TokenScores:
     """Known rows at their positions; elsewhere placeholders, with nothing known of the entropy."""

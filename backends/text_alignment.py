@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from spot_async.types import IntArray
+from spot_async.types import Int64Array, IntArray
 
 from .token_texts import UNKNOWN, TokenTexts
 
-Spans = npt.NDArray[np.int64]  # (N, 2) first byte and the one after the last; -1 where that is not known
+Spans = Int64Array  # (N, 2) first byte and the one after the last; -1 where that is not known
 
 
 @dataclass(frozen=True)

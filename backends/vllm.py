@@ -44,7 +44,7 @@ from .served_topk import bounded_scores, scored_positions
 from .student_settings import StudentServerSettings
 from .vllm_client import Sampled, VllmClient, check_temperature, read_error
 from .vllm_launch import PACKAGE, vllm_command
-from .vllm_probes import Found, probe
+from .vllm_probes import ServerFacts, probe
 from .vllm_replies import version_spans
 from .vllm_transfer import make_updater, transfer_config
 
@@ -86,7 +86,7 @@ class VllmBackend(RemoteBackend):
         self._client = VllmClient(self._server)
         self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
         self._singles = asyncio.Semaphore(SINGLE_REQUESTS)
-        self._found: Found
+        self._found: ServerFacts
         self._names = WeightNames(self._name, is_student=self._is_student)
         self._standstill = Standstill()
         self._updates = 0

@@ -33,7 +33,7 @@ MAX_ALLOWED = re.compile(r"max allowed: (\d+)")
 
 
 @dataclass(frozen=True)
-class Found:
+class ServerFacts:
     """What the server said and did."""
 
     version: str  # of the software, such as 0.32.0
@@ -62,7 +62,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def probe(client: VllmClient, *, deadline: float) -> Found:
+async def probe(client: VllmClient, *, deadline: float) -> ServerFacts:
     """Asks everything. Raises `ConfigError` for a server that cannot serve the role's model, with what to change."""
     version = await _software_version(client, deadline)
     await _refuse_paused(client, deadline)
@@ -77,7 +77,7 @@ async def probe(client: VllmClient, *, deadline: float) -> Found:
     await _compare_vocabulary_sizes(client, deadline)
     max_logprobs = await _max_logprobs(client, deadline)
     settings = client.server.settings
-    return Found(
+    return ServerFacts(
         version=version,
         max_model_len=model.max_model_len,
         max_logprobs=max_logprobs,

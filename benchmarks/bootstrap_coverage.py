@@ -26,8 +26,7 @@ from rich.table import Table
 
 from spot_async.comparison.bootstrap import macro, percentile_interval, resampled_means
 from spot_async.evaluation.metrics import pass_at_k_of_counts
-
-Floats = npt.NDArray[np.float64]
+from spot_async.types import Float64Array
 
 CONFIDENCE = 0.95
 BLOCK = 100  # evaluations at a time
@@ -90,7 +89,7 @@ def _held(populations: Sequence[Population], evaluations: int, samples: int, dra
     return np.stack(held)
 
 
-def _values(random: np.random.Generator, each: Population, evaluations: int, samples: int) -> Floats:
+def _values(random: np.random.Generator, each: Population, evaluations: int, samples: int) -> Float64Array:
     """(problems, figures, evaluations): Avg@n, Pass@n, and how much the other method's differ from them."""
     shape = each.problems, evaluations
     first = random.beta(*each.beta, size=shape)

@@ -30,7 +30,7 @@ from spot_async.backends.openai_dialect import Dialect
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.token_texts import TokenTexts
 from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.vllm_probes import Found
+from spot_async.backends.vllm_probes import ServerFacts
 from spot_async.serving import api
 from spot_async.types import (
     Capabilities,
@@ -124,7 +124,7 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
         made._client.model = "m"
         if completions:
             made._client.use_completions()
-        made._found = Found("0.32.0", 2048, 64, False, chosen_tokens, True, "default", 1e-5)
+        made._found = ServerFacts("0.32.0", 2048, 64, False, chosen_tokens, True, "default", 1e-5)
         made._names.start("default")
         return made
 

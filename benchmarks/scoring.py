@@ -30,7 +30,7 @@ from spot_async.backends.openai_dialect import COMPLETIONS
 from spot_async.backends.openai_dialect import Dialect as OpenAIDialect
 from spot_async.backends.sglang import GENERATE, SglangBackend
 from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.vllm_probes import Found
+from spot_async.backends.vllm_probes import ServerFacts
 from spot_async.backends.vllm_replies import CompletionsRoute, GenerateRoute
 from spot_async.protocols import Scorer
 from spot_async.types import Capabilities, Traffic
@@ -100,7 +100,7 @@ async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
     await stack.enter_async_context(backend._server)
     backend._server.files = dataclasses.replace(backend._server.files, vocab_size=VOCAB)
     backend._client.route = route
-    backend._found = Found(
+    backend._found = ServerFacts(
         version="",
         max_model_len=PROMPT_TOKENS + POSITIONS + 1,
         max_logprobs=TOP_K,

@@ -15,16 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from report import show
 
 from spot_async.entropy import entropy_bounds
 from spot_async.policies.certainty import Evidence
 from spot_async.policies.score_bounds import ScoreRule, TeacherRows, served_student
-from spot_async.types import ScoredPositions
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from spot_async.types import Float64Array, Int64Array, ScoredPositions
 
 CANDIDATES, BUDGET = 16, 2  # k_s, M
 TOP_KS = (20, 64)
@@ -68,27 +64,27 @@ def main() -> None:
     )
 
 
-def normalized(logits: Floats) -> Floats:
+def normalized(logits: Float64Array) -> Float64Array:
     shifted = logits - logits.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
-def best(row: Floats, k: int) -> tuple[Ints, Floats]:
+def best(row: Float64Array, k: int) -> tuple[Int64Array, Float64Array]:
     """The k likeliest ids, in order, and their log-probabilities as float32 tells them."""
     ids = np.argpartition(-row, k - 1)[:k] if k < len(row) else np.arange(len(row))
     ids = ids[np.argsort(-row[ids], kind="stable")]
     return ids, row[ids].astype(np.float32).astype(np.float64)
 
 
-def _stacked(rows: Sequence[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
+def _stacked(rows: Sequence[tuple[Int64Array, Float64Array]]) -> tuple[Int64Array, Float64Array]:
     return np.stack([ids for ids, _ in rows]), np.stack([logprobs for _, logprobs in rows])
 
 
-def entropy_of(row: Floats) -> float:
+def entropy_of(row: Float64Array) -> float:
     return float(-(np.exp(row) * row).sum())
 
 
-def exact_score(teacher: Floats, student: Floats) -> float:
+def exact_score(teacher: Float64Array, student: Float64Array) -> float:
     """Full score of whole rows, by its definition."""
     ids = np.argpartition(-teacher, CANDIDATES - 1)[:CANDIDATES]
     p, q = np.exp(teacher[ids]), np.exp(student[ids])
@@ -102,9 +98,9 @@ def exact_score(teacher: Floats, student: Floats) -> float:
 class Served:
     """What servers tell of all positions at one noise."""
 
-    teacher: tuple[Ints, Floats]  # (T, K)
-    student: tuple[Ints, Floats]
-    sampled_logprobs: Floats  # (T,)
+    teacher: tuple[Int64Array, Float64Array]  # (T, K)
+    student: tuple[Int64Array, Float64Array]
+    sampled_logprobs: Float64Array  # (T,)
 
 
 class Trajectory:
@@ -115,7 +111,7 @@ class Trajectory:
         self._log_ranks = np.log(np.arange(1, vocabulary + 1))
         self.sampled = np.zeros(positions, np.int64)
         scores = []
-        told: dict[float, list[list[tuple[Ints, Floats]]]] = {noise: [] for noise in NOISES_NATS}
+        told: dict[float, list[list[tuple[Int64Array, Float64Array]]]] = {noise: [] for noise in NOISES_NATS}
         sampled: dict[float, list[float]] = {noise: [] for noise in NOISES_NATS}
         for t in range(positions):
             rows = self.whole(t)
@@ -137,7 +133,7 @@ class Trajectory:
         order = sorted(range(positions), key=lambda t: (-scores[t], t))
         self.exact = sorted(t for t in order[:BUDGET] if scores[t] > 0)
 
-    def whole(self, t: int) -> tuple[Floats, Floats]:
+    def whole(self, t: int) -> tuple[Float64Array, Float64Array]:
         """Log-probabilities (V,) of teacher and student."""
         draw = np.random.default_rng((self._seed, t, 0))
         logits = 0.8 * draw.standard_normal(self.vocabulary)
@@ -149,7 +145,7 @@ class Trajectory:
         student += draw.uniform(0.1, 1.0) * draw.standard_normal(self.vocabulary)
         return normalized(logits), normalized(student)
 
-    def _moved(self, row: Floats, noise: float, draw: np.random.Generator) -> Floats:
+    def _moved(self, row: Float64Array, noise: float, draw: np.random.Generator) -> Float64Array:
         return normalized(row + draw.uniform(-noise / 2, noise / 2, self.vocabulary)) if noise else row
 
     def evidence(self, k: int, noise: float, widest: int, asks_student: bool) -> Evidence:
@@ -199,7 +195,7 @@ class Tally:
         self.wrong += evidence.certain and not is_exact
         self.right_midpoints += is_exact and not evidence.certain
 
-    def _ask_teacher(self, trajectory: Trajectory, evidence: Evidence, rows: Ints, top_k: int) -> None:
+    def _ask_teacher(self, trajectory: Trajectory, evidence: Evidence, rows: Int64Array, top_k: int) -> None:
         ids, logprobs, lower, upper = [], [], [], []
         for t in rows.tolist():
             row = trajectory.whole(t)[0]
@@ -222,7 +218,7 @@ class Tally:
         evidence.take_teacher(rows, reply, top_k)
         self.cpu_s += time.process_time() - started
 
-    def _ask_student(self, trajectory: Trajectory, evidence: Evidence, rows: Ints) -> None:
+    def _ask_student(self, trajectory: Trajectory, evidence: Evidence, rows: Int64Array) -> None:
         if not len(rows):
             return
         ids = evidence.teacher.ids[rows, :CANDIDATES]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.entropy import plogp
-from spot_async.types import BoolArray
+from spot_async.types import BoolArray, Float64Array, Int64Array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,12 +29,12 @@ ScoreVariant = Literal["H", "HC", "HG", "HC-Mass", "Full"]
 class PositionScores(NamedTuple):
     """The score of each position and its parts, each (T,) float64 in [0, 1]."""
 
-    score: npt.NDArray[np.float64]
-    entropy: npt.NDArray[np.float64]  # Hbar: teacher entropy over log V
-    mass: npt.NDArray[np.float64]  # C: teacher probability of the candidates
-    coverage: npt.NDArray[np.float64]  # A: student probability of the same candidates
-    divergence: npt.NDArray[np.float64]  # JS in bits of the two policies renormalised on the candidates
-    gap: npt.NDArray[np.float64]  # G = lambda_mass (1 - A) + lambda_shape JS
+    score: Float64Array
+    entropy: Float64Array  # Hbar: teacher entropy over log V
+    mass: Float64Array  # C: teacher probability of the candidates
+    coverage: Float64Array  # A: student probability of the same candidates
+    divergence: Float64Array  # JS in bits of the two policies renormalised on the candidates
+    gap: Float64Array  # G = lambda_mass (1 - A) + lambda_shape JS
 
 
 def score_positions(
@@ -85,7 +85,7 @@ def score_positions(
     return PositionScores(normalized_entropy * factors[variant], normalized_entropy, mass, coverage, divergence, gap)
 
 
-def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) -> npt.NDArray[np.int64]:
+def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) -> Int64Array:
     """The `budget` best valid positions, ascending; ties go to the earlier one.
 
     `score` and `valid` are (T,). Positions with score 0 are never chosen, so the result may be short.
@@ -96,7 +96,7 @@ def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) ->
     return np.sort(best_first[eligible[best_first]][:budget]).astype(np.int64)
 
 
-def random_scores(count: int, seed: int) -> npt.NDArray[np.float64]:
+def random_scores(count: int, seed: int) -> Float64Array:
     """The control that looks at nothing: uniform scores (count,) in (0, 1], drawn from `seed` alone."""
     return 1.0 - np.random.default_rng(seed).random(count)
 
@@ -124,7 +124,7 @@ def _is_blank_or_punctuation(text: str) -> bool:
     )
 
 
-def _renormalized(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _renormalized(logprobs: Float64Array) -> Float64Array:
     """Probabilities (T, k) that sum to 1 over the candidates, or 0 throughout where no candidate has mass.
 
     Shifted by the row's peak, so that a shape survives probabilities too small for a float.
@@ -135,7 +135,7 @@ def _renormalized(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return weights / np.where(total > 0.0, total, 1.0)
 
 
-def _jensen_shannon_bits(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _jensen_shannon_bits(p: Float64Array, q: Float64Array) -> Float64Array:
     """JS (T,) of rows (T, k) in [0, 1]; 1 where either has no mass at all."""
     mixture_entropy = -plogp((p + q) / 2.0).sum(axis=-1)
     mean_entropy = -(plogp(p) + plogp(q)).sum(axis=-1) / 2.0

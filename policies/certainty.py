@@ -16,13 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.types import ScoredPositions
+from spot_async.types import BoolArray, Int64Array, ScoredPositions
 
 from .acquisition import select_positions
 from .score_bounds import (
-    Bools,
     Interval,
-    Ints,
     ScoreBounds,
     ScoreRule,
     StudentRows,
@@ -38,8 +36,8 @@ SMALL = 1e-30  # keeps logarithms of bounds finite
 class Decision(NamedTuple):
     """What is settled, whatever the scores are within their intervals."""
 
-    chosen: Bools  # (T,) among the best
-    ruled_out: Bools  # (T,) not among them
+    chosen: BoolArray  # (T,) among the best
+    ruled_out: BoolArray  # (T,) not among them
 
 
 def decide(score: Interval, budget: int) -> Decision:
@@ -66,8 +64,8 @@ def decide(score: Interval, budget: int) -> Decision:
 class Questions:
     """Rows to ask for next, those first whose answers can decide most. False when there is nothing to ask."""
 
-    student: Ints  # the student's log-probabilities at the teacher's candidates
-    teacher: dict[int, Ints]  # wider rows of the teacher, by their top-k
+    student: Int64Array  # the student's log-probabilities at the teacher's candidates
+    teacher: dict[int, Int64Array]  # wider rows of the teacher, by their top-k
 
     def __bool__(self) -> bool:
         return len(self.student) > 0 or len(self.teacher) > 0
@@ -100,7 +98,7 @@ class Evidence:
         self._update(np.flatnonzero(~self.decision.ruled_out))  # the shape only where it can matter
 
     @property
-    def undecided(self) -> Ints:
+    def undecided(self) -> Int64Array:
         """Rows that may be chosen or not, largest upper bound first."""
         rows = np.flatnonzero(~self.decision.chosen & ~self.decision.ruled_out)
         return rows[np.argsort(-self.bounds.score.upper[rows], kind="stable")]
@@ -111,11 +109,11 @@ class Evidence:
         return len(self.undecided) == 0
 
     @property
-    def selected(self) -> Ints:
+    def selected(self) -> Int64Array:
         """The selection by midpoints. It agrees with `decision`, which holds for any scores within the intervals."""
         return select_positions(self.bounds.score.middle, ~self.decision.ruled_out, self.budget)
 
-    def questions(self, among: Bools, limit: int) -> Questions:
+    def questions(self, among: BoolArray, limit: int) -> Questions:
         """What to ask next about at most `limit` of the rows where `among` (T,) is true; false when nothing is left."""
         width = np.minimum(self._width * WIDENING, self._widest)
         settled = (self.teacher.noise_nats == 0.0) & self.teacher.exact_entropy
@@ -134,16 +132,16 @@ class Evidence:
         wider = {int(k): rows[to_teacher & (widths == k)] for k in np.unique(widths[to_teacher])}
         return Questions(rows[~to_teacher], wider)
 
-    def take_student(self, rows: Ints, logprobs: npt.ArrayLike) -> None:
+    def take_student(self, rows: Int64Array, logprobs: npt.ArrayLike) -> None:
         """Exact log-probabilities (N, k) at the candidates of `rows`."""
         self.student.put(rows, self.teacher.ids[rows, : self.rule.candidates], logprobs)
         self._update(rows)
 
-    def refuse_student(self, rows: Ints) -> None:
+    def refuse_student(self, rows: Int64Array) -> None:
         """The student will not answer for these rows: it holds other weights by now."""
         self._student_answers[rows] = False
 
-    def take_teacher(self, rows: Ints, reply: ScoredPositions, top_k: int) -> None:
+    def take_teacher(self, rows: Int64Array, reply: ScoredPositions, top_k: int) -> None:
         """The teacher's reply about single positions, `top_k` tokens each: from now on the rows that count."""
         served, k = self.teacher.ids.shape[-1], self.rule.candidates
         before = np.sort(self.teacher.ids[rows, :k], axis=-1)
@@ -158,7 +156,7 @@ class Evidence:
         self.student.drop(rows[(now != before).any(axis=-1)], k)
         self._update(rows)
 
-    def _update(self, rows: Ints) -> None:
+    def _update(self, rows: Int64Array) -> None:
         if len(rows):
             bounds = score_bounds(self.teacher.at(rows), self.student.at(rows), self.rule)
             self.bounds = self.bounds.replaced(rows, bounds)

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from spot_async.concurrency import both
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
-from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
+from spot_async.types import BoolArray, Int64Array, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
 
 from .distillation import distillation_sample
 from .targets import target_entropy, teacher_prior
@@ -77,7 +76,7 @@ class EopdPolicy:
         tau = self.settings.tau_nats
         return (scores.entropy_lower / factor <= tau) & (tau < scores.entropy_upper * factor)
 
-    def _forward_kl(self, scores: TokenScores, gated: npt.NDArray[np.int64]) -> SoftTargets:
+    def _forward_kl(self, scores: TokenScores, gated: Int64Array) -> SoftTargets:
         """The forward KL at the gated positions (N,), weighted alpha / T (the paper's Eqs. (3) and (4)).
 
         The method takes the mean over all T positions, and the trainer sums soft targets over a trajectory.

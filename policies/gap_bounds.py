@@ -17,9 +17,8 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from spot_async.types import Float64Array
 
 SLICES = 8
 SMALLEST_SLICE = 1e-3  # share of the largest coverage; below it nothing is known of the shape anyway
@@ -29,24 +28,24 @@ TINY = 1e-300
 
 
 class Pair(NamedTuple):
-    lower: Floats  # (T,)
-    upper: Floats  # (T,)
+    lower: Float64Array  # (T,)
+    upper: Float64Array  # (T,)
 
 
 class Bounds(Protocol):
     """A `score_bounds.Interval`."""
 
     @property
-    def lower(self) -> Floats: ...
+    def lower(self) -> Float64Array: ...
     @property
-    def upper(self) -> Floats: ...
+    def upper(self) -> Float64Array: ...
 
 
 def gap_bounds(
-    share_lower: Floats,
-    share_upper: Floats,
-    student_lower: Floats,
-    student_upper: Floats,
+    share_lower: Float64Array,
+    share_upper: Float64Array,
+    student_lower: Float64Array,
+    student_upper: Float64Array,
     coverage: Bounds,
     lambda_mass: float,
     lambda_shape: float,
@@ -75,7 +74,7 @@ def gap_bounds(
     )
 
 
-def _slices(coverage: Bounds) -> Floats:
+def _slices(coverage: Bounds) -> Float64Array:
     """(T, J + 1) ascending from the least coverage to the most, in equal ratios."""
     first = np.maximum(coverage.lower, SMALLEST_SLICE * coverage.upper)
     ratio = np.maximum(coverage.upper, TINY) / np.maximum(first, TINY)
@@ -84,7 +83,9 @@ def _slices(coverage: Bounds) -> Floats:
     return edges
 
 
-def _share_box(lower: Floats, upper: Floats, less: Floats, more: Floats) -> tuple[Floats, Floats]:
+def _share_box(
+    lower: Float64Array, upper: Float64Array, less: Float64Array, more: Float64Array
+) -> tuple[Float64Array, Float64Array]:
     """Bounds (T, J, k) of the student's shares when it covers between `less` and `more` (T, J)."""
     others_lower = np.maximum(lower.sum(axis=-1, keepdims=True) - lower, 0.0)
     others_upper = np.maximum(upper.sum(axis=-1, keepdims=True) - upper, 0.0)
@@ -97,7 +98,7 @@ def _share_box(lower: Floats, upper: Floats, less: Floats, more: Floats) -> tupl
     return np.clip(box_lower * (1.0 - SLACK), 0.0, 1.0), np.clip(box_upper * (1.0 + SLACK), 0.0, 1.0)
 
 
-def _nearest(middle: Floats, lower: Floats, upper: Floats) -> Floats:
+def _nearest(middle: Float64Array, lower: Float64Array, upper: Float64Array) -> Float64Array:
     """The shares (T, J, k) in the box that are closest to `middle` in JS: a common multiple of it, clipped.
 
     Found by bisection on the logarithm of the multiple. An inexact result makes bounds wider, never wrong.
@@ -110,7 +111,14 @@ def _nearest(middle: Floats, lower: Floats, upper: Floats) -> Floats:
     return np.asarray(np.clip(middle * np.exp(large)[:, :, None], lower, upper))
 
 
-def _at_least(p: Floats, q: Floats, p_lower: Floats, p_upper: Floats, q_lower: Floats, q_upper: Floats) -> Floats:
+def _at_least(
+    p: Float64Array,
+    q: Float64Array,
+    p_lower: Float64Array,
+    p_upper: Float64Array,
+    q_lower: Float64Array,
+    q_upper: Float64Array,
+) -> Float64Array:
     """Lower bound (T, J) in nats: the tangent at (p, q), minimised over both boxes."""
     r = np.clip(2.0 * p / np.maximum(p + q, TINY), 1e-12, 2.0 - 1e-12)
     of_p = _least_linear(np.log(r), p_lower, p_upper)
@@ -118,9 +126,9 @@ def _at_least(p: Floats, q: Floats, p_lower: Floats, p_upper: Floats, q_lower: F
     return np.asarray((of_p + of_q) / 2.0)
 
 
-def _least_linear(slope: Floats, lower: Floats, upper: Floats) -> Floats:
+def _least_linear(slope: Float64Array, lower: Float64Array, upper: Float64Array) -> Float64Array:
     """Minimum (T, J) of sum slope x over lower <= x <= upper, sum x = 1: the best of the dual's breakpoints."""
-    best: Floats = np.full(slope.shape[:-1], -np.inf)
+    best: Float64Array = np.full(slope.shape[:-1], -np.inf)
     for i in range(slope.shape[-1]):
         level = slope[:, :, i : i + 1]
         rest = slope - level
@@ -128,11 +136,18 @@ def _least_linear(slope: Floats, lower: Floats, upper: Floats) -> Floats:
     return np.asarray(best)
 
 
-def _at_most(p: Floats, q: Floats, p_lower: Floats, p_upper: Floats, q_lower: Floats, q_upper: Floats) -> Floats:
+def _at_most(
+    p: Float64Array,
+    q: Float64Array,
+    p_lower: Float64Array,
+    p_upper: Float64Array,
+    q_lower: Float64Array,
+    q_upper: Float64Array,
+) -> Float64Array:
     """Upper bound (T, J) in nats: the largest corner of each term, with a Lagrange price on "sums to 1"."""
     price = (p * 0.5 * np.log(np.maximum(2.0 * p / np.maximum(p + q, TINY), TINY))).sum(axis=-1, keepdims=True)
 
-    def corner(share: Floats) -> Floats:
+    def corner(share: Float64Array) -> Float64Array:
         return np.asarray(np.maximum(_term(p_lower, share) - price * p_lower, _term(p_upper, share) - price * p_upper))
 
     at_lower, at_upper = corner(q_lower), corner(q_upper)
@@ -146,11 +161,11 @@ def _at_most(p: Floats, q: Floats, p_lower: Floats, p_upper: Floats, q_lower: Fl
     return np.asarray(best + price[:, :, 0])
 
 
-def _term(p: Floats, q: Floats) -> Floats:
+def _term(p: Float64Array, q: Float64Array) -> Float64Array:
     """One candidate's part of JS in nats: 1/2 (p log(2p / (p + q)) + q log(2q / (p + q))), 0 at 0."""
     total = np.maximum(p + q, TINY)
     return 0.5 * (_times_log(p, 2.0 * p / total) + _times_log(q, 2.0 * q / total))
 
 
-def _times_log(x: Floats, ratio: Floats) -> Floats:
+def _times_log(x: Float64Array, ratio: Float64Array) -> Float64Array:
     return x * np.log(np.where(x > 0.0, np.maximum(ratio, TINY), 1.0))

@@ -26,12 +26,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.types import BoolArray, Float64Array, Int64Array
+
 from .acquisition import PositionScores, ScoreVariant, score_positions
 from .gap_bounds import gap_bounds
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 ROUNDING_NATS = 2e-6  # what float32 rounds a log-probability down to -30 by
 MASS_ROUNDING = 1e-6  # what float32 rounds a sum of probabilities by
@@ -41,14 +39,14 @@ OUTWARD = 1e-12  # relative; float64 rounds a hundred operations to less
 class Interval(NamedTuple):
     """What is known of a quantity at each position: it lies in [lower, upper]."""
 
-    lower: Floats  # (T,)
-    upper: Floats  # (T,)
+    lower: Float64Array  # (T,)
+    upper: Float64Array  # (T,)
 
     @property
-    def middle(self) -> Floats:
+    def middle(self) -> Float64Array:
         return (self.lower + self.upper) / 2.0
 
-    def at(self, rows: Ints) -> Interval:
+    def at(self, rows: Int64Array) -> Interval:
         return Interval(self.lower[rows], self.upper[rows])
 
     def times(self, other: Interval) -> Interval:
@@ -74,7 +72,7 @@ class ScoreBounds(NamedTuple):
     def middle(self) -> PositionScores:
         return PositionScores(*(part.middle for part in self))
 
-    def replaced(self, rows: Ints, other: ScoreBounds) -> ScoreBounds:
+    def replaced(self, rows: Int64Array, other: ScoreBounds) -> ScoreBounds:
         """These bounds with `rows` taken from `other`, which has only those."""
         parts = [Interval(mine.lower.copy(), mine.upper.copy()) for mine in self]
         for mine, theirs in zip(parts, other, strict=True):
@@ -86,14 +84,14 @@ class ScoreBounds(NamedTuple):
 class TeacherRows:
     """What is known of the teacher. A row that is asked for again replaces the one served first."""
 
-    ids: Ints  # (T, K) descending by probability
-    logprobs: Floats  # (T, K)
-    entropy_lower: Floats  # (T,) nats, of the served row
-    entropy_upper: Floats  # (T,)
-    exact_entropy: Bools  # (T,) whether the served row's entropy is exact, not bounded from its top-k
-    noise_nats: Floats  # (T,) 0 where the served row is the one that counts
+    ids: Int64Array  # (T, K) descending by probability
+    logprobs: Float64Array  # (T, K)
+    entropy_lower: Float64Array  # (T,) nats, of the served row
+    entropy_upper: Float64Array  # (T,)
+    exact_entropy: BoolArray  # (T,) whether the served row's entropy is exact, not bounded from its top-k
+    noise_nats: Float64Array  # (T,) 0 where the served row is the one that counts
 
-    def at(self, rows: Ints) -> TeacherRows:
+    def at(self, rows: Int64Array) -> TeacherRows:
         return TeacherRows(*(value[rows] for value in vars(self).values()))
 
 
@@ -101,13 +99,13 @@ class TeacherRows:
 class StudentRows:
     """What is known of the student: some tokens in any order, and upper bounds for all others."""
 
-    ids: Ints  # (T, L) -1 where empty; of a token that is listed twice the first entry counts
-    logprobs: Floats  # (T, L)
-    noise_nats: Floats  # (T, L) 0 where the value is the one that counts
-    cap: Floats  # (T,) largest probability that any one token not listed can have
-    missing: Floats  # (T,) largest probability that all tokens not listed can have together
+    ids: Int64Array  # (T, L) -1 where empty; of a token that is listed twice the first entry counts
+    logprobs: Float64Array  # (T, L)
+    noise_nats: Float64Array  # (T, L) 0 where the value is the one that counts
+    cap: Float64Array  # (T,) largest probability that any one token not listed can have
+    missing: Float64Array  # (T,) largest probability that all tokens not listed can have together
 
-    def at(self, rows: Ints) -> StudentRows:
+    def at(self, rows: Int64Array) -> StudentRows:
         return StudentRows(*(value[rows] for value in vars(self).values()))
 
     def with_room(self, count: int) -> StudentRows:
@@ -121,23 +119,23 @@ class StudentRows:
             self.missing,
         )
 
-    def put(self, rows: Ints, ids: Ints, logprobs: npt.ArrayLike) -> None:
+    def put(self, rows: Int64Array, ids: Int64Array, logprobs: npt.ArrayLike) -> None:
         """Exact values (N, k) at the candidates (N, k), in the places that `with_room` made."""
         self.ids[rows, : ids.shape[-1]] = ids
         self.logprobs[rows, : ids.shape[-1]] = np.asarray(logprobs, dtype=np.float64)
 
-    def logprobs_at(self, ids: Ints) -> Floats:
+    def logprobs_at(self, ids: Int64Array) -> Float64Array:
         """The log-probabilities (T, k) listed for tokens (T, k); NaN where a token is not listed."""
         same = ids[:, :, None] == self.ids[:, None, :]
         told = np.take_along_axis(self.logprobs, same.argmax(axis=-1), axis=-1)
         return np.where(same.any(axis=-1), told, np.nan)
 
-    def is_exact_at(self, ids: Ints) -> Bools:
+    def is_exact_at(self, ids: Int64Array) -> BoolArray:
         """(T,) true where all of the tokens (T, k) are listed with the values that count."""
         exact = (self.noise_nats == 0.0)[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
         return np.asarray(exact.any(axis=-1).all(axis=-1))
 
-    def drop(self, rows: Ints, count: int) -> None:
+    def drop(self, rows: Int64Array, count: int) -> None:
         """Empty the first `count` places of `rows` again, where `put` writes: the candidates have changed."""
         self.ids[rows, :count] = -1
 
@@ -245,7 +243,7 @@ def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Inte
     return Interval(np.clip(lower, 0.0, 1.0), np.clip(upper, 0.0, 1.0))
 
 
-def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Floats, Floats]:
+def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Float64Array, Float64Array]:
     """Bounds (T, k) of the teacher renormalised on its candidates, by rank.
 
     Odds of one candidate against the others are a ratio of two noisy numbers, so the noise counts twice.
@@ -259,7 +257,7 @@ def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Floats, Floats]:
 
 def _student_at_candidates(
     teacher: TeacherRows, student: StudentRows, rule: ScoreRule
-) -> tuple[Floats, Floats, Interval]:
+) -> tuple[Float64Array, Float64Array, Interval]:
     """Bounds (T, k) of the student's probabilities at the teacher's candidates by rank, and of their sum A."""
     k = rule.candidates
     same = teacher.ids[:, :, None] == student.ids[:, None, :]  # (T, K, L)
@@ -298,16 +296,16 @@ def _student_at_candidates(
     return lower[:, :k], upper[:, :k], coverage
 
 
-def _upper(student: StudentRows) -> Floats:
+def _upper(student: StudentRows) -> Float64Array:
     return probability_interval(np.exp(student.logprobs), student.noise_nats).upper
 
 
 class Interchangeable(NamedTuple):
     """Where the noise leaves open which tokens are the teacher's best k."""
 
-    rank: Bools  # (T, k) that another token may hold
-    pool: Bools  # (T, K) served tokens that may
-    hidden: Bools  # (T,) tokens that were not served may
+    rank: BoolArray  # (T, k) that another token may hold
+    pool: BoolArray  # (T, K) served tokens that may
+    hidden: BoolArray  # (T,) tokens that were not served may
 
 
 def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:

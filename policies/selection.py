@@ -17,11 +17,11 @@ import numpy.typing as npt
 from spot_async.concurrency import both
 from spot_async.errors import VersionMismatchError
 from spot_async.protocols import PromptStages
-from spot_async.types import BoolArray, Capabilities, Generation, TokenScores, WeightVersion
+from spot_async.types import BoolArray, Capabilities, Float64Array, Generation, Int64Array, TokenScores, WeightVersion
 
 from .acquisition import PositionScores
 from .certainty import Evidence
-from .score_bounds import Ints, ScoreRule, StudentRows, TeacherRows, asked_student, served_student
+from .score_bounds import ScoreRule, StudentRows, TeacherRows, asked_student, served_student
 
 # exact: nothing was estimated. certain: decided by what was served. refined: decided once single positions were asked
 # for. uncertain: not decided, so chosen by the midpoints of intervals.
@@ -33,9 +33,9 @@ OUTCOMES: tuple[Outcome, ...] = ("exact", "certain", "refined", "uncertain")
 class Selection:
     """Where to probe, and the score of every eligible position (the rest are masked)."""
 
-    positions: npt.NDArray[np.int64]  # (N,) response positions, ascending
-    eligible: npt.NDArray[np.int64]  # (E,) response positions that were scored
-    score: npt.NDArray[np.float64]  # (E,) midpoints where only intervals are known
+    positions: Int64Array  # (N,) response positions, ascending
+    eligible: Int64Array  # (E,) response positions that were scored
+    score: Float64Array  # (E,) midpoints where only intervals are known
     parts: PositionScores | None = None  # of the acquisition score; None for the controls
     student_logprobs: npt.NDArray[np.floating] | None = None  # (E, K) at the teacher's top-k; NaN where not known
     outcome: Outcome = "exact"
@@ -60,7 +60,7 @@ def is_exact(teacher: Capabilities | None) -> bool:
 async def certified_selection(
     rollout: Generation,
     scores: TokenScores,
-    eligible: npt.NDArray[np.int64],
+    eligible: Int64Array,
     stages: PromptStages,
     rule: ScoreRule,
     *,
@@ -106,7 +106,7 @@ async def certified_selection(
 class Refinement:
     """Asks servers about the positions that could still be selected or not."""
 
-    def __init__(self, evidence: Evidence, rollout: Generation, eligible: Ints, stages: PromptStages) -> None:
+    def __init__(self, evidence: Evidence, rollout: Generation, eligible: Int64Array, stages: PromptStages) -> None:
         self._evidence = evidence
         self._rollout = rollout
         self._eligible = eligible
@@ -135,7 +135,7 @@ class Refinement:
                 return
             await both(self._ask_student(questions.student), self._ask_teacher(questions.teacher))
 
-    async def _ask_student(self, rows: Ints) -> None:
+    async def _ask_student(self, rows: Int64Array) -> None:
         for version, some in _by_version(self._rollout, self._eligible, rows).items():
             candidates = self._evidence.teacher.ids[some, : self._evidence.rule.candidates]
             try:
@@ -152,7 +152,7 @@ class Refinement:
                 self._asked_student[some] = True
                 self._evidence.take_student(some, logprobs)
 
-    async def _ask_teacher(self, wider: Mapping[int, Ints]) -> None:
+    async def _ask_teacher(self, wider: Mapping[int, Int64Array]) -> None:
         for top_k, rows in wider.items():
             reply = await self._stages.score_at(
                 self._rollout.token_ids, self._eligible[rows].astype(np.int32), top_k=top_k
@@ -162,7 +162,7 @@ class Refinement:
 
 
 async def _student_rows(
-    rollout: Generation, scores: TokenScores, eligible: Ints, stages: PromptStages, rule: ScoreRule
+    rollout: Generation, scores: TokenScores, eligible: Int64Array, stages: PromptStages, rule: ScoreRule
 ) -> StudentRows:
     """Exact log-probabilities at the teacher's top-K where one pass gives them, else what the rollout served."""
     if rule.asks_student and is_batched(stages.student):
@@ -181,7 +181,7 @@ async def _student_rows(
     )
 
 
-def _teacher_rows(scores: TokenScores, eligible: Ints, teacher: Capabilities | None) -> TeacherRows:
+def _teacher_rows(scores: TokenScores, eligible: Int64Array, teacher: Capabilities | None) -> TeacherRows:
     noise = teacher.logprob_noise_nats if teacher is not None else 0.0
     return TeacherRows(
         ids=scores.topk_ids[eligible].astype(np.int64),
@@ -193,7 +193,7 @@ def _teacher_rows(scores: TokenScores, eligible: Ints, teacher: Capabilities | N
     )
 
 
-def _by_version(rollout: Generation, eligible: Ints, rows: Ints) -> dict[WeightVersion, Ints]:
+def _by_version(rollout: Generation, eligible: Int64Array, rows: Int64Array) -> dict[WeightVersion, Int64Array]:
     """Rows by the weights that sampled their tokens: only log-probabilities of those weights are pi_old's."""
     ends = [span.end for span in rollout.version_spans]
     span = np.searchsorted(ends, eligible[rows], side="right")

@@ -21,7 +21,9 @@ from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
 from spot_async.seeds import derive_seed
 from spot_async.types import (
+    Float64Array,
     Generation,
+    Int64Array,
     PolicyContext,
     PolicyNeeds,
     Prompt,
@@ -108,7 +110,7 @@ class Branch:
         return [sum(each) / len(each) if each else None for each in rewards]
 
     @cached_property
-    def values(self) -> npt.NDArray[np.float64] | None:
+    def values(self) -> Float64Array | None:
         """(k_p,) mean reward of each candidate; None when a candidate has no evidence left."""
         known = [value for value in self.mean_rewards if value is not None]
         return np.array(known) if len(known) == len(self.mean_rewards) else None
@@ -119,12 +121,12 @@ class Branch:
         return self.values is not None and bool((self.values > 0).any())
 
     @cached_property
-    def prior(self) -> npt.NDArray[np.float64]:
+    def prior(self) -> Float64Array:
         """(k_p,) the teacher renormalised on its candidates."""
         return teacher_prior(self.teacher_logprobs)
 
     @cached_property
-    def target(self) -> npt.NDArray[np.float64]:
+    def target(self) -> Float64Array:
         """(k_p,) the prior calibrated by the values; the prior itself where there are none."""
         return self.prior if self.values is None else calibrated_target(self.teacher_logprobs, self.values, self.gamma)
 
@@ -235,7 +237,7 @@ class SpotPolicy:
         return Selection(eligible[selected], eligible, score, parts, student_logprobs, certain=certain)
 
     async def _acquisition_score(
-        self, eligible: npt.NDArray[np.int64], rollout: Generation, scores: TokenScores, stages: PromptStages
+        self, eligible: Int64Array, rollout: Generation, scores: TokenScores, stages: PromptStages
     ) -> tuple[npt.NDArray[np.float32], PositionScores]:
         """The student's log-probabilities (E, k_s), and s = H C G with its parts (equations 5 to 7)."""
         student_logprobs = await stages.candidate_logprobs(

@@ -11,20 +11,22 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.types import Float64Array
 
-def teacher_prior(teacher_logprobs: npt.ArrayLike) -> npt.NDArray[np.float64]:
+
+def teacher_prior(teacher_logprobs: npt.ArrayLike) -> Float64Array:
     """The teacher renormalised on its candidates: (..., k) natural logs to (..., k) probabilities."""
     logprobs = np.asarray(teacher_logprobs, dtype=np.float64)
     return calibrated_target(logprobs, np.zeros_like(logprobs), gamma=0.0)
 
 
-def target_entropy(target: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def target_entropy(target: npt.ArrayLike) -> Float64Array:
     """Entropy of target distributions (..., k), in nats (...): cross-entropy minus this is the KL divergence."""
     probabilities = np.asarray(target, dtype=np.float64)
     return np.asarray(-(probabilities * np.log(np.where(probabilities > 0.0, probabilities, 1.0))).sum(axis=-1))
 
 
-def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, gamma: float) -> npt.NDArray[np.float64]:
+def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, gamma: float) -> Float64Array:
     """`p(v) exp(gamma V(v)) / Z` over the candidates, `p` the teacher renormalised on them.
 
     `teacher_logprobs` and `values` are (..., k_p), natural logs (any common offset cancels) and mean

@@ -59,7 +59,7 @@ class OpenRequest:
     work: Callable[[Any], int] | None = None  # tokens that a result amounts to
     started_s: float | None = None  # when its first lease was granted
     deadline: float = 0.0
-    told_s: float = 0.0  # longest pause that an endpoint has asked for (Retry-After)
+    longest_retry_after_s: float = 0.0  # that an endpoint has asked for
     attempts: int = 0  # so far
     replica: str | None = None  # the one that has it: None while it waits for one, empty where the role has only one
 
@@ -191,7 +191,7 @@ class Stage(Generic[S]):
                 delay_s = self._retry.delay_s(error, failures[error.failure_class], self._jitter())
                 if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
                     pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
-                    pending.told_s = max(pending.told_s, delay_s)
+                    pending.longest_retry_after_s = max(pending.longest_retry_after_s, delay_s)
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= pending.deadline:
                     raise
                 count = failures[error.failure_class]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.types import Float64Array
 
-def entropy_bounds(
-    topk_logprobs: npt.ArrayLike, vocab_size: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+
+def entropy_bounds(topk_logprobs: npt.ArrayLike, vocab_size: int) -> tuple[Float64Array, Float64Array]:
     """Lower and upper bound (T,), in nats, of the entropy of rows whose top-K log-probabilities (T, K) are known.
 
     The mass that is not shown lies on V - K tokens, none likelier than the K-th. The entropy is
@@ -33,6 +33,6 @@ def entropy_bounds(
     return lower, upper
 
 
-def plogp(p: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def plogp(p: Float64Array) -> Float64Array:
     """p log p with 0 log 0 = 0."""
     return p * np.log(np.where(p > 0.0, p, 1.0))

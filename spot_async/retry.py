@@ -11,7 +11,7 @@ POISONED_ATTEMPTS = 2  # a reply is damaged once by chance, or every time becaus
 BASE_DELAY_S = 0.25
 MAX_DELAY_S = 8.0
 MAX_DOUBLINGS = 16  # enough to reach the largest delay; without a limit the power would overflow
-TOLD_SPREAD = 0.1  # share of the pause that an endpoint asks for, so that its clients do not all come back at once
+RETRY_AFTER_SPREAD = 0.1  # share of the pause asked for, so that an endpoint's clients do not all come back at once
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
@@ -38,8 +38,8 @@ class RetryPolicy(msgspec.Struct, frozen=True):
         backoff_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0**doublings) * (0.5 + jitter / 2)
         match error.failure_class:
             case FailureClass.THROTTLED:
-                told_s = error.retry_after_s if isinstance(error, ThrottledError) else None
-                return max(backoff_s, (told_s or 0.0) * (1.0 + TOLD_SPREAD * jitter))
+                retry_after_s = error.retry_after_s if isinstance(error, ThrottledError) else None
+                return max(backoff_s, (retry_after_s or 0.0) * (1.0 + RETRY_AFTER_SPREAD * jitter))
             case FailureClass.TRANSIENT:
                 return backoff_s if failures < self.attempts else None
             case FailureClass.POISONED:

@@ -65,8 +65,8 @@ class Observers:
 
 
 @dataclass
-class Reached:
-    """What a run has come to so far."""
+class RunResults:
+    """What a run has come to so far, as its outcome will tell."""
 
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
@@ -149,7 +149,7 @@ class TrainingRun:
         self._stages.teacher_cache = self._spending.teacher_cache
         self._history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
         self._vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)  # of evaluations
-        self._reached = Reached()
+        self._results = RunResults()
 
     def open_files(self, stack: ExitStack) -> Sequence[MetricSink]:
         """Lock the run directory, and enter what must outlive the servers: logs, screen and watchdog."""
@@ -176,15 +176,15 @@ class TrainingRun:
             try:
                 await watched(self._work(sinks), [*(each.watch for each in servers), self._trainer.watch])
             except* BudgetSpentError as spent:
-                self._reached.is_out_of_money(spent)
-            outcome = self._reached.outcome(self._directory.path, self._history.best, self._spending.summary())
+                self._results.is_out_of_money(spent)
+            outcome = self._results.outcome(self._directory.path, self._history.best, self._spending.summary())
             self._watchdog.phase_began("stopping")
         return outcome
 
     async def _work(self, sinks: Sequence[MetricSink]) -> None:
         """What the run does while its servers live."""
         await self._prepare_servers()
-        self._reached.before = await self._evaluate("before", self._plan.student.directory)
+        self._results.before = await self._evaluate("before", self._plan.student.directory)
         orchestrator = self._make_orchestrator(sinks)
         self._phases.begin(f"training with {self._config.policy.kind}", orchestrator)
         verdicts = make_live_verdict(
@@ -194,7 +194,7 @@ class TrainingRun:
         with trace:
             async with alongside(verdicts.speak):
                 await orchestrator.run()
-        self._reached.after = await self._evaluate_after(orchestrator.state.iteration)
+        self._results.after = await self._evaluate_after(orchestrator.state.iteration)
 
     async def _prepare_servers(self) -> None:
         """Check what the servers do, and send the student's servers its first weights."""
@@ -228,7 +228,7 @@ class TrainingRun:
             self._config, self._plan, self._stages, self._trainer, [student], observer, self._evaluate_live
         )
         orchestrator.report_to(self._watchdog)
-        self._reached.orchestrator = orchestrator
+        self._results.orchestrator = orchestrator
         return orchestrator
 
     async def _evaluate(self, when: str, weights: Path) -> EvaluationResult | None:
@@ -246,7 +246,7 @@ class TrainingRun:
                 weights,
             )
         except* BudgetSpentError as spent:
-            self._reached.is_out_of_money(spent)
+            self._results.is_out_of_money(spent)
         return result
 
     async def _evaluate_live(self, iteration: int) -> EvaluationResult | None:
@@ -255,7 +255,7 @@ class TrainingRun:
             return None
         result = await self._evaluate(f"{iteration:06d}", self._directory.weights_after(iteration))
         if iteration < self._plan.schedule.iterations:  # otherwise training is over
-            self._phases.begin(f"training with {self._config.policy.kind}", self._reached.orchestrator)
+            self._phases.begin(f"training with {self._config.policy.kind}", self._results.orchestrator)
         return result
 
     async def _evaluate_after(self, iterations: int) -> EvaluationResult | None:
@@ -264,7 +264,7 @@ class TrainingRun:
         after, last = history.result_after(iterations), directory.weights_after(iterations)
         if after is not None:  # the last mid-run evaluation had the same weights, problems and seeds
             write_evaluation(self._config, self._plan.evaluation, directory, "after", last, after)
-        elif self._reached.spent is None:
+        elif self._results.spent is None:
             after = await self._evaluate("after", last if iterations else self._plan.student.directory)
             if after is not None and history.best is not None:
                 history.add(iterations, after, (directory.path / "student").resolve())

@@ -27,6 +27,8 @@ from spot_async.config import SamplingConfig
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+Int64Array = npt.NDArray[np.int64]  # indices, as numpy makes them
+Float64Array = npt.NDArray[np.float64]  # what is computed with
 
 FinishReason = Literal["stop", "length"]
 

@@ -176,9 +176,9 @@ def test_an_endpoint_that_asks_for_longer_than_the_deadline_is_left_alone_for_as
             assert (probe.in_flight, probe.waiting) == (1, 0)
             if loop.time() < 3600.0:
                 raise ThrottledError("429: daily limit", retry_after_s=3600.0)
-            return (told_s,) == tuple(each.told_s for each in probe.open)
+            return (retry_after_s,) == tuple(each.longest_retry_after_s for each in probe.open)
 
-        told_s = 3600.0
+        retry_after_s = 3600.0
         asking = asyncio.create_task(probe.ask((0,), closed_for_an_hour))
         await asyncio.sleep(1800.0)
         assert (probe.in_flight, probe.waiting) == (0, 1)  # nobody has it meanwhile

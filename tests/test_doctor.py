@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from spot_async.backends.local import LocalBackend
 from spot_async.checks import diagnosis
 from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
-from spot_async.checks.doctor import ROWS, show
 from spot_async.checks.preflight import plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
+from spot_async.doctor import ROWS, show
 from spot_async.errors import ConfigError, PermanentError
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
 

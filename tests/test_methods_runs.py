@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import spot_async
-from spot_async.assembly import served_models
 from spot_async.checks.preflight import plan_training
 from spot_async.config.loading import load_config
 from spot_async.end_tokens import EndTokens
@@ -53,8 +52,7 @@ def test_each_methods_file_makes_a_plan_with_the_models_that_it_needs(kind):
 @pytest.mark.parametrize("kind", ["opd", "eopd", "grpo", "kd", "spot"])
 def test_each_methods_file_fits_the_two_cores_that_it_is_made_for(kind, monkeypatch):
     monkeypatch.setattr("spot_async.servers.available_cores", lambda: frozenset({0, 1}))
-    models = served_models(load_config(CONFIGS / f"{kind}.yaml"), plan(kind))
-    assert core_shares(models).warnings == ()
+    assert core_shares(plan(kind).served).warnings == ()
 
 
 @pytest.mark.parametrize(

@@ -292,16 +292,16 @@ def test_a_replica_that_asked_to_be_left_alone_gets_nothing_until_then():
         loop = asyncio.get_running_loop()
         sent: list[tuple[float, str]] = []
 
-        async def ask(told_s=None):
+        async def ask(retry_after_s=None):
             lease = await pool.lease(Errand("score", (0,)))
             async with lease:
                 sent.append((loop.time(), lease.replica))
-                if told_s is not None:
-                    raise ThrottledError("429", retry_after_s=told_s)
+                if retry_after_s is not None:
+                    raise ThrottledError("429", retry_after_s=retry_after_s)
 
-        for told_s in (900.0, 50.0):
+        for retry_after_s in (900.0, 50.0):
             with pytest.raises(ThrottledError):
-                await ask(told_s)
+                await ask(retry_after_s)
         assert {name for _, name in sent} == {"r0", "r1"}
         await asyncio.gather(ask(), ask())
         assert sent[2:] == [(50.0, sent[1][1])] * 2

@@ -72,22 +72,22 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
         check_capabilities(config, needs, together, sums_ends=summing)
     except ConfigError as error:
         refusals += str(error).splitlines()
-    examinations = [
-        _Examination(role, name, backend, said[name], config, plan, asked)
+    diagnoses = [
+        _ServerDiagnosis(role, name, backend, said[name], config, plan, asked)
         for role, each in servers.items()
         for name, backend in each.items()
     ]
-    await gather(each.run() for each in examinations)
-    for each in examinations:  # one after the other: they would wait for each other's processors
+    await gather(each.run() for each in diagnoses)
+    for each in diagnoses:  # one after the other: they would wait for each other's processors
         await each.time()
         if len(servers[each.role]) > 1:
             each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
     warnings = plan_warnings(plan) + [line for found in agreements.values() for line in found.warnings]
     return Diagnosis(
         capabilities=together,
-        roles={each.name: each.facts for each in examinations},
-        refusals=refusals + [line for each in examinations for line in each.refusals],
-        warnings=warnings + [line for each in examinations for line in each.warnings],
+        roles={each.name: each.facts for each in diagnoses},
+        refusals=refusals + [line for each in diagnoses for line in each.refusals],
+        warnings=warnings + [line for each in diagnoses for line in each.warnings],
     )
 
 
@@ -175,7 +175,7 @@ async def _asked(plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
 
 
 @dataclass
-class _Examination:
+class _ServerDiagnosis:
     """One server's facts while they are gathered."""
 
     role: str

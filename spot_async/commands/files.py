@@ -88,9 +88,12 @@ def report(
     It goes to RUN/report.html unless --html says otherwise.
     """
     from spot_async.inspection import commands
+    from spot_async.tuning.results import read_tuning
+    from spot_async.tuning.view import tuning_section
 
     try:
-        commands.write_report(screen, run, html, tuning)
+        more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
+        commands.write_report(screen, run, html, more)
     except DataError as error:
         fail(error, code=2)
 

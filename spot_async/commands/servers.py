@@ -40,7 +40,7 @@ def doctor(
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
-    from spot_async.checks.doctor import examine_and_show
+    from spot_async.doctor import examine_and_show
     from spot_async.scratch import working_directory
 
     try:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from spot_async.types import Float64Array
 
 BLOCK = 1 << 20  # counts in memory at a time
 
@@ -24,11 +24,11 @@ BLOCK = 1 << 20  # counts in memory at a time
 class Interval(NamedTuple):
     """Both ends, element by element."""
 
-    low: Floats
-    high: Floats
+    low: Float64Array
+    high: Float64Array
 
 
-def resampled_means(tables: Sequence[npt.ArrayLike], *, draws: int, seed: int) -> list[Floats]:
+def resampled_means(tables: Sequence[npt.ArrayLike], *, draws: int, seed: int) -> list[Float64Array]:
     """For each benchmark's values (problems, *rest), the means over its drawn problems, (draws, *rest).
 
     All columns of a table see the same problems drawn. Equal seeds give equal draws, however many tables follow.
@@ -37,20 +37,20 @@ def resampled_means(tables: Sequence[npt.ArrayLike], *, draws: int, seed: int) -
     return [_means(random, np.asarray(table, dtype=np.float64), draws) for table in tables]
 
 
-def macro(per_benchmark: Sequence[Floats]) -> Floats:
+def macro(per_benchmark: Sequence[Float64Array]) -> Float64Array:
     """The unweighted mean over benchmarks, of draws or of figures themselves."""
-    mean: Floats = np.mean(np.stack(per_benchmark), axis=0)
+    mean: Float64Array = np.mean(np.stack(per_benchmark), axis=0)
     return mean
 
 
-def percentile_interval(draws: Floats, confidence: float) -> Interval:
+def percentile_interval(draws: Float64Array, confidence: float) -> Interval:
     """Both ends (*rest) of the central share `confidence` of draws (draws, *rest)."""
     tail = (1.0 - confidence) / 2
     low, high = np.quantile(draws, [tail, 1.0 - tail], axis=0)
     return Interval(low, high)
 
 
-def _means(random: np.random.Generator, table: Floats, draws: int) -> Floats:
+def _means(random: np.random.Generator, table: Float64Array, draws: int) -> Float64Array:
     """(draws, *rest) of a table (problems, *rest). In blocks, or the draws of 12,000 problems would fill memory."""
     block = max(1, BLOCK // len(table))
     sizes = [min(block, draws - start) for start in range(0, draws, block)]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from spot_async.config.evaluation import RESERVED_NAMES
 from spot_async.errors import DataError
 from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, read_figures
 from spot_async.run_directory import refuse_newer
+from spot_async.types import Int64Array
 
 AFTER_TRAINING = "evaluation-after.json"
 FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # of `eval` and of `train`
@@ -40,7 +40,7 @@ class PairedBenchmark:
 
     name: str
     samples: int
-    correct: npt.NDArray[np.int64]  # (problems, methods)
+    correct: Int64Array  # (problems, methods)
 
 
 def read_evaluated(argument: str) -> Evaluated:

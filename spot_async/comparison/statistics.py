@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spot_async.comparison.bootstrap import Floats, Interval, macro, percentile_interval, resampled_means
+from spot_async.comparison.bootstrap import Interval, macro, percentile_interval, resampled_means
 from spot_async.comparison.reading import PairedBenchmark
 from spot_async.config.evaluation import MEAN_COLUMN
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import pass_at_k_of_counts
+from spot_async.types import Float64Array
 
 
 class Column(NamedTuple):
@@ -34,9 +35,9 @@ class Comparison:
     columns: Sequence[Column]
     samples: int
     k: int
-    values: Floats
+    values: Float64Array
     intervals: Interval
-    differences: Floats  # from the baseline, 0 in its own row
+    differences: Float64Array  # from the baseline, 0 in its own row
     difference_intervals: Interval
     confidence: float
     draws: int
@@ -79,10 +80,10 @@ def compare(
     figures, draws_of = np.stack(values, axis=1), np.stack(drawn, axis=2)  # (2, columns, methods), (draws, 2, ...)
     change, change_of = figures - figures[..., [baseline]], draws_of - draws_of[..., [baseline]]
 
-    def table(values: Floats) -> Floats:
+    def table(values: Float64Array) -> Float64Array:
         return values.reshape(-1, len(methods)).T
 
-    def interval(draws_of: Floats) -> Interval:
+    def interval(draws_of: Float64Array) -> Interval:
         return Interval(*map(table, percentile_interval(draws_of, confidence)))
 
     return Comparison(
@@ -112,7 +113,7 @@ class PassCurves:
 
     benchmark: str
     samples: int
-    values: Floats  # (samples, methods), k - 1 the row
+    values: Float64Array  # (samples, methods), k - 1 the row
 
 
 def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.comparison.bootstrap import Floats
 from spot_async.comparison.statistics import Column, Comparison, PassCurves
+from spot_async.types import Float64Array
 
 DECIMALS = 2
 Mark = Literal["best", "second", ""]
@@ -24,7 +24,7 @@ _LATEX = str.maketrans({c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslas
                         "^": "\\textasciicircum{}"})  # fmt: skip
 
 
-def marks(values: Floats) -> list[list[Mark]]:
+def marks(values: Float64Array) -> list[list[Mark]]:
     """The best and the second of each column of `values` (methods, columns). A single method is marked as neither."""
     shown = rounded(values)
     found: list[list[Mark]] = [[""] * shown.shape[1] for _ in shown]
@@ -37,7 +37,7 @@ def marks(values: Floats) -> list[list[Mark]]:
     return found
 
 
-def rounded(shares: npt.ArrayLike) -> Floats:
+def rounded(shares: npt.ArrayLike) -> Float64Array:
     """Percent at `DECIMALS`, halves upwards: eighths of few problems often end in 5, which floats round either way."""
     scale = 10.0**DECIMALS
     return np.asarray(np.floor(100 * np.asarray(shares) * scale + 0.5 + 1e-6) / scale)

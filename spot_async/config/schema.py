@@ -25,6 +25,8 @@ from spot_async.retry import DEFAULT_ATTEMPTS
 
 CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
 
+LossAggregation = Literal["sequence_mean", "token_mean"]
+
 
 class RunConfig(Section):
     """Where the run writes, and its seed."""
@@ -137,7 +139,7 @@ class TrainingConfig(Section):
     clip: PositiveFloat = Field(0.2, description="epsilon of the clipped policy ratio")
     dual_clip: float | None = Field(None, gt=1, description="bound of the loss at negative advantages; off by default")
     reference_kl: NonNegativeFloat = Field(0.0, description="coefficient of the KL to the reference")
-    loss_aggregation: Literal["sequence_mean", "token_mean"] = Field(
+    loss_aggregation: LossAggregation = Field(
         "sequence_mean", description="mean of each response first, or of all tokens of a mini-batch alike"
     )
     behavior: Literal["served", "recomputed"] = Field(

@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.conformance.checks import Violation
-from spot_async.types import BoolArray, TokenScores
+from spot_async.types import BoolArray, Float64Array, Int64Array, TokenScores
 
-Rows = npt.NDArray[np.float64]  # (T, V) exact log-probabilities
+Rows = Float64Array  # (T, V) exact log-probabilities
 
 INNER = slice(1, -1)  # rows with neighbours in the same response; the first and the last have checks of their own
 ENDS = [0, -1]
 
 
-def of_tokens(exact: Rows, token_ids: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def of_tokens(exact: Rows, token_ids: npt.ArrayLike) -> Float64Array:
     """(T,) or (T, K): the exact log-probabilities of token ids of that shape."""
     ids = np.asarray(token_ids)
     return np.take_along_axis(exact, ids.reshape(len(exact), -1), axis=1).reshape(ids.shape)
@@ -47,7 +47,7 @@ def known(scores: TokenScores) -> BoolArray:
     return np.ones(len(scores.logprobs), np.bool_) if scores.valid is None else scores.valid
 
 
-def inner(scores: TokenScores) -> npt.NDArray[np.int64]:
+def inner(scores: TokenScores) -> Int64Array:
     """`known` positions that have neighbours on both sides; the ends have checks of their own."""
     positions = np.flatnonzero(known(scores))
     return positions[(positions > 0) & (positions < len(scores.logprobs) - 1)]
@@ -62,22 +62,22 @@ def require_close(nats: float, tolerance_nats: float, what: str) -> None:
     require(nats <= tolerance_nats, f"{what} differ by up to {nats:.2g} nats from the model's", nats)
 
 
-def nucleus_mass_before(exact: Rows, token_ids: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def nucleus_mass_before(exact: Rows, token_ids: npt.ArrayLike) -> Float64Array:
     """(T,) probability of all tokens that are likelier than the sampled one: below top_p where sampling kept to it."""
     own = of_tokens(exact, token_ids)
-    mass: npt.NDArray[np.float64] = np.where(exact > own[:, None], np.exp(exact), 0.0).sum(axis=1)
+    mass: Float64Array = np.where(exact > own[:, None], np.exp(exact), 0.0).sum(axis=1)
     return mass
 
 
-def log_kept_mass(exact: Rows, top_p: float) -> npt.NDArray[np.float64]:
+def log_kept_mass(exact: Rows, top_p: float) -> Float64Array:
     """(T,) log of the probability that sampling with `top_p` leaves."""
     ordered = -np.sort(-np.exp(exact), axis=1)
     before = ordered.cumsum(axis=1) - ordered
-    kept: npt.NDArray[np.float64] = np.log(np.where(before < top_p, ordered, 0.0).sum(axis=1))
+    kept: Float64Array = np.log(np.where(before < top_p, ordered, 0.0).sum(axis=1))
     return kept
 
 
-def entropy(exact: Rows) -> npt.NDArray[np.float64]:
+def entropy(exact: Rows) -> Float64Array:
     """(T,) nats."""
-    values: npt.NDArray[np.float64] = -(np.exp(exact) * np.where(np.isneginf(exact), 0.0, exact)).sum(axis=1)
+    values: Float64Array = -(np.exp(exact) * np.where(np.isneginf(exact), 0.0, exact)).sum(axis=1)
     return values

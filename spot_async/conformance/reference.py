@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
+from spot_async.conformance.comparison import Rows
 from spot_async.errors import DataError
 from spot_async.text import first_line
 from spot_async.types import IntArray
 
 WEIGHTS = "*.safetensors"
 PERTURBATION = 0.2  # times each tensor's standard deviation: changes log-probabilities by more than any tolerance
-
-Rows = npt.NDArray[np.float64]
 
 
 class Reference:

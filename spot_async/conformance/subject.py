@@ -27,7 +27,8 @@ from spot_async.types import (
 )
 
 if TYPE_CHECKING:
-    from spot_async.conformance.reference import Reference, Rows
+    from spot_async.conformance.comparison import Rows
+    from spot_async.conformance.reference import Reference
 
 COOL = 0.6  # a temperature that tells the conventions apart
 PROMPT_TOKENS = 12

@@ -12,19 +12,21 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.types import Float64Array
 
-def avg_at_k_per_problem(correct: npt.ArrayLike) -> npt.NDArray[np.float64]:
+
+def avg_at_k_per_problem(correct: npt.ArrayLike) -> Float64Array:
     """Share of correct samples of each problem, (problems,)."""
     return np.asarray(_table(correct).mean(axis=1))
 
 
-def pass_at_k_per_problem(correct: npt.ArrayLike, k: int) -> npt.NDArray[np.float64]:
+def pass_at_k_per_problem(correct: npt.ArrayLike, k: int) -> Float64Array:
     """Unbiased pass@k of each problem, (problems,). Raises `ValueError` as `pass_at_k_of_counts`."""
     table = _table(correct)
     return pass_at_k_of_counts(table.sum(axis=1), table.shape[1], k)
 
 
-def pass_at_k_of_counts(counts: npt.ArrayLike, samples: int, k: int) -> npt.NDArray[np.float64]:
+def pass_at_k_of_counts(counts: npt.ArrayLike, samples: int, k: int) -> Float64Array:
     """Probability that k of a problem's n samples drawn without replacement hold a correct one.
 
     `1 - C(n - c, k) / C(n, k)` for each count c of correct samples, of any shape: the unbiased estimate of pass@k, with

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from spot_async.config.evaluation import ALL_TIERS, MACRO
 from spot_async.evaluation.figures import (
@@ -24,7 +23,7 @@ from spot_async.evaluation.figures import (
 )
 from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_problem, standard_error
 from spot_async.evaluation.response_log import JudgedResponse
-from spot_async.types import BoolArray, Verdict
+from spot_async.types import BoolArray, Float64Array, Verdict
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class EvaluationResult:
             return None
         ks = reported(self._in_macro[0].pass_k, min(benchmark.samples for benchmark in self._in_macro))
 
-        def mean(values: Callable[[BoolArray], npt.NDArray[np.float64]]) -> Estimate:
+        def mean(values: Callable[[BoolArray], Float64Array]) -> Estimate:
             return mean_of_independent([Estimate.over_problems(values(correct)) for correct in members])
 
         return MacroFigures(

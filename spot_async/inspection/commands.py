@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -12,6 +14,9 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.inspection.reading import RunFiles, SampleSummary
 from spot_async.text import counted, visible
 from spot_async.types import Verdict
+
+if TYPE_CHECKING:
+    from spot_async.inspection.report import Section
 
 
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
@@ -67,16 +72,13 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found, policy))
 
 
-def write_report(screen: Console, run: Path, html: Path | None, tuning: Path | None) -> None:
-    """Write a run's report, by default into the run directory, with what `tune` found where named. Raises DataError."""
+def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[Section] = ()) -> None:
+    """Write a run's report, by default into the run directory; `more` follows its own sections. Raises DataError."""
     from spot_async.inspection.pages import report_page
     from spot_async.inspection.report import read_report
-    from spot_async.inspection.tuning_view import tuning_section
-    from spot_async.tuning.results import read_tuning
 
     files = RunFiles(run)
     refuse_evaluation(files)
-    more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
     report = read_report(files, more)
     screen.print(Text(report.verdict.sentence), *(Text(f"* {line}") for line in report.verdict.advice), sep="\n")
     if report.results is not None:

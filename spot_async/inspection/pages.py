@@ -28,13 +28,12 @@ from spot_async.text import visible
 
 if TYPE_CHECKING:
     from spot_async.inspection.report import Report
-    from spot_async.tuning.results import Tuning
 
 LONG_TEXT = 600  # characters of a probe that are shown unfolded
 
 
 @functools.cache
-def _templates() -> jinja2.Environment:
+def templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("spot_async.inspection"),
         autoescape=True,
@@ -64,27 +63,10 @@ def sample_page(
     number: int, sample: SampleRecord, colourings: Sequence[Colouring], policy: PolicySettings = GUIDED
 ) -> str:
     """One rollout: problem, response in every colouring, branches."""
-    template = _templates().get_template("sample.html")
+    template = templates().get_template("sample.html")
     return template.render(number=number, sample=sample, colourings=colourings, policy=policy, long_text=LONG_TEXT)
 
 
 def report_page(report: Report) -> str:
     """A whole run."""
-    return _templates().get_template("report.html").render(report=report)
-
-
-def tuning_page(tuning: Tuning, name: str) -> str:
-    """What `tune` measured of a configuration's servers."""
-    from spot_async.inspection.tuning_view import HEADINGS, ramp_table, tuning_section
-
-    return (
-        _templates()
-        .get_template("tuning.html")
-        .render(
-            name=name,
-            tuning=tuning,
-            section=tuning_section(tuning),
-            headings=HEADINGS,
-            tables=[ramp_table(ramp) for ramp in tuning.ramps],
-        )
-    )
+    return templates().get_template("report.html").render(report=report)

@@ -30,7 +30,7 @@ from spot_async.serving.settings import EngineSettings
 from spot_async.serving.slots import SlotTable
 from spot_async.serving.tasks import CandidateTask, GenerateTask, ScoreTask, Task, Tokens, take_group
 from spot_async.serving.weights import Parameters
-from spot_async.types import Generation, TokenScores, WeightVersion
+from spot_async.types import Generation, Int64Array, TokenScores, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +349,7 @@ class Engine:
             _refuse(task.future, TransientError(f"the engine failed on this request: {line}"))
 
 
-def _decisions(request: ScoreRequest | CandidateRequest) -> npt.NDArray[np.int64]:
+def _decisions(request: ScoreRequest | CandidateRequest) -> Int64Array:
     """Output rows of a sequence that decide the positions asked for."""
     prompt, response = len(request.prompt_ids), len(request.response_ids)
     if isinstance(request, CandidateRequest):

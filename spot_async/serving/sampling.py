@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+
+from spot_async.types import Float64Array, Int64Array
 
 
 class Sampled(NamedTuple):
@@ -20,7 +21,7 @@ class Sampled(NamedTuple):
     topk_logprobs: torch.Tensor | None  # (n, largest k)
 
 
-def draw_uniforms(seed: int, count: int) -> npt.NDArray[np.float64]:
+def draw_uniforms(seed: int, count: int) -> Float64Array:
     """The first `count` uniforms of a request, in [0, 1)."""
     uniforms = np.random.Generator(np.random.Philox(seed)).random(count)
     return uniforms * (1 - 2.0**-52)  # so that u * total < total whatever total rounds to
@@ -32,7 +33,7 @@ def sample(
     top_p: torch.Tensor | None,
     uniforms: torch.Tensor,
     *,
-    top_k: npt.NDArray[np.int64] | None = None,
+    top_k: Int64Array | None = None,
 ) -> Sampled:
     """Inverse-CDF sampling of logits (n, V) with temperature (n, 1), uniforms (n, 1) and top_p (n, 1).
 
@@ -52,9 +53,7 @@ def sample(
     return Sampled(token_ids[:, 0], chosen[:, 0], topk_ids, topk_logprobs)
 
 
-def _best(
-    logprobs: torch.Tensor, top_k: npt.NDArray[np.int64]
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+def _best(logprobs: torch.Tensor, top_k: Int64Array) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """Ids and values of each row's own top-k. Which of equal tokens come first depends on k, so every k is looked up
     by itself: a row's answer must not follow from what its neighbours ask for.
     """

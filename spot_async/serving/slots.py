@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.serving.tasks import GenerateTask, Tokens
+from spot_async.types import Int64Array
 
 NO_TOKEN = -1
 GREEDY_TOP_P = 1e-9  # leaves the likeliest token
@@ -65,11 +66,11 @@ class SlotTable:
 
     def record(
         self,
-        token_ids: npt.NDArray[np.int64],
+        token_ids: Int64Array,
         logprobs: npt.NDArray[np.float32],
-        topk_ids: npt.NDArray[np.int64] | None,
+        topk_ids: Int64Array | None,
         topk_logprobs: npt.NDArray[np.float32] | None,
-    ) -> npt.NDArray[np.int64]:
+    ) -> Int64Array:
         """Append one token to each active row; returns the rows that are finished by it."""
         rows = slice(0, self.active)
         numbers, place = self.rows[rows], self.produced[rows]
@@ -82,7 +83,7 @@ class SlotTable:
         self.last_token[rows] = token_ids
         self.produced[rows] += 1
         stopped = (token_ids[:, None] == self.stop_ids[rows]).any(axis=1)
-        finished: npt.NDArray[np.int64] = numbers[stopped | (self.produced[rows] >= self.budget[rows])]
+        finished: Int64Array = numbers[stopped | (self.produced[rows] >= self.budget[rows])]
         return finished
 
     def save(self, row: int) -> GenerateTask:

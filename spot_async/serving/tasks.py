@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.sampling import draw_uniforms
-from spot_async.types import FloatArray, Generation, IntArray, TokenScores, VersionSpan, WeightVersion
+from spot_async.types import Float64Array, FloatArray, Generation, IntArray, TokenScores, VersionSpan, WeightVersion
 
 
 class Tokens(NamedTuple):
@@ -39,7 +39,7 @@ class GenerateTask:
     """A response being sampled. Outside a slot it holds what was sampled so far; in one, the slot does."""
 
     request: GenerateRequest
-    uniforms: npt.NDArray[np.float64]  # (max_tokens,)
+    uniforms: Float64Array  # (max_tokens,)
     future: Future[Generation] = dataclasses.field(default_factory=Future)
     number: int = -1  # in order of arrival
     row: int | None = None  # its slot

@@ -12,12 +12,12 @@ but must be finite: a gradient of 0 times infinity would still be NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LossAggregation = Literal["sequence_mean", "token_mean"]
+from spot_async.config import LossAggregation
 
 MAX_LOG_RATIO_NATS = 20.0  # both limits are verl's (`kl_penalty` of its core_algos.py)
 MAX_REFERENCE_KL_NATS = 10.0  # per token

@@ -11,12 +11,11 @@ from rich.text import Text
 
 from spot_async.checks.preflight import TrainPlan
 from spot_async.config import Config
-from spot_async.inspection.pages import tuning_page
-from spot_async.inspection.tuning_view import terminal_tables
 from spot_async.tuning.measurement import Level
 from spot_async.tuning.recommendation import duration
 from spot_async.tuning.results import write
 from spot_async.tuning.running import TuneOptions, tune
+from spot_async.tuning.view import terminal_tables, tuning_page
 
 
 def run(

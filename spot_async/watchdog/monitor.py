@@ -131,7 +131,9 @@ class Watchdog:
         assert self._limits is not None
         orchestrator = self.orchestrator
         limit_s = self._limits.of(orchestrator.state.waiting_for if orchestrator is not None else None)
-        return limit_s + max((each.told_s for stage in self._stages for each in list(stage.open)), default=0.0)
+        return limit_s + max(
+            (each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0
+        )
 
     @property
     def _stages(self) -> list[Stage[Any]]:

@@ -1,4 +1,4 @@
-"""A tuning as people read it: tables in the terminal, plots and rows of its page."""
+"""A tuning as people read it: tables in the terminal, and its page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.inspection import svg
+from spot_async.inspection.pages import templates
 from spot_async.inspection.report import Plot, Section
 from spot_async.inspection.series import Series, short_number
 from spot_async.tuning.measurement import Ramp
@@ -99,3 +100,18 @@ def tuning_section(tuning: Tuning) -> Section:
             figure = svg.level_plot(series, x_name="in flight", marked=ramp.knee, format_y=form)
             plots.append(Plot(f"{ramp.server}: {what}", note + knee, figure))
     return Section(f"Servers by requests in flight, measured {tuning.measured}", tuple(plots))
+
+
+def tuning_page(tuning: Tuning, name: str) -> str:
+    """What `tune` measured of a configuration's servers."""
+    return (
+        templates()
+        .get_template("tuning.html")
+        .render(
+            name=name,
+            tuning=tuning,
+            section=tuning_section(tuning),
+            headings=HEADINGS,
+            tables=[ramp_table(ramp) for ramp in tuning.ramps],
+        )
+    )
