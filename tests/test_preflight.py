@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from spot_async.checks.preflight import check_capabilities, check_places, plan_evaluation, plan_training
+from spot_async.checks.capabilities import check_capabilities
+from spot_async.checks.preflight import check_places, plan_evaluation, plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.model_files import read_model

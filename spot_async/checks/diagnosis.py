@@ -17,7 +17,8 @@ import numpy as np
 
 from spot_async.checks import probes
 from spot_async.checks.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
-from spot_async.checks.preflight import TrainPlan, check_capabilities, sums_ends
+from spot_async.checks.capabilities import check_capabilities, sums_ends
+from spot_async.checks.preflight import TrainPlan
 from spot_async.checks.probes import Asked, Noise
 from spot_async.concurrency import gather
 from spot_async.config import Config, ModelConfig, backend_section

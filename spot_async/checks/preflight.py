@@ -1,8 +1,7 @@
 """Checks a run before anything starts, and prepares what it needs of models and data.
 
 Everything here is read from files: no server, no GPU, and of processes only the interpreters of servers to start, which
-say whether the server is installed. What only a running backend can say
-(`Capabilities`) is checked by `check_capabilities` once it answers.
+say whether the server is installed. What only running backends can say is checked by `capabilities.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import msgspec
 from spot_async import registry
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set
-from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.model_files import ModelFiles, read_model
@@ -27,14 +25,9 @@ from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChe
 from spot_async.spending.teacher_cache import teacher_model
 from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.sinks import check_packages
-from spot_async.types import Capabilities, PolicyNeeds
+from spot_async.types import PolicyNeeds
 from spot_async.vocabulary import stop_token_ids
 from spot_async.watchdog.limits import SilenceLimits, silence_limits, start_timeouts
-
-CANNOT_SUM = (
-    "stages.score.end_token=sum: teacher.backend serves no log-probabilities of chosen tokens: set it to replace, or "
-    "choose another backend"
-)
 
 
 @dataclass(frozen=True)
@@ -155,104 +148,6 @@ def make_policy(config: Config, model: ModelFiles) -> Policy:
     return policy
 
 
-def check_capabilities(
-    config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities], *, sums_ends: bool = False
-) -> None:
-    """Whether running backends, by role, offer what the policy needs. Raises ConfigError with the key to change.
-
-    `sums_ends` is what `sums_ends` says of the run.
-    """
-    student, teacher = found["student"], found.get("teacher")
-    for role, other in found.items():
-        if student.vocab_fingerprint != other.vocab_fingerprint:
-            raise ConfigError(
-                f"{role}.model: the vocabularies that student ({student.model}) and {role} ({other.model}) serve differ"
-            )
-    missing = [
-        (needs.candidate_logprobs and student.candidate_logprobs == "none",
-         "student.backend does not serve log-probabilities of chosen candidates"),
-        (not student.weight_update, "student.backend takes no new weights"),
-        ("truncated" in [each.logprob_convention for each in found.values()],
-         "log-probabilities must be those of the untruncated distribution"),
-        *_context_too_small(config, found),
-        *_at_another_temperature(config, needs, found),
-    ]  # fmt: skip
-    missing += _cannot_be_asked(config, needs, found)
-    if teacher is not None:
-        missing += [
-            (sums_ends and needs.teacher_top_k > 0 and teacher.candidate_logprobs == "none", CANNOT_SUM),
-            (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
-            (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
-        ]  # fmt: skip
-    refusals = [message for is_missing, message in missing if is_missing]
-    if refusals:
-        raise ConfigError("\n".join(refusals))
-
-
-def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
-    """What endpoints that take only text, or only write it, cannot be used for."""
-    student, teacher, reference = found["student"], found.get("teacher"), found.get("reference")
-    return [
-        (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
-         "but not trained on"),
-        (reference is not None and not (
-            reference.token_id_prompts and reference.every_position and reference.max_top_k),
-         "reference.backend must score token ids at every position: set reference.backend to a server that does"),
-        (teacher is not None and needs.teacher_responses and not teacher.generation,
-         f"teacher.backend writes no responses, policy {config.policy.kind} needs them: set policy.load or another "
-         "teacher.backend"),
-    ]  # fmt: skip
-
-
-def _too_few_candidates(config: Config, needs: PolicyNeeds, teacher: Capabilities) -> str:
-    if teacher.max_top_k == 0:
-        return (
-            f"teacher.backend ({teacher.server}) scores no given tokens, policy {config.policy.kind} needs that: give "
-            "another teacher.backend, or use policy kd with policy.forward_kl_weight=0"
-        )
-    key = f"lower policy.{needs.teacher_top_k_key} to {teacher.max_top_k} or " if needs.teacher_top_k_key else ""
-    return (
-        f"teacher.backend ({teacher.server}) serves top-{teacher.max_top_k}, policy {config.policy.kind} needs "
-        f"top-{needs.teacher_top_k}: {key}raise what the server serves (such as its --max-logprobs, and "
-        "teacher.backend.top_k where that is set)"
-    )
-
-
-def _at_another_temperature(
-    config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]
-) -> list[tuple[bool, str]]:
-    """Log-probabilities that would be at temperature 1 beside rollouts at another."""
-    temperature = config.sampling.temperature
-    given = [("student", found["student"].generation_temperature, "sampled tokens")]
-    if needs.teacher_top_k > 0 and "teacher" in found:
-        given.append(("teacher", found["teacher"].score_temperature, "given tokens"))
-    if "reference" in found:
-        given.append(("reference", found["reference"].score_temperature, "given tokens"))
-    return [
-        (convention == "one" and temperature != 1.0, f"sampling.temperature={temperature:g}: {role}.backend "
-         f"({found[role].server}) gives log-probabilities of {what} at temperature 1 only: set it to 1")
-        for role, convention, what in given
-    ]  # fmt: skip
-
-
-def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
-    sampling, evaluation = config.sampling, config.evaluation
-    rollout = (
-        sampling.max_prompt_tokens + sampling.max_response_tokens,
-        f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + "
-        f"sampling.max_response_tokens={sampling.max_response_tokens}",
-    )
-    needs = [(role, served, *rollout) for role, served in found.items()]
-    if evaluation is not None:
-        tokens = max(each.max_response_tokens or evaluation.max_response_tokens for each in evaluation.sets().values())
-        needs.append(("student", found["student"], tokens + 1, f"evaluation.max_response_tokens={tokens} and a prompt"))
-    return [
-        (served.max_context_tokens < tokens, f"{role}.backend serves a context of {served.max_context_tokens} tokens, "
-         f"fewer than {what}: raise {role}.backend.max_context_tokens or lower those")
-        for role, served, tokens, what in needs
-    ]  # fmt: skip
-
-
 def _check_roles(config: Config, needs: PolicyNeeds) -> None:
     """Whether every model that the policy asks for is given, with a backend that can do what it asks."""
     kind = config.policy.kind
@@ -286,14 +181,6 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
 def _offers(model: ModelConfig, protocol: type) -> bool:
     """Whether the model's kind of backend has the methods."""
     return issubclass(registry.load("backends", model.backend.kind), protocol)
-
-
-def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles | None) -> bool:
-    """Whether the teacher is asked for further end tokens: not where it spells the student's in the same way."""
-    if teacher is None or needs.teacher_top_k == 0:
-        return False
-    ends = (student.vocabulary.end_token_ids, teacher.vocabulary.end_token_ids)
-    return EndTokens(*ends, config.stages.score.end_token).may_sum
 
 
 def check_places(config: Config, needs: PolicyNeeds) -> None:

@@ -249,10 +249,10 @@ def _fullness(in_flight: float, limit: int) -> str:
 
 
 SERVER_ADVICE = {
-    "student": "a faster student server (the local engine: student.backend.slots, student.backend.threads), or a device "
-    "of its own",
-    "teacher": "a faster teacher server (the local engine: teacher.backend.score_tokens, teacher.backend.threads), or a "
-    "smaller teacher",
+    "student": "a faster student server (the local engine: student.backend.slots, student.backend.threads), "
+    "or a device of its own",
+    "teacher": "a faster teacher server (the local engine: teacher.backend.score_tokens, teacher.backend.threads), "
+    "or a smaller teacher",
     "verifier": "more worker processes for the verifier: verifier.workers",
     "reference": "a faster server for the reference",
 }
