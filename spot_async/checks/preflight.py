@@ -14,6 +14,7 @@ from itertools import islice
 import msgspec
 
 from spot_async import registry
+from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set
 from spot_async.errors import ConfigError
