@@ -263,3 +263,20 @@ def test_how_a_server_of_ours_computes_is_part_of_who_the_teacher_is():
     ]
     made = [TeacherConfig.model_validate({"model": str(MODEL), "backend": each}) for each in backends]
     assert len({teacher_identity(each, files, b"weights") for each in made}) == len(backends)
+
+
+def test_runs_that_begin_at_once_share_a_new_file(tmp_path):
+    """Making a database takes several steps, in which others would find it locked."""
+
+    async def opened(path):
+        async with ScoreCache(path):
+            pass
+
+    async def run():
+        for number in range(20):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(4):
+                    group.create_task(opened(tmp_path / str(number)))
+
+    asyncio.run(run())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, range(20)))

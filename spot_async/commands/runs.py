@@ -208,15 +208,7 @@ def show_plan(config: Config, path: Path, plan: TrainPlan) -> None:
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     training = config.training
     lines = [
-        f"student   {config.student.backend.kind} backend serving {config.student.model}",
-        *(
-            f"{role:<9} {model.backend.kind} backend serving {model.model}"
-            for role, model in (
-                ("teacher", config.teacher if plan.policy.needs.teacher else None),
-                ("reference", plan.reference),
-            )
-            if model is not None
-        ),
+        *(f"{role:<9} {model.backend.kind} backend serving {model.model}" for role, model in plan.served.items()),
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
         f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
         f"in mini-batches of {training.mini_batch_size}, from "

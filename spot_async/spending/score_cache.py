@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import sqlite3
+import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -115,20 +117,36 @@ class ScoreCache:
                 f"teacher.replay: there is no {self.path}: run once with teacher.cache and without replay"
             )
         try:
-            self._connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-            (found,) = self._connection.execute("PRAGMA user_version").fetchone()
-            if found not in (0, FORMAT):
-                raise DataError(f"teacher.cache: {self.path} has format {found}, this version reads {FORMAT}")
-            self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, checksum BLOB NOT NULL, value BLOB NOT NULL)"
-            )
-            self._connection.execute(f"PRAGMA user_version = {FORMAT}")
+            if not self.path.exists():
+                self._create()
+            self._connection = self._connect(self.path)
         except (sqlite3.Error, OSError) as error:
             raise DataError(
                 f"teacher.cache: cannot use {self.path}: {error}; give another file in a directory that is there"
             ) from None
+
+    def _create(self) -> None:
+        """Put an empty cache at the path, whole: runs that both made it there step by step would find it locked."""
+        fresh = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
+        try:
+            self._connect(fresh).close()
+            with contextlib.suppress(OSError):  # another run was first, or there are no links here
+                os.link(fresh, self.path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+    def _connect(self, path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found not in (0, FORMAT):
+            raise DataError(f"teacher.cache: {path} has format {found}, this version reads {FORMAT}")
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, checksum BLOB NOT NULL, value BLOB NOT NULL)"
+        )
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+        return connection
 
     def _read(self, key: bytes, kind: type[T]) -> T | None:
         row = self._connection.execute("SELECT checksum, value FROM entries WHERE key = ?", (key,)).fetchone()
