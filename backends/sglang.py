@@ -27,7 +27,7 @@ from typing import Any, Literal, Self, TypeVar
 import msgspec
 import numpy as np
 
-from spot_async.alignment import branch_prefix
+from spot_async.alignment import branch_prefix_length
 from spot_async.concurrency import gather
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
 from spot_async.spending.prices import Size
@@ -191,7 +191,7 @@ class SglangBackend(RemoteBackend):
     ) -> ScoredPositions:
         self._check_temperature(temperature)
         self._limits.check_positions(positions, response_ids)
-        asked = [(branch_prefix(prompt_ids, response_ids, position), None) for position in positions.tolist()]
+        asked = ((prefix, None) for prefix in _prefixes(prompt_ids, response_ids, positions))
         found = await self._next_tokens(asked, top_k, temperature, deadline)
         tops = [each.top for each in found if each.top is not None]
         return scored_positions(
@@ -216,10 +216,7 @@ class SglangBackend(RemoteBackend):
         self._check_temperature(temperature)
         self._limits.check_ids(candidate_ids)
         self._limits.check_positions(positions, response_ids)
-        asked = [
-            (branch_prefix(prompt_ids, response_ids, position), ids)
-            for position, ids in zip(positions.tolist(), candidate_ids, strict=True)
-        ]
+        asked = zip(_prefixes(prompt_ids, response_ids, positions), candidate_ids, strict=True)
         found = await self._next_tokens(asked, 0, temperature, deadline)
         other = next((each.version for each in found if each.version != expected_version), None)
         if other is not None:
@@ -379,6 +376,12 @@ class SglangBackend(RemoteBackend):
                 f"{self._name}: the server gives log-probabilities at temperature 1, not at {temperature:g}: start it "
                 "without SGLANG_RETURN_ORIGINAL_LOGPROB or set sampling.temperature=1"
             )
+
+
+def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[IntArray]:
+    """The context of each position, views of one sequence: copies would be the square of a long response."""
+    sequence = np.concatenate([prompt_ids, response_ids])
+    return [sequence[: branch_prefix_length(len(prompt_ids), position)] for position in positions.tolist()]
 
 
 def _output_top_k(top_k: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +30,7 @@ from sglang_stand_in import (
 
 from spot_async.backends.launch import LaunchSettings
 from spot_async.backends.local import LocalBackend
+from spot_async.backends.sglang import _prefixes
 from spot_async.backends.sglang_checks import check_ready, check_vocabulary
 from spot_async.backends.sglang_launch import sglang_command
 from spot_async.backends.sglang_weights import ServerInfo
@@ -228,3 +230,15 @@ def test_a_server_of_ours_listens_on_loopback_and_names_its_first_weights() -> N
         assert part in text
     assert text.endswith(" --enable-deterministic-inference")  # what users add comes last
     assert command.environment["X"] == "1"
+
+
+def test_prefixes_of_many_positions_take_the_memory_of_one_sequence():
+    prompt, response = np.arange(3, dtype=np.int32), np.arange(10, 2010, dtype=np.int32)
+    tracemalloc.start()
+    try:
+        prefixes = _prefixes(prompt, response, np.arange(len(response)))
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [len(prefixes[0]), len(prefixes[-1])] == [3, 2002]
+    assert most_bytes < 100 * response.nbytes

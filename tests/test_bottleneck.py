@@ -114,6 +114,15 @@ def test_the_line_ends_with_the_first_remedy_of_the_list(use, room):
     assert verdict.brief.endswith(f": {verdict.advice[1]}")
 
 
+def test_what_is_said_of_a_stage_ends_with_a_remedy_for_its_own_server():
+    """Also where more was waited for another server, by several stages together."""
+    waited_for_s = {"rollout": 26.0, "probe": 20.0, "score": 40.0}
+    stages = {stage: StageUse(in_flight=10.0, queued=0.0, limit=64) for stage in waited_for_s}
+    verdict = judge(RunTimes(90.0, 5.0, 1.0, waited_for_s, stages))
+    assert verdict.brief.startswith("student and teacher bound: score queue")
+    assert verdict.brief.split(": ")[-2:][0].endswith("a faster teacher server")
+
+
 def test_replicas_are_advised_only_where_there_is_room_for_them():
     full = {"probe": StageUse(216.0, 22.0, 256, 64)}
     assert "replicas" not in " ".join(judge(RunTimes(9.0, 1.0, 0.0, PROBE, full, 64)).advice)

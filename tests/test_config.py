@@ -148,9 +148,20 @@ def test_an_override_to_another_kind_drops_the_keys_of_the_one_before(config_pat
     assert (config.policy.kind, config.policy.alpha) == ("eopd", 0.5)
 
 
-def test_an_override_to_the_same_kind_keeps_its_keys(config_path):
+@pytest.mark.parametrize("kind", ["spot", "'spot'", "spot # the same"])
+def test_an_override_to_the_same_kind_keeps_its_keys(config_path, kind):
     config_path.write_text(MINIMAL.replace("policy: spot", "policy: {kind: spot, gamma: 2.0}"))
-    assert load_config(config_path, ["policy.kind=spot"]).policy.gamma == 2.0
+    assert load_config(config_path, [f"policy.kind={kind}"]).policy.gamma == 2.0
+
+
+@pytest.mark.parametrize(
+    "overrides", [["student.backend.kind=vllm", "student.backend.url=http://h:1"], ["student.backend.slots=3"]]
+)
+def test_an_override_of_one_section_leaves_others_that_a_yaml_alias_shares_with_it(config_path, overrides):
+    student = MINIMAL.replace("{model: s}", "{model: s, backend: &servers {kind: local, slots: 2}}")
+    config_path.write_text(student + "reference: {model: s, backend: *servers}\n")
+    backend = load_config(config_path, overrides).reference.backend
+    assert (backend.kind, backend.slots) == ("local", 2)
 
 
 def test_keys_of_another_kind_are_one_line_that_names_it(config_path):

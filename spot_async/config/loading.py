@@ -58,7 +58,7 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
-    tree = _parse_yaml(text, str(path))
+    tree = _unshared(_parse_yaml(text, str(path)))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
     bases = tree.pop("base", [])
@@ -69,6 +69,13 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     for name in names:
         below = laid_over(read_tree(path.parent / name, (*readers, path.resolve())), below)
     return laid_over(tree, below)
+
+
+def _unshared(tree: Any) -> Any:
+    """A copy in which sections that YAML aliases share are apart: an override of one is not meant for the others."""
+    if isinstance(tree, dict):
+        return {key: _unshared(value) for key, value in tree.items()}
+    return [_unshared(each) for each in tree] if isinstance(tree, list) else tree
 
 
 def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
@@ -93,13 +100,15 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
     before, as `laid_over` does for a file; what other overrides say of that section stays, in any order.
     """
     for override in overrides:
-        name, _, kind = override.partition("=")
+        name, _, text = override.partition("=")
         *keys, last = name.strip().split(".")
+        if last != "kind" or keys[-1:] == [] or keys[-1] not in KEYS_OF_PLUGINS:
+            continue
+        kind = _parse_yaml(text, f"override {override!r}")
         section: Any = tree
         for key in keys:
             section = section.get(key) if isinstance(section, dict) else None
-        is_plugin = last == "kind" and keys[-1:] and keys[-1] in KEYS_OF_PLUGINS
-        if is_plugin and isinstance(section, dict) and section.get("kind", kind.strip()) != kind.strip():
+        if isinstance(section, dict) and section.get("kind", kind) != kind:
             section.clear()
     for override in overrides:
         apply_override(tree, override)

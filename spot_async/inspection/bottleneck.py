@@ -142,7 +142,8 @@ def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
     if "student" in bound:
         most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
         general.append(GENERATION_ADVICE[most_generated])
-    trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, general[0])
+    of_first = of_servers[STAGE_SERVERS[stages[0]]]  # which need not be the server that all stages wait for most
+    trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, of_first)
     advice = dict.fromkeys([*trouble, *finding.lines, *general])
     return BottleneckVerdict(
         sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}"
