@@ -36,6 +36,10 @@ def complaint(path: Path, *overrides: str) -> str:
     [
         ("training.batchsize=8", "training.batchsize: unknown key; did you mean `batch_size`?"),
         ("policy.gama=2", "policy.gama: unknown key; did you mean `gamma`?"),
+        (
+            "student.backend={deterministic: true, threads: 2}",
+            "student.backend: deterministic: true needs device: cpu and threads: 1, not device: cpu and threads: 2: ",
+        ),
         ("studnt.model=x", "studnt: unknown key; did you mean `student`?"),
         ("stages.probe.concurency=2", "stages.probe.concurency: unknown key; did you mean `concurrency`?"),
         ("student.backend.slot=4", "student.backend.slot: unknown key; did you mean `slots`?"),

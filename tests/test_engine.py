@@ -95,12 +95,14 @@ def dense_logprobs(directory: Path, prompt: np.ndarray, response: np.ndarray, te
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [*((name, None) for name in ARCHITECTURES), ("qwen3", False), ("gpt2", False)]
+)
 def test_logprobs_of_sampled_tokens_are_those_of_a_plain_forward(
-    name: str, random_architecture: Models, engine_for: Engines
+    name: str, deterministic: bool | None, random_architecture: Models, engine_for: Engines
 ) -> None:
     directory = random_architecture(name)
-    engine = engine_for(directory, slots=5, prefill_tokens=64)
+    engine = engine_for(directory, slots=5, prefill_tokens=64, deterministic=deterministic)
     requests = [
         generate_request(prompt, seed=i, max_tokens=[3, 40, 17][i % 3], temperature=[1.0, 0.7, 1.6][i % 3], top_k=i % 4)
         for i, prompt in enumerate(prompts([1, 30, 33, 5, 64, 9, 2, 31, 32, 90]))

@@ -21,9 +21,9 @@ import torch
 from spot_async.alignment import decision_row, decision_rows
 from spot_async.errors import PoisonedReplyError, SpotError, TransientError, VersionMismatchError
 from spot_async.serving.api import CandidateReply, CandidateRequest, ScoreRequest
-from spot_async.serving.cache import bucketed, decode_width
+from spot_async.serving.cache import bucketed
 from spot_async.serving.limits import Limits
-from spot_async.serving.model import CausalModel, padded_rows
+from spot_async.serving.model import CausalModel
 from spot_async.serving.sampling import sample
 from spot_async.serving.scoring import candidate_rows, score_rows
 from spot_async.serving.settings import EngineSettings
@@ -56,8 +56,8 @@ class Engine:
         self._decodes_since_prefill = 0
         self._waiting: deque[GenerateTask] = deque()
         self._scoring: deque[ScoreTask | CandidateTask] = deque()
-        self._table = SlotTable(padded_rows(settings.slots))
-        self._cache = model.new_cache(padded_rows(settings.slots))
+        self._table = SlotTable(model.padded_rows(settings.slots))
+        self._cache = model.new_cache(model.padded_rows(settings.slots))
 
     # -- what is asked of it --
 
@@ -174,8 +174,8 @@ class Engine:
     def _decode(self) -> None:
         table = self._table
         rows = slice(0, table.active)
-        padded = padded_rows(table.active)
-        width = decode_width(int(table.length[rows].max()) + 1)
+        padded = self._model.padded_rows(table.active)
+        width = self._model.padded_width(int(table.length[rows].max()) + 1)
         try:
             hidden = self._model.decode(
                 self._tensor(table.last_token[:padded]), self._tensor(table.length[:padded]), width, self._cache

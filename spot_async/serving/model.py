@@ -18,23 +18,20 @@ import torch
 import transformers
 
 from spot_async.errors import DataError
-from spot_async.serving.cache import PrefillDone, SlotCache, decode_width
+from spot_async.serving.cache import PrefillDone, SlotCache, bucketed, decode_width
 from spot_async.serving.settings import EngineSettings
 from spot_async.text import first_line
 
-# Rows are computed in multiples of this, so that a row's bits do not depend on how many there are: matrix
+# Rows are computed in multiples of this where a row's bits must not depend on how many there are: matrix
 # products of 1 to 3 rows take another path, and element-wise functions treat the last few numbers of an array,
 # those that fill no vector, apart. 8 rows of a multiple of 4 numbers fill vectors.
 ROW_MULTIPLE = 8
+PROBE_ROWS = 8
 PROBE_TOKENS = 12
 PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
 
 _WINDOWED_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _SERVED_LAYERS = {"full_attention", *_WINDOWED_LAYERS}
-
-
-def padded_rows(rows: int) -> int:
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 class _GivenHidden(torch.nn.Module):
@@ -51,10 +48,12 @@ class _GivenHidden(torch.nn.Module):
 class CausalModel:
     """The loaded model. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, module: Any, *, max_context_tokens: int, name: str) -> None:
+    def __init__(self, module: Any, *, max_context_tokens: int, name: str, is_deterministic: bool = True) -> None:
+        """`is_deterministic`: the bits of a row do not depend on the number and lengths of those beside it."""
         self.module = module
         self.name = name
         self.max_context_tokens = max_context_tokens
+        self.is_deterministic = is_deterministic
         self.device: torch.device = module.device
         self.layers: int = _text_config(module).num_hidden_layers
         self._base = module.base_model
@@ -70,6 +69,14 @@ class CausalModel:
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
         self._output_layer = module.get_output_embeddings()
         self._plain_head = self._has_plain_head()
+
+    def padded_rows(self, rows: int) -> int:
+        """How many rows to compute where `rows` are asked for."""
+        return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if self.is_deterministic else rows
+
+    def padded_width(self, width: int) -> int:
+        """How many positions a decode attends to where its longest context has `width`."""
+        return decode_width(width) if self.is_deterministic else bucketed(width)
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states (n, L, D) of right-padded sequences (n, L)."""
@@ -104,8 +111,9 @@ class CausalModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(R, V) of hidden rows (R, D)."""
         rows = len(hidden)
-        if rows % ROW_MULTIPLE:
-            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(rows) - rows))
+        padding = self.padded_rows(rows) - rows
+        if padding:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, padding))
         output: torch.Tensor = (
             self._output_layer(hidden) if self._plain_head else self._head(inputs_embeds=hidden[None]).logits[0]
         )
@@ -120,7 +128,7 @@ class CausalModel:
         layer = self._output_layer
         if layer is None:
             return False
-        hidden = self._base(**self._any_token()).last_hidden_state[0].expand(ROW_MULTIPLE, -1)
+        hidden = self._base(**self._any_token()).last_hidden_state[0].expand(PROBE_ROWS, -1)
         return torch.equal(layer(hidden), self._head(inputs_embeds=hidden[None]).logits[0])
 
     def _any_token(self) -> dict[str, torch.Tensor]:
@@ -153,7 +161,9 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
         module = module.eval().requires_grad_(False).to(settings.device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise DataError(f"device={settings.device}: {first_line(error)}") from error
-    model = CausalModel(module, max_context_tokens=context, name=str(directory))
+    model = CausalModel(
+        module, max_context_tokens=context, name=str(directory), is_deterministic=settings.is_deterministic
+    )
     _check_by_trying(model, PROBE_TOLERANCE_NATS[settings.dtype])
     return model
 
@@ -218,7 +228,7 @@ def logprob_gap(model: CausalModel) -> float:
     count = min(PROBE_TOKENS, model.max_context_tokens)
     tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
     half = count // 2
-    rows = torch.arange(ROW_MULTIPLE, device=model.device).remainder(2)
+    rows = torch.arange(PROBE_ROWS, device=model.device).remainder(2)
     with torch.inference_mode():
         expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
         found = _slot_logits(model, tokens, half, rows)
@@ -229,13 +239,13 @@ def logprob_gap(model: CausalModel) -> float:
 
 
 def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
-    """Logits (ROW_MULTIPLE, count - half, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
-    cache = model.new_cache(ROW_MULTIPLE)
-    width = decode_width(tokens.shape[1])
+    """Logits (PROBE_ROWS, count - half, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
+    cache = model.new_cache(PROBE_ROWS)
+    width = model.padded_width(tokens.shape[1])
     model.prefill(tokens[:, :half], cache, 0, rows)
     steps = []
     for position in range(half, tokens.shape[1]):
-        positions = torch.full((ROW_MULTIPLE,), position, device=model.device)
+        positions = torch.full((PROBE_ROWS,), position, device=model.device)
         steps.append(model.logits(model.decode(tokens[rows, position], positions, width, cache)))
     return torch.stack(steps, dim=1)
 

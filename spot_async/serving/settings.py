@@ -13,7 +13,7 @@ from spot_async.config import PositiveInt, Section
 
 
 class EngineSettings(Section):
-    """How the engine uses the machine. None of it changes what is computed."""
+    """How the engine uses the machine. None of it changes what is computed, but for the last bits."""
 
     slots: PositiveInt = Field(64, description="responses decoded together")
     max_context_tokens: PositiveInt | None = Field(
@@ -30,6 +30,28 @@ class EngineSettings(Section):
     fast_path: bool = Field(
         True, description="use the engine's own forward where it gives the model's log-probabilities (float32)"
     )
+    deterministic: bool | None = Field(
+        None,
+        description="a seed repeats bit for bit, whatever runs beside it; by default where that is possible: on a CPU "
+        "with one thread",
+    )
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self._can_be_deterministic if self.deterministic is None else self.deterministic
+
+    @property
+    def _can_be_deterministic(self) -> bool:
+        return self.threads == 1 and self.device == "cpu"
+
+    @pydantic.model_validator(mode="after")
+    def _check_deterministic(self) -> Self:
+        if self.deterministic and not self._can_be_deterministic:
+            raise ValueError(
+                f"deterministic: true needs device: cpu and threads: 1, not device: {self.device} and threads: "
+                f"{self.threads}: change them, or remove it"
+            )
+        return self
 
 
 class ServeSettings(EngineSettings):
