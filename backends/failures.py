@@ -72,7 +72,8 @@ def classify(
     """The error that `request` (role and path) failed with.
 
     An exception is that of connecting, sending, or reading a reply. `has_answered`: whether the endpoint ever did.
-    A host without an address, or one that speaks no TLS, is then trouble that passes, and otherwise a wrong setting.
+    A host without an address, one that speaks no TLS, or a proxy that is not there, is then trouble that passes, and
+    otherwise a wrong setting.
     `now_s` is Unix time, for replies that do not give theirs.
     """
     if isinstance(failure, FailedReply):
@@ -104,6 +105,11 @@ def _of_exception(request: str, error: BaseException, has_answered: bool) -> Req
                 return PermanentError(f"{message}: its certificate is not trusted: see ca_certificates")
             case aiohttp.ClientHttpProxyError(status=407):
                 return PermanentError(f"{message}: the proxy wants a password")
+            case aiohttp.ClientProxyConnectionError() if not has_answered:
+                return PermanentError(
+                    f"{request}: nothing answers at {_address(cause)}: {_reason(cause.os_error)}: correct "
+                    "backend.proxy, or HTTPS_PROXY"
+                )
             case ssl.SSLError() | aiohttp.ClientConnectorSSLError() if not has_answered:
                 return PermanentError(f"{message}: is it http, not https?")
             case socket.gaierror() if cause.errno in NO_SUCH_HOST and not has_answered:

@@ -175,6 +175,14 @@ async def test_a_proxys_password_goes_to_the_proxy_only_and_into_no_error(
     assert "word-of-pass" not in str(caught.value)
 
 
+async def test_a_proxy_that_is_not_there_is_what_the_error_names_not_the_server_behind_it() -> None:
+    async with proxy_server([]) as proxy:
+        through = proxy_for("teacher", "http://models.example", proxy)
+    async with HttpEndpoint("teacher", "http://models.example", proxy=through) as endpoint:
+        with pytest.raises(PermanentError, match=f"nothing answers at the proxy {proxy.removeprefix('http://')}: "):
+            await endpoint.get("/x", deadline=soon())
+
+
 def test_the_environments_proxy_is_for_what_lies_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "proxy.example:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
