@@ -1,7 +1,6 @@
-"""What a check is, what may come of it, and running many of them. Knows nothing of what is checked.
+"""What a check is, and running many of them. Knows nothing of what is checked.
 
-A check returns a `Finding`, or raises `Violation` (the contract is broken) or `NotOffered` (the backend says that
-it does not do this). Whatever else comes out of it is the backend's failure too: it is third-party code.
+Whatever comes out of a check that is no finding (`findings.py`) is the backend's failure too: it is third-party code.
 """
 
 from __future__ import annotations
@@ -10,31 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from spot_async.conformance.findings import Finding, NotOffered, Violation
 from spot_async.conformance.subject import Subject
 from spot_async.errors import SpotError
 from spot_async.types import Capabilities
 
 Status = Literal["passed", "failed", "not offered", "not checked"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check that held has seen."""
-
-    note: str
-    nats: float | None = None  # largest difference to what it should be
-
-
-class Violation(Exception):
-    """The contract is broken. The message is one line for the table."""
-
-    def __init__(self, note: str, nats: float | None = None) -> None:
-        super().__init__(note)
-        self.nats = nats
-
-
-class NotOffered(Exception):
-    """The backend's capabilities say that it does not do this."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.conformance.checks import Violation
+from spot_async.conformance.findings import Violation
 from spot_async.types import BoolArray, Float64Array, Int64Array, TokenScores
 
 Rows = Float64Array  # (T, V) exact log-probabilities

@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from spot_async.concurrency import gather
-from spot_async.conformance.checks import Finding, NotOffered, Violation
 from spot_async.conformance.comparison import (
     ENDS,
     INNER,
@@ -19,6 +18,7 @@ from spot_async.conformance.comparison import (
     require,
     require_close,
 )
+from spot_async.conformance.findings import Finding, NotOffered, Violation
 from spot_async.conformance.subject import COOL, PROMPT_TOKENS, Subject
 from spot_async.errors import PermanentError
 from spot_async.types import Generation, IntArray

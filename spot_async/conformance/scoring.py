@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from spot_async.concurrency import gather
-from spot_async.conformance.checks import Finding, NotOffered, Violation
 from spot_async.conformance.comparison import (
     ENDS,
     Rows,
@@ -18,6 +17,7 @@ from spot_async.conformance.comparison import (
     require,
     require_close,
 )
+from spot_async.conformance.findings import Finding, NotOffered, Violation
 from spot_async.conformance.subject import COOL, PROMPT_TOKENS, RESPONSE_TOKENS, Subject
 from spot_async.errors import PermanentError, VersionMismatchError
 from spot_async.types import IntArray, TokenScores, WeightVersion

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from spot_async.concurrency import gather
-from spot_async.conformance.checks import Finding, NotOffered, Violation
 from spot_async.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
+from spot_async.conformance.findings import Finding, NotOffered, Violation
 from spot_async.conformance.subject import PROMPT_TOKENS, Subject
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, WeightSink

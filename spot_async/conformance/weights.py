@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from spot_async.concurrency import gather
-from spot_async.conformance.checks import Finding, NotOffered, Violation
 from spot_async.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
+from spot_async.conformance.findings import Finding, NotOffered, Violation
 from spot_async.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError, VersionMismatchError
 from spot_async.types import Generation, IntArray, WeightVersion
