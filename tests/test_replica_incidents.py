@@ -280,6 +280,38 @@ def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow
     incident(scenario, make=Sleeping)
 
 
+def test_a_role_that_lost_its_last_server_needs_none_while_it_sleeps():
+    """Nor is one brought back then: training may take longer than anybody would wait for a server."""
+    returns_s, patience_s = 300.0, 100.0
+
+    class Away(Server):
+        sleeps_while_training = True
+
+        async def __aenter__(self):
+            if 0.0 < asyncio.get_running_loop().time() < returns_s:
+                raise TransientError("connection refused")
+            return self
+
+        async def sleep(self, *, deadline):
+            pass
+
+        async def wake(self, *, deadline):
+            pass
+
+    async def scenario(pool, made):
+        later = asyncio.get_running_loop().time() + 1000.0
+        await asyncio.sleep(1.0)
+        made[0][0].kill()
+        await asyncio.sleep(10.0)
+        await pool.sleep(deadline=later)
+        await asyncio.sleep(returns_s)
+        await pool.wake(deadline=later)
+        await asyncio.sleep(60.0)
+        assert [each.state for each in pool.replicas] == [State.SERVING]
+
+    incident(scenario, make=Away, are_ours=False, recovery_timeout_s=patience_s)
+
+
 def test_what_a_backend_refuses_by_itself_says_nothing_of_its_server():
     async def scenario(pool, made):
         def failing(error):

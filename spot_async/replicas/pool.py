@@ -176,6 +176,7 @@ class ReplicaPool(Generic[B]):
     async def sleep(self, *, deadline: float) -> None:
         """Put all servers to sleep, also one that is coming back. Raises what one that serves raises."""
         self._awake.clear()
+        self._moved.set()  # none need be there now: who waits for one stops counting
         await gather(self._sleep(replica, deadline) for replica in self._replicas)
 
     async def _sleep(self, replica: Replica[B], deadline: float) -> None:
