@@ -198,6 +198,63 @@ def test_a_replica_that_cannot_catch_up_is_started_again_and_ends_nothing(error)
     incident(scenario, make=Missing, number=2)
 
 
+def refused_connection():
+    error = TransientError("nothing answers")
+    error.exchange = Exchange("http://a", "POST", "/update_weights", 2, {})
+    return error
+
+
+@pytest.mark.parametrize("error", [ServerRestartedError("another instance"), refused_connection()])
+def test_an_update_outlives_a_lone_endpoint_that_is_restarted_while_nobody_asks_it(error):
+    """As a student's is while the trainer trains: its end is noticed by the update alone."""
+    restarted_s = 40.0
+
+    class Restarted(Server):
+        async def __aenter__(self):
+            if 0.0 < asyncio.get_running_loop().time() < restarted_s:
+                raise TransientError("connection refused")
+            return await super().__aenter__()
+
+        async def ping(self, *, deadline):
+            if self is servers[0]:
+                raise error
+
+        async def update_weights(self, snapshot, *, deadline):
+            if self is servers[0]:
+                raise error
+
+    servers = []
+
+    async def scenario(pool, made):
+        servers.extend(made[0])
+        await asyncio.sleep(1.0)
+        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 100.0)
+        assert asyncio.get_running_loop().time() > restarted_s
+        assert [(each.state, each.version) for each in pool.replicas] == [(State.SERVING, snapshot.version)]
+
+    incident(scenario, make=Restarted, are_ours=False)
+
+
+def test_an_update_that_a_lone_server_refuses_fails_and_leaves_it_as_it_was():
+    class Refusing(Server):
+        async def update_weights(self, snapshot, *, deadline):
+            raise PermanentError("not these")
+
+    async def scenario(pool, made):
+        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+        with pytest.raises(PermanentError, match="not these"):
+            await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+
+        async def answer(server):
+            return "as before"
+
+        assert await ask(pool, answer) == "as before"
+        assert pool.replicas[0].restarts == 0
+
+    incident(scenario, make=Refusing)
+
+
 def test_a_burst_of_resets_that_comes_in_over_a_while_ends_no_healthy_server():
     async def scenario(pool, made):
         async def reset_after(seconds):
