@@ -13,12 +13,13 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
 
 from spot_async.admission import AdmissionGate, Credits
-from spot_async.concurrency import gather
+from spot_async.concurrency import gather, sent_again
 from spot_async.dead_letters import FILE_NAME
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.results import EvaluationResult
@@ -248,7 +249,7 @@ class Orchestrator:
 
             started = self._phase_began("update weights")
             deadline = started + self._settings.weight_update_timeout_s
-            await gather(_update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
+            await gather(self._update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
             times.update_weights = self._phase_ended(iteration, started, ordinals)
 
             evaluation = None
@@ -264,6 +265,12 @@ class Orchestrator:
             self.state.iteration = iteration + 1
             self._gate_changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
+
+    async def _update_weights(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
+        update = partial(sink.update_weights, snapshot, deadline=deadline)
+        # A run has few sinks, whose attempts need no spreading.
+        await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
 
     def _account_for(self, batch: Iterable[tuple[int, Sequence[Sample]]]) -> None:
         """Its prompts are in published weights now, or were left out: their places in the queue are free."""
@@ -322,19 +329,3 @@ class Orchestrator:
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)
-
-
-async def _update_weights(sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
-    """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
-    attempt = 1
-    while True:
-        try:
-            return await sink.update_weights(snapshot, deadline=deadline)
-        except RequestError as error:
-            # A run has few sinks, whose attempts need no spreading.
-            delay_s = WEIGHT_UPDATE_RETRY.delay_s(error, attempt, jitter=0.0)
-            if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
-                raise
-            structlog.get_logger().warning("retry", stage="weight update", attempt=attempt, error=str(error))
-        attempt += 1
-        await asyncio.sleep(delay_s)
