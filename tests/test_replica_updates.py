@@ -196,3 +196,32 @@ def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence()
         assert {each.version for each in pool.replicas} == {snapshot.version}
 
     incident(scenario, make=Slow, number=2)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_replica_that_does_not_wake_is_entered_again_and_ends_the_run_only_where_none_wakes(number):
+    class Sleeping(Server):
+        sleeps_while_training = True
+
+        async def sleep(self, *, deadline):
+            pass
+
+        async def wake(self, *, deadline):
+            if self is servers[0]:
+                raise TransientError("still asleep")
+
+    servers = []
+
+    async def scenario(pool, made):
+        servers.extend(made[0])
+        later = asyncio.get_running_loop().time() + 60.0
+        await pool.sleep(deadline=later)
+        if number == 1:
+            with pytest.raises(TransientError, match="still asleep"):
+                await pool.wake(deadline=later)
+            return
+        await pool.wake(deadline=later)
+        await asyncio.sleep(10.0)
+        assert [(each.state, each.restarts) for each in pool.replicas] == [(State.SERVING, 1), (State.SERVING, 0)]
+
+    incident(scenario, make=Sleeping, number=number)
