@@ -2,8 +2,8 @@
 
 A policy asks for all probes of a prompt at once; as one HTTP request they cost little more than one of them.
 Nothing here knows how the requests are sent. There is no task either: whoever asked first carries the others
-and hands out replies as they come. When the carrier is cancelled, those still without a reply ask again;
-equal seeds give them the same responses.
+and hands out replies as they come. When the carrier is cancelled or its time is over, those still without a reply
+ask again; equal seeds give them the same responses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from spot_async.errors import RequestError
+from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.serving.api import GenerateRequest
 from spot_async.types import Generation
 
@@ -58,6 +58,9 @@ class Coalescer:
                 return await member.reply
             except _CarrierGone:
                 continue
+            except DeadlineExceededError:  # the carrier's, which may be sooner
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
 
     async def _carry(self, session: str, carrier: _Member, deadline: float) -> Generation:
         members = self._forming[session] = [carrier]

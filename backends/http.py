@@ -144,15 +144,7 @@ class HttpEndpoint:
                 status, self._has_answered = response.status_code, True
                 try:
                     if response.is_success:
-                        encoded = "Content-Encoding" in response.headers
-                        digest = None if encoded else _stated_digest(response.headers.get(DIGEST_HEADER))
-                        seen = hashlib.sha256()
-                        async with self._turn_of(response):
-                            async for part in response.aiter_bytes() if encoded else response.aiter_raw():
-                                sink(part)
-                                if digest is not None:
-                                    seen.update(part)
-                        if digest in (None, seen.digest()):
+                        if await self._receive(response, sink):
                             return
                         error: RequestError = PoisonedReplyError(f"{self.name}{path}: the reply changed on its way")
                         error.exchange = self.exchange(method, path, body, status=status)
@@ -191,6 +183,18 @@ class HttpEndpoint:
         for secret in self._secrets:
             said = said.replace(secret, REDACTED.encode())
         return said
+
+    async def _receive(self, response: httpx.Response, sink: Callable[[bytes], None]) -> bool:
+        """Hand the body to `sink`; returns whether it is what the server stated of it, where it did."""
+        encoded = "Content-Encoding" in response.headers
+        stated = None if encoded else _stated_digest(response.headers.get(DIGEST_HEADER))
+        seen = hashlib.sha256()
+        async with self._turn_of(response):
+            async for part in response.aiter_bytes() if encoded else response.aiter_raw():
+                sink(part)
+                if stated is not None:
+                    seen.update(part)
+        return stated in (None, seen.digest())
 
     def _turn_of(self, response: httpx.Response) -> AbstractAsyncContextManager[object]:
         """Long bodies come in a few at a time: parts of dozens in one turn of the event loop would hold it up."""

@@ -1,13 +1,25 @@
-"""Structured concurrency helpers on `asyncio.TaskGroup`: run together, fail together, nothing left running."""
+"""What every part does with asyncio: tasks that run and fail together (`asyncio.TaskGroup`), requests sent again."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
-from spot_async.errors import BudgetSpentError, ProcessDiedError, SpotError, StalledError, TrainerError
+import structlog
+
+from spot_async.errors import (
+    BudgetSpentError,
+    FailureClass,
+    ProcessDiedError,
+    RequestError,
+    SpotError,
+    StalledError,
+    TrainerError,
+)
+from spot_async.retry import RetryPolicy
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -102,6 +114,26 @@ async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator
         yield
     finally:
         await settle(leave(resource) for resource in entered)
+
+
+async def sent_again(
+    ask: Callable[[], Awaitable[T]], retry: RetryPolicy, deadline: float, *, jitter: Callable[[], float], what: str
+) -> T:
+    """What `ask` gives, asked again as `retry` says until `deadline` (loop time). For requests outside of stages.
+
+    `jitter` is uniform in [0, 1); the log names them as `what`. Raises the last failure.
+    """
+    failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
+    while True:
+        try:
+            return await ask()
+        except RequestError as error:
+            failures[error.failure_class] += 1
+            delay_s = retry.delay_s(error, failures[error.failure_class], jitter())
+            if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
+                raise
+            structlog.get_logger().warning("retry", stage=what, attempt=failures.total(), error=str(error))
+        await asyncio.sleep(delay_s)
 
 
 def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:

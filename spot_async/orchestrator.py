@@ -13,12 +13,13 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
 
 from spot_async.admission import AdmissionGate, Credits
-from spot_async.concurrency import gather
+from spot_async.concurrency import gather, sent_again
 from spot_async.dead_letters import FILE_NAME
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.results import EvaluationResult
@@ -91,7 +92,7 @@ class OrchestratorState:
     """What a console may read at any time."""
 
     iteration: int = 0  # finished ones
-    waiting_for: str = "the first prompts"
+    phase: Phase = "wait for batch"  # of the iteration that goes on
     ledger: Ledger = field(default_factory=Ledger)
     spent: BudgetSpentError | None = None  # why nothing is admitted any more
     running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
@@ -227,51 +228,56 @@ class Orchestrator:
             )
 
     async def _train_batches(self) -> None:
-        loop = asyncio.get_running_loop()
         for iteration in range(self._settings.iterations):
             times = PhaseTimes()
-            started = loop.time()
-            self.state.waiting_for = "supervision"
+            started = self._phase_began("wait for batch")
             batch = await self.queue.take_batch(self._settings.batch_size)
             if batch is None:
                 return
             ordinals = [ordinal for ordinal, _ in batch]
-            waits = self._waits.take(started, loop.time())
+            waits = self._waits.take(started, asyncio.get_running_loop().time())
             times.waited_for = seconds_by_stage(waits)
-            times.wait_for_batch = self._phase_ended(iteration, "wait for batch", started, ordinals, waits)
+            times.wait_for_batch = self._phase_ended(iteration, started, ordinals, waits)
             samples = [sample for _, group in batch for sample in group]
 
-            started = loop.time()
-            self.state.waiting_for = "the trainer"
+            started = self._phase_began("train")
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
             async with self._asleep():
                 report = await self._trainer.train(iteration, trained)
-            times.train = self._phase_ended(iteration, "train", started, ordinals)
+            times.train = self._phase_ended(iteration, started, ordinals)
 
-            started = loop.time()
-            self.state.waiting_for = "the weight update"
+            started = self._phase_began("update weights")
             deadline = started + self._settings.weight_update_timeout_s
-            await gather(_update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
-            times.update_weights = self._phase_ended(iteration, "update weights", started, ordinals)
+            await gather(self._update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
+            times.update_weights = self._phase_ended(iteration, started, ordinals)
 
-            started = loop.time()
             evaluation = None
             if self._evaluate is not None:  # before the gate opens: nothing else is asked of the student meanwhile
-                self.state.waiting_for = "the evaluation"
+                started = self._phase_began("evaluate")
                 evaluation = await self._evaluate(iteration + 1)
-            times.evaluate = loop.time() - started
-            if evaluation is not None:  # there was one due
-                self._phase_ended(iteration, "evaluate", started, ordinals)
+                times.evaluate = asyncio.get_running_loop().time() - started
+                if evaluation is not None:  # there was one due
+                    self._phase_ended(iteration, started, ordinals)
 
+            self._account_for(batch)
             self._version = report.snapshot.version
-            for ordinal, group in batch:
-                has_trained = any(sample.supervision is not None for sample in group)
-                self.state.ledger.move(ordinal, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
-                self.credits.release(ordinal)
             self.state.iteration = iteration + 1
             self._gate_changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
+
+    async def _update_weights(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
+        update = partial(sink.update_weights, snapshot, deadline=deadline)
+        # A run has few sinks, whose attempts need no spreading.
+        await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
+
+    def _account_for(self, batch: Iterable[tuple[int, Sequence[Sample]]]) -> None:
+        """Its prompts are in published weights now, or were left out: their places in the queue are free."""
+        for ordinal, group in batch:
+            has_trained = any(sample.supervision is not None for sample in group)
+            self.state.ledger.move(ordinal, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
+            self.credits.release(ordinal)
 
     def _check_feed(self, trained: Sequence[Supervision]) -> None:
         settings = self._settings
@@ -308,29 +314,18 @@ class Orchestrator:
         deadline = loop.time() + self._settings.weight_update_timeout_s
         await gather(each.wake(deadline=deadline) for each in self._sleepers)
 
+    def _phase_began(self, phase: Phase) -> float:
+        """Returns the time."""
+        self.state.phase = phase
+        return asyncio.get_running_loop().time()
+
     def _phase_ended(
-        self, iteration: int, name: Phase, started: float, ordinals: Sequence[int], waits: Sequence[Wait] = ()
+        self, iteration: int, started: float, ordinals: Sequence[int], waits: Sequence[Wait] = ()
     ) -> float:
-        """Report a phase that ends now; returns its seconds."""
+        """Report the phase, which ends now; returns its seconds."""
         ended = asyncio.get_running_loop().time()
-        self._timelines.phase_ended(PhaseSpan(iteration + 1, name, started, ended, ordinals, waits))
+        self._timelines.phase_ended(PhaseSpan(iteration + 1, self.state.phase, started, ended, ordinals, waits))
         return ended - started
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)
-
-
-async def _update_weights(sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
-    """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
-    attempt = 1
-    while True:
-        try:
-            return await sink.update_weights(snapshot, deadline=deadline)
-        except RequestError as error:
-            # A run has few sinks, whose attempts need no spreading.
-            delay_s = WEIGHT_UPDATE_RETRY.delay_s(error, attempt, jitter=0.0)
-            if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
-                raise
-            structlog.get_logger().warning("retry", stage="weight update", attempt=attempt, error=str(error))
-        attempt += 1
-        await asyncio.sleep(delay_s)

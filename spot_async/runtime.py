@@ -35,13 +35,13 @@ from spot_async.protocols import Verifier
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import TrainOutcome, summarize
 from spot_async.servers import core_shares
-from spot_async.spending.records import SpendingLog
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
 from spot_async.telemetry.live_verdict import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import MetricSink, open_sinks
+from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import Prompt

@@ -107,7 +107,7 @@ class Stages:
         self.services = services
         self.sampling = sampling
         self.run_seed = run_seed
-        self.student = student
+        self.vocabulary = student
         self.capabilities: Mapping[str, Capabilities] = {}  # by role, once the backends were asked
         self.teacher_cache: TeacherCache | None = None  # where the teacher's scores are kept
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
@@ -313,7 +313,7 @@ class BoundStages:
         )
 
     def decode(self, token_ids: IntArray) -> str:
-        return self._stages.student.decode(token_ids)
+        return self._stages.vocabulary.decode(token_ids)
 
     async def _generate(
         self,

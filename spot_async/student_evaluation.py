@@ -24,9 +24,10 @@ from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import RunDirectory
 from spot_async.run_summary import evaluation_summary
 from spot_async.servers import core_shares
-from spot_async.spending.records import SpendingLog, spending_words, summarize_spending
+from spot_async.spending.records import spending_words, summarize_spending
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import log_events_to
+from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.types import PolicyNeeds
 from spot_async.watchdog.limits import silence_limits
 from spot_async.watchdog.monitor import Watchdog

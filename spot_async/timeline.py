@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-Phase = Literal["wait for batch", "train", "update weights", "evaluate"]
+Phase = Literal["wait for batch", "train", "update weights", "evaluate"]  # of an iteration, in order
+# What a run waits for in each, in words for people. Where supervision is, the stages tell more.
+WAITS_FOR: dict[Phase, str] = {
+    "wait for batch": "supervision",
+    "train": "the trainer",
+    "update weights": "the weight update",
+    "evaluate": "the evaluation",
+}
 
 
 class RequestSpan(NamedTuple):

@@ -207,7 +207,7 @@ class Run:
         )
         self.refusals = 0
         self.stages = SimpleNamespace(all=(self.stage,))
-        self.state = SimpleNamespace(waiting_for="supervision")
+        self.state = SimpleNamespace(phase="wait for batch")
         self.timelines = Timelines()
         self.stage.timeline = self.timelines
 
@@ -225,7 +225,7 @@ class Run:
 
     def phase_ended(self, name, started_s, ended_s, then):
         self.timelines.phase_ended(PhaseSpan(1, name, started_s, ended_s))
-        self.state.waiting_for = then
+        self.state.phase = then
 
 
 def live(run, verdicts, script):
@@ -259,7 +259,7 @@ def test_each_minute_is_judged_by_itself():
 
     async def script():
         await asyncio.sleep(60.0)  # wait for the batch until here, and train from here on
-        run.phase_ended("wait for batch", 0.0, 60.0, "the trainer")
+        run.phase_ended("wait for batch", 0.0, 60.0, "train")
         await asyncio.sleep(61.0)
 
     live(run, verdicts, script)

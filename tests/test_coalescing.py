@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from spot_async.backends.coalescing import Coalescer, Outcome
-from spot_async.errors import PermanentError, TransientError
+from spot_async.errors import DeadlineExceededError, PermanentError, TransientError
 from spot_async.serving.api import GenerateRequest
+from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, SamplingSettings
 
 OnReply = Callable[[int, Outcome], None]
@@ -94,6 +95,30 @@ async def test_when_the_carrier_is_cancelled_the_others_ask_again(turns: int) ->
     assert [int((await task).token_ids[0]) for task in tasks[1:]] == [2, 3]
     assert tasks[0].cancelled()
     assert server.batches[-1] == [2, 3]
+
+
+def test_a_request_is_not_given_up_for_the_carrier_s_deadline() -> None:
+    async def send(requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.sleep(10.0)
+        except TimeoutError:
+            raise DeadlineExceededError("late") from None
+        for index, each in enumerate(requests):
+            on_reply(index, reply(each.sampling.seed))
+
+    async def scenario() -> None:
+        coalescer = Coalescer(send)
+        carrier, patient, short = (
+            asyncio.create_task(coalescer.ask("s", request(seed), deadline))
+            for seed, deadline in ((1, 5.0), (2, 100.0), (3, 5.0))
+        )
+        for late in (carrier, short):
+            with pytest.raises(DeadlineExceededError):
+                await late
+        assert int((await patient).token_ids[0]) == 2
+
+    run_on_virtual_time(scenario())
 
 
 async def test_a_cancelled_request_leaves_the_batch_alone() -> None:

@@ -1,4 +1,4 @@
-"""Leaving several resources at once: each gets its time, whatever happens to the others."""
+"""Leaving several resources at once: each gets its time, whatever happens to the others. And requests sent again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 
 import pytest
 
-from spot_async.concurrency import leaves, running
+from spot_async.concurrency import leaves, running, sent_again
+from spot_async.errors import ThrottledError, TransientError
+from spot_async.retry import RetryPolicy
 from spot_async.simulation.virtual_time import run_on_virtual_time
 
 GRACE_S = 5.0
@@ -61,3 +63,31 @@ def test_who_is_stopped_while_leaving_cuts_all_of_it_short():
 
     run_on_virtual_time(scenario())
     assert [each.end for each in resources] == ["cut short", None, "cut short"]
+
+
+@pytest.mark.parametrize(("attempts", "asked"), [(1, 4), (3, 6)])
+def test_a_request_outside_of_stages_has_a_budget_for_each_class_of_failure(attempts, asked):
+    """Being throttled uses up none of what resets may take."""
+    throttled, reset = ThrottledError("busy", retry_after_s=2.0), TransientError("reset")
+    failures, asked_s = [throttled, throttled, throttled, reset, reset, reset], []
+
+    async def ask():
+        asked_s.append(asyncio.get_running_loop().time())
+        raise failures[len(asked_s) - 1]
+
+    with pytest.raises(TransientError, match="reset"):
+        run_on_virtual_time(sent_again(ask, RetryPolicy(attempts), 100.0, jitter=lambda: 0.0, what="a test"))
+    assert len(asked_s) == asked
+    assert asked_s[:4] == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_a_request_outside_of_stages_is_not_sent_again_past_its_deadline():
+    asked_s = []
+
+    async def ask():
+        asked_s.append(asyncio.get_running_loop().time())
+        raise ThrottledError("busy", retry_after_s=4.0)
+
+    with pytest.raises(ThrottledError):
+        run_on_virtual_time(sent_again(ask, RetryPolicy(1), 10.0, jitter=lambda: 0.0, what="a test"))
+    assert asked_s == [0.0, 4.0, 8.0]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spot_async.errors import ProcessDiedError
 from spot_async.processes.child import ChildProcess
-from spot_async.processes.cores import available_cores, confined, share_cores
+from spot_async.processes.cores import available_cores, confined, share_cores, usable_cores
 
 Start = Callable[..., Awaitable[ChildProcess]]
 needs_two_cores = pytest.mark.skipif(
@@ -40,6 +40,20 @@ def test_servers_get_what_they_want_and_something_is_shared_or_nobody_gets_any(a
     assert len(shares.shared) == len(available) - total  # none has two owners
     assert shares.shared.union(*shares.own.values()) == available
     assert not shares.warnings
+
+
+def test_where_the_system_refuses_to_bind_processes_all_cores_are_shared(monkeypatch):
+    """As in some containers, which tell the cores but let nobody choose."""
+
+    def refuse(pid, cores):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 24)
+    assert available_cores() == frozenset()
+    assert usable_cores() == 24
+    (warning,) = share_cores(available_cores(), {"student": 2}).warnings
+    assert "binds no processes to cores" in warning
 
 
 @needs_two_cores

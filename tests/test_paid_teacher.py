@@ -28,9 +28,9 @@ from spot_async.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory import RunDirectory
 from spot_async.simulation.services import Latency, SimulatedStudent, SimulatedTrainer, SimulatedVerifier
-from spot_async.spending.records import SpendingLog
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import ReplayedTeacher, TeacherCache
+from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.types import Problem, Prompt
 
 MODEL = Path(__file__).parents[1] / "examples" / "running_sum" / "teacher"

@@ -7,36 +7,17 @@ import contextlib
 
 import pytest
 import structlog
+from replica_incidents import Server, ask, incident
 
-from spot_async.concurrency import watched
-from spot_async.config import ServingConfig
 from spot_async.errors import (
     BudgetSpentError,
-    DataError,
-    DeadlineExceededError,
     Exchange,
     PermanentError,
-    ProcessDiedError,
-    RequestError,
     ServerRestartedError,
     TransientError,
 )
 from spot_async.replicas.life_cycle import State
-from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
-
-OFFERS = Capabilities(
-    model="m",
-    vocab_size=8,
-    vocab_fingerprint="f",
-    max_context_tokens=100,
-    max_top_k=8,
-    exact_entropy=True,
-    candidate_logprobs="none",
-    weight_update=True,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -45,63 +26,8 @@ def _quiet():
         yield
 
 
-class Server:
-    """A backend object; pinged well unless it is frozen."""
-
-    def __init__(self):
-        self.ended = asyncio.get_running_loop().create_future()
-        self.is_left = False
-        self.is_frozen = False
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *exc_info):
-        self.is_left = True
-
-    async def capabilities(self, *, deadline):
-        return OFFERS
-
-    async def watch(self):
-        await asyncio.shield(self.ended)
-
-    async def ping(self, *, deadline):
-        await asyncio.sleep(0.001)
-        if self.is_frozen:
-            raise DeadlineExceededError("no answer to a ping")
-
-    def kill(self):
-        self.ended.set_exception(ProcessDiedError("it was killed"))
-
-
-async def ask(pool, request, *, errand=None):
-    """What `request(server)` gives, or the error that it fails with."""
-    try:
-        async with await pool.lease(errand or Errand("score", (0,))) as server:
-            return await request(server)
-    except RequestError as error:
-        return error
-
-
 async def reset(server):
     raise TransientError("connection reset")
-
-
-def incident(scenario, *, make=Server, number=1, are_ours=True, **serving):
-    """`scenario(pool, made)` beside the pool's watch; `made` are all backend objects, by the replica's number."""
-
-    async def run():
-        made = [[] for _ in range(number)]
-
-        def factory(i):
-            made[i].append(make())
-            return made[i][-1]
-
-        factories = {f"r{i}": (lambda i=i: factory(i)) for i in range(number)}
-        async with ReplicaPool("teacher", factories, ServingConfig(**serving), are_ours=are_ours) as pool:
-            await watched(scenario(pool, made), [pool.watch])
-
-    run_on_virtual_time(run())
 
 
 def test_a_lost_replica_is_left_only_after_its_requests_have_ended():
@@ -177,27 +103,6 @@ def test_a_healthy_replica_on_trial_may_wait_for_a_request_for_as_long_as_it_tak
     incident(scenario, are_ours=False, recovery_timeout_s=100.0)
 
 
-@pytest.mark.parametrize("error", [ProcessDiedError("it must be restarted"), DataError("not its weights")])
-def test_a_replica_that_cannot_catch_up_is_started_again_and_ends_nothing(error):
-    class Missing(Server):
-        async def update_weights(self, snapshot, *, deadline):
-            if errors and self is servers[0]:
-                raise errors.pop(0)
-
-    errors, servers = [TransientError("reset"), error], []
-
-    async def scenario(pool, made):
-        servers.extend(made[0])
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
-        await asyncio.sleep(10.0)
-        assert [each.state for each in pool.replicas] == [State.SERVING] * 2
-        assert [each.restarts for each in pool.replicas] == [1, 0]
-        assert {each.version for each in pool.replicas} == {snapshot.version}
-
-    incident(scenario, make=Missing, number=2)
-
-
 def test_a_burst_of_resets_that_comes_in_over_a_while_ends_no_healthy_server():
     async def scenario(pool, made):
         async def reset_after(seconds):
@@ -237,47 +142,6 @@ def test_one_restart_that_many_requests_notice_is_answered_once():
         assert pool.replicas[0].restarts == 1
 
     incident(scenario, are_ours=False)
-
-
-@pytest.mark.parametrize("slow", ["enter", "update"])
-def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow):
-    log = []
-
-    class Sleeping(Server):
-        sleeps_while_training = True
-        is_asleep = False
-
-        async def __aenter__(self):
-            await asyncio.sleep(10.0 if slow == "enter" else 0.0)
-            return self
-
-        async def sleep(self, *, deadline):
-            self.is_asleep = True
-            log.append("sleep")
-
-        async def wake(self, *, deadline):
-            self.is_asleep = False
-
-        async def update_weights(self, snapshot, *, deadline):
-            assert not self.is_asleep
-            await asyncio.sleep(1.0 if slow == "enter" else 10.0)
-            assert not self.is_asleep
-            log.append("update")
-
-    async def scenario(pool, made):
-        later = asyncio.get_running_loop().time() + 600.0
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=later)
-        log.clear()
-        made[0][0].kill()
-        await asyncio.sleep(5.0)
-        await pool.sleep(deadline=later)
-        assert log == ["update", "sleep"]
-        await asyncio.sleep(10.0)
-        await pool.wake(deadline=later)
-        assert [each.state for each in pool.replicas] == [State.SERVING]
-
-    incident(scenario, make=Sleeping)
 
 
 def test_what_a_backend_refuses_by_itself_says_nothing_of_its_server():
@@ -378,24 +242,3 @@ def test_a_replica_that_cannot_be_left_takes_no_time_from_the_others():
     with pytest.raises(OSError, match="gone"):
         incident(scenario, make=Leaving, number=2)
     assert servers[1].is_left
-
-
-def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence():
-    class Slow(Server):
-        async def update_weights(self, snapshot, *, deadline):
-            if self is servers[0]:
-                if errors:
-                    raise errors.pop()
-                await asyncio.sleep(45.0)
-
-    errors, servers = [TransientError("reset")], []
-
-    async def scenario(pool, made):
-        servers.extend(made[0])
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
-        await asyncio.sleep(100.0)
-        assert [each.restarts for each in pool.replicas] == [0, 0]
-        assert {each.version for each in pool.replicas} == {snapshot.version}
-
-    incident(scenario, make=Slow, number=2)

@@ -251,6 +251,33 @@ def test_a_request_that_servers_end_of_is_sent_alone_and_then_given_up():
     run_on_virtual_time(scenario())
 
 
+def test_a_request_that_is_convicted_while_it_waits_is_not_sent():
+    """As the second sending of a slow request is, when a server ends of the first."""
+
+    async def scenario():
+        pool, (replica,) = dispatcher(most=9)
+        errand = Errand("score", (0,), losses=2)
+        sent = []
+
+        async def send():
+            async with await pool.lease(errand):
+                sent.append(errand)
+                await asyncio.sleep(1000.0)
+
+        first, second = asyncio.create_task(send()), asyncio.create_task(send())
+        await asyncio.sleep(1.0)
+        assert len(sent) == 1  # beside it no other suspect is sent
+        replica.take_back("it ended", is_lost=True)
+        with pytest.raises(TransientError, match="it ended"):
+            await first
+        with pytest.raises(PermanentError, match="score: 3 times a server ended or froze"):
+            await second
+        assert len(sent) == 1
+        assert replica.in_flight == 0
+
+    run_on_virtual_time(scenario())
+
+
 def test_suspected_requests_that_wait_hold_up_nobody_who_comes_later():
     async def scenario():
         pool, (replica,) = dispatcher(most=9)

@@ -237,10 +237,10 @@ def test_the_default_is_longer_than_every_deadline_of_the_run():
     stages = config.stages
     chain = [stages.rollout, stages.score, stages.candidates, stages.probe, stages.verify, stages.verify]
     prompt_s = sum(stage.timeout_s for stage in chain) + config.teacher.serving.recovery_timeout_s
-    assert limits.of("supervision") > prompt_s
-    assert limits.of("the trainer") > 7200
-    assert limits.of("the weight update") > 600
-    assert limits.of("the evaluation") > 3 * 3000
+    assert limits.of("wait for batch") > prompt_s
+    assert limits.of("train") > 7200
+    assert limits.of("update weights") > 600
+    assert limits.of("evaluate") > 3 * 3000
     assert limits.of(None) > 7200
 
 

@@ -1,11 +1,52 @@
-"""What an array of a message is once it was read."""
+"""What an array of a message is once it was read, and which arrays are not."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import numpy as np
+import pytest
 
 from spot_async import wire
-from spot_async.types import TokenScores, WeightVersion
+from spot_async.types import FloatArray, TokenScores, WeightVersion
+
+
+class Message(msgspec.Struct):
+    values: FloatArray
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32, np.float64, np.bool_, np.uint8])
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (0,), (0, 4), (4, 0)])
+def test_an_array_arrives_as_it_was_sent(dtype, shape):
+    sent = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    for values in (sent, sent[::-1]):  # also one whose numbers do not stand in a row
+        came = wire.decode(wire.encode(Message(values)), Message).values
+        assert came.dtype == values.dtype
+        np.testing.assert_array_equal(came, values, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (["<c8", [1], bytes(8)], "dtype '<c8' is not one of"),
+        (["<M8[s]", [1], bytes(8)], r"dtype '<M8\[s\]' is not one of"),
+        ([">i4", [1], bytes(4)], "dtype '>i4' is not one of"),
+        (["|O", [1], bytes(8)], r"dtype '\|O' is not one of"),
+        (["<f4", [-1], bytes(8)], "negative length"),
+        (["<f4", [3], bytes(8)], "cannot reshape"),
+        (["<f4", [2], bytes(7)], "buffer size"),
+    ],
+)
+def test_only_arrays_of_plain_numbers_that_are_whole_are_taken(array: list[Any], reason: str) -> None:
+    """Whoever sends may be anybody; what an array is read as is never the sender's choice alone."""
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        wire.decode(msgspec.msgpack.encode({"values": array}), Message)
+
+
+def test_what_has_no_form_on_the_wire_is_not_sent_as_something_else() -> None:
+    with pytest.raises(NotImplementedError, match="no wire form for complex"):
+        wire.encode(Message(complex(1.0, 2.0)))  # type: ignore[arg-type]
 
 
 def test_an_array_that_is_kept_keeps_nothing_else_of_its_message_in_memory():

@@ -55,7 +55,6 @@ SERVER_FRACTION = 0.9  # of the device that servers take when not told otherwise
 class Load:
     """What a run asks of its machine when responses have one certain length."""
 
-    response_tokens: float
     work: Work
     evaluation_tokens: float
     sampling_h: float
@@ -183,7 +182,6 @@ class _Loads:
         evaluated = self._evaluated(evaluation_share)
         evaluation = config.evaluation
         return Load(
-            response_tokens=response_tokens,
             work=work,
             evaluation_tokens=evaluated,
             sampling_h=sampling_s / 3600,

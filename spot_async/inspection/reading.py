@@ -149,7 +149,7 @@ class RunFiles:
             raise DataError(f"{path}: {error}") from None
 
     def spending(self) -> list[dict[str, Any]]:
-        """What endpoints with prices were paid so far, as it was written: `spending/records.py` says what rows hold."""
+        """What endpoints with prices were paid so far, in rows as `telemetry/spending_log.py` writes them."""
         return list(_lines(self.path / "spending.jsonl", dict[str, Any]))
 
     def dead_letters(self) -> list[DeadLetter]:

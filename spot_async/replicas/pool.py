@@ -151,7 +151,8 @@ class ReplicaPool(Generic[B]):
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Send weights to all that serve, at the same time.
 
-        One that misses them gets no requests until it has them. When none takes any, all go on with the old ones.
+        One that misses them gets no requests until it has them. Where all refuse them, all go on with the old ones, and
+        the first refusal is raised. Where all are lost, waits for one to come back, until `deadline` (loop time).
         """
         await self._weights.update(snapshot, deadline=deadline)
 
@@ -176,6 +177,7 @@ class ReplicaPool(Generic[B]):
     async def sleep(self, *, deadline: float) -> None:
         """Put all servers to sleep, also one that is coming back. Raises what one that serves raises."""
         self._awake.clear()
+        self._moved.set()  # none need be there now: who waits for one stops counting
         await gather(self._sleep(replica, deadline) for replica in self._replicas)
 
     async def _sleep(self, replica: Replica[B], deadline: float) -> None:

@@ -10,7 +10,14 @@ from typing import Generic
 
 from spot_async.concurrency import gather
 from spot_async.deadlines import WEIGHT_UPDATE_TIMEOUT_S
-from spot_async.errors import ConfigError, DeadlineExceededError, ProcessDiedError, RequestError, TransientError
+from spot_async.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    ProcessDiedError,
+    RequestError,
+    ServerRestartedError,
+    TransientError,
+)
 from spot_async.protocols import WeightSink
 from spot_async.replicas.dispatcher import Dispatcher
 from spot_async.replicas.life_cycle import State
@@ -33,16 +40,19 @@ class Weights(Generic[B]):
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Send new weights to all replicas that serve, and report those that miss them.
 
-        Where all refuse, the first refusal is raised, and the old weights stay the newest. Where none serves, or
-        all are lost, wait until one comes back.
+        Where none takes them and some refuse, the first refusal is raised, and the old weights stay the newest. Where
+        none serves, or all are lost, wait until one comes back.
         """
         before = self._newest
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
         errors = await gather(self._update(each, snapshot, deadline) for each in serving)
-        missed = [(each, error) for each, error in zip(serving, errors, strict=True) if error is not None]
-        refused = [(each, error) for each, error in missed if each.life.state is State.UPDATING]
-        if refused and len(missed) == len(serving):
+        refused = [
+            (each, error)
+            for each, error in zip(serving, errors, strict=True)
+            if error is not None and each.life.state is State.UPDATING
+        ]
+        if refused and all(each.life.version != snapshot.version for each in serving):
             self._set_newest(before)
             for replica, _ in refused:
                 replica.life.move(State.SERVING, _now_s())
@@ -57,17 +67,21 @@ class Weights(Generic[B]):
             await _send(replica, self._newest, _now_s() + WEIGHT_UPDATE_TIMEOUT_S)
 
     async def _update(self, replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> RequestError | None:
-        """Send weights to one replica; returns the error for which it missed them."""
+        """Send weights to one replica; returns the error with which it refused them. One that is lost is reported."""
         replica.life.move(State.UPDATING, _now_s())
         try:
             await _send(replica, snapshot, deadline)
+        except ServerRestartedError as error:
+            replica.report(Trouble.RESTARTED, error)
         except RequestError as error:
-            return error
+            if not _got_no_reply(error):
+                return error
+            replica.report(Trouble.BEHIND, error)
         except ProcessDiedError as error:  # it says itself that it must be started again
             replica.report(Trouble.ENDED, error)
-            return TransientError(str(error))
-        if replica.life.state is State.UPDATING:
-            replica.life.move(State.SERVING, _now_s())
+        else:
+            if replica.life.state is State.UPDATING:
+                replica.life.move(State.SERVING, _now_s())
         return None
 
     async def _until_one_serves(self, deadline: float) -> None:
@@ -93,6 +107,13 @@ async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) 
         await backend.update_weights(snapshot, deadline=deadline)
     replica.showed_life(_now_s())
     replica.life.version = snapshot.version
+
+
+def _got_no_reply(error: RequestError) -> bool:
+    """Whether the connection failed, or was never made: the server may be gone."""
+    if not isinstance(error, TransientError) or isinstance(error, DeadlineExceededError):
+        return False
+    return error.exchange is not None and error.exchange.status is None
 
 
 def _now_s() -> float:

@@ -26,7 +26,7 @@ from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.text import visible, with_error
-from spot_async.timeline import busiest
+from spot_async.timeline import WAITS_FOR, busiest
 from spot_async.types import Prompt, Verdict
 
 REFRESH_PER_S = 4
@@ -139,11 +139,9 @@ class TokenRate:
 
 def describe_wait(orchestrator: Orchestrator) -> str:
     """What holds the trainer up, the stage that most prompts are at named."""
-    waiting_for = orchestrator.state.waiting_for
-    if waiting_for != "supervision":
-        return waiting_for
-    stage = busiest(orchestrator.stages.all)
-    return f"supervision: {stage}" if stage else waiting_for
+    phase = orchestrator.state.phase
+    stage = busiest(orchestrator.stages.all) if phase == "wait for batch" else ""
+    return f"{WAITS_FOR[phase]}: {stage}" if stage else WAITS_FOR[phase]
 
 
 def stage_table(orchestrator: Orchestrator) -> Table:

@@ -23,12 +23,6 @@ from spot_async.stages import STAGE_SERVERS
 from spot_async.telemetry.replica_metrics import Pool
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
 
-PHASE_OF_WAIT: dict[str, Phase] = {
-    "supervision": "wait for batch",
-    "the trainer": "train",
-    "the weight update": "update weights",
-    "the evaluation": "evaluate",
-}
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
 
 
@@ -68,10 +62,9 @@ class TrainerClock:
     def phase_ended(self, span: PhaseSpan) -> None:
         self._count(span.name, max(span.started_s, self._since_s), span.ended_s)
 
-    def take(self, phase: Phase | None, now_s: float) -> tuple[Mapping[Phase, float], Mapping[str, float]]:
+    def take(self, phase: Phase, now_s: float) -> tuple[Mapping[Phase, float], Mapping[str, float]]:
         """Seconds by phase and, of the wait, by stage since this was last asked; `phase` is the one that goes on."""
-        if phase is not None:
-            self._count(phase, self._since_s, now_s)
+        self._count(phase, self._since_s, now_s)
         phases, waited_for = self._phases, self._waited_for
         self._phases, self._waited_for, self._since_s = defaultdict(float), defaultdict(float), now_s
         return phases, waited_for
@@ -157,7 +150,7 @@ class LiveVerdict:
     def judge(self) -> BottleneckVerdict:
         """The verdict on the time since the last one."""
         now_s = asyncio.get_running_loop().time()
-        phases, waited_for = self._clock.take(PHASE_OF_WAIT.get(self._orchestrator.state.waiting_for), now_s)
+        phases, waited_for = self._clock.take(self._orchestrator.state.phase, now_s)
         before, after = self._readings, self._read(now_s)
         elapsed_s, self._read_s, self._readings = now_s - self._read_s, now_s, after
         servers = {role: server_use(states) for role, states in self._replicas().items() if states}

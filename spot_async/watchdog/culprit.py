@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from spot_async.actor import OpenRequest
 from spot_async.stages import STAGE_SERVERS
+from spot_async.timeline import Phase
 from spot_async.watchdog.stacks import TaskView
 
 SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}
-OF_TRAINER = {
-    "the trainer": "the trainer has not answered",
-    "the weight update": "the student's servers have not confirmed the weights",
+OF_TRAINER: dict[Phase | None, str] = {
+    "train": "the trainer has not answered",
+    "update weights": "the student's servers have not confirmed the weights",
 }
 
 
@@ -26,8 +27,8 @@ class RunLook:
 
     now_s: float
     silence_s: float
-    phase: str  # as the console shows it
-    waiting_for: str | None = None  # as the orchestrator has it; None before and after training
+    step: str  # of the run, as the console shows it
+    phase: Phase | None = None  # of the iteration that goes on; None before and after training
     open: Mapping[str, Sequence[OpenRequest]] = field(default_factory=dict)  # by stage
     limits: Mapping[str, int] = field(default_factory=dict)  # requests in flight that each stage allows
     problems: Mapping[int, str] = field(default_factory=dict)  # ids of the problems of running prompts, by ordinal
@@ -39,8 +40,8 @@ def name_culprit(look: RunLook) -> str:
     """Who or what the run waits for."""
     if look.blocked_at is not None:
         return f"the event loop is blocked at {look.blocked_at}"
-    if look.waiting_for in OF_TRAINER:
-        return OF_TRAINER[look.waiting_for]
+    if look.phase in OF_TRAINER:
+        return OF_TRAINER[look.phase]
     sent = [
         (request.started_s, stage, request)
         for stage, requests in look.open.items()
@@ -59,9 +60,9 @@ def name_culprit(look: RunLook) -> str:
     if waiting:
         _, stage, request = min(waiting, key=lambda each: each[0])
         return describe_request(look, stage, request)
-    if look.waiting_for == "supervision":
+    if look.phase == "wait for batch":
         return "no prompt is being supervised, and none is admitted"
-    return f"the run has been {look.phase} for {look.silence_s:,.0f} s"
+    return f"the run has been {look.step} for {look.silence_s:,.0f} s"
 
 
 def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:

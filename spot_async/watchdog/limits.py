@@ -16,6 +16,7 @@ from typing import Any
 from spot_async.config import Config, StagesConfig
 from spot_async.deadlines import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.errors import ConfigError
+from spot_async.timeline import Phase
 from spot_async.types import PolicyNeeds
 
 MARGIN_S = 60.0  # by which a deadline comes before the watchdog
@@ -31,19 +32,19 @@ class SilenceLimits:
     evaluation_s: float
     start_s: float
 
-    def of(self, waiting_for: str | None) -> float:
-        """The limit for a value of `OrchestratorState.waiting_for`; None stands for before and after training."""
-        match waiting_for:
+    def of(self, phase: Phase | None) -> float:
+        """The limit in a phase of an iteration; None stands for before and after training."""
+        match phase:
             case None:
                 return self.start_s
-            case "the trainer":
-                return self.training_s
-            case "the weight update":
-                return self.weight_update_s
-            case "the evaluation":
-                return self.evaluation_s
-            case _:
+            case "wait for batch":
                 return self.supervision_s
+            case "train":
+                return self.training_s
+            case "update weights":
+                return self.weight_update_s
+            case "evaluate":
+                return self.evaluation_s
 
 
 def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:

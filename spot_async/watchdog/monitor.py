@@ -59,7 +59,7 @@ class Watchdog:
         self._logs = directory / "logs"
         self._exit_process = exit_process
         self._replicas = replicas
-        self._phase = "start"
+        self._step = "start"
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -87,8 +87,8 @@ class Watchdog:
 
     def phase_began(self, name: str, orchestrator: Orchestrator | None = None) -> None:
         """A step of the run, as the console names it; the one before it is done."""
-        self._commit(Commit.STEP, f"{self._phase} done")
-        self._phase, self.orchestrator, self.evaluation_stages = name, orchestrator, ()
+        self._commit(Commit.STEP, f"{self._step} done")
+        self._step, self.orchestrator, self.evaluation_stages = name, orchestrator, ()
 
     def response_judged(self, finished: int, total: int) -> None:
         self._commit(Commit.RESPONSE_JUDGED, f"response {finished} of {total}")
@@ -130,7 +130,7 @@ class Watchdog:
     def _limit_s(self) -> float:
         assert self._limits is not None
         orchestrator = self.orchestrator
-        limit_s = self._limits.of(orchestrator.state.waiting_for if orchestrator is not None else None)
+        limit_s = self._limits.of(orchestrator.state.phase if orchestrator is not None else None)
         return limit_s + max(
             (each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0
         )
@@ -176,8 +176,8 @@ class Watchdog:
         return RunLook(
             now_s=now_s,
             silence_s=self._progress.silence_s(now_s),
-            phase=self._phase,
-            waiting_for=orchestrator.state.waiting_for if orchestrator is not None else None,
+            step=self._step,
+            phase=orchestrator.state.phase if orchestrator is not None else None,
             open={stage.name: list(stage.open) for stage in self._stages},
             limits={stage.name: stage.concurrency for stage in self._stages},
             problems=(

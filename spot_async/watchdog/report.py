@@ -17,6 +17,7 @@ from pathlib import Path
 
 from spot_async.processes import guard
 from spot_async.processes.child import log_lines
+from spot_async.timeline import WAITS_FOR
 from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
 from spot_async.watchdog.progress import LastCommit
 from spot_async.watchdog.stacks import grouped
@@ -56,8 +57,8 @@ def report_lines(contents: ReportContents) -> Iterator[str]:
     look = contents.look
     yield f"{contents.title}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}, process {os.getpid()}"
     yield f"It waits for this: {name_culprit(look)}."
-    waits = f", waiting for {look.waiting_for}" if look.waiting_for else ""
-    yield f"Phase: {look.phase}{waits}."
+    waits = f", waiting for {WAITS_FOR[look.phase]}" if look.phase is not None else ""
+    yield f"Phase: {look.step}{waits}."
     silence = f"Nothing was committed for {look.silence_s:,.0f} s"
     if look.silence_s < contents.limit_s:
         yield f"{silence}; from {contents.limit_s:,.0f} s on it would be a stall."

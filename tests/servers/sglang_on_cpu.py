@@ -132,10 +132,10 @@ async def largest_difference(
         found += [np.abs(scores.logprobs - own).max(), of_top(scores.topk_ids, scores.topk_logprobs, wanted)]
         assert (scores.entropy_lower <= entropy).all()
         assert (entropy <= scores.entropy_upper).all()
-    return float(max(found)) * temperature
+    return float(np.max(found)) * temperature  # NaN where one of them is
 
 
 def of_top(ids: Any, logprobs: Any, wanted: npt.NDArray[np.float64]) -> float:
     """The largest difference among the likeliest of each row, whose ids may differ where two are as good as equal."""
     best = -np.sort(-wanted, axis=-1)[:, : ids.shape[1]]
-    return float(max(np.abs(logprobs - best).max(), np.abs(np.take_along_axis(wanted, ids, axis=-1) - logprobs).max()))
+    return float(np.abs([logprobs - best, np.take_along_axis(wanted, ids, axis=-1) - logprobs]).max())

@@ -1,0 +1,79 @@
+"""A role's pool and its servers, all in this process, for what is made of one incident at one of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from spot_async.concurrency import watched
+from spot_async.config import ServingConfig
+from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.service_pool import Errand
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.types import Capabilities
+
+OFFERS = Capabilities(
+    model="m",
+    vocab_size=8,
+    vocab_fingerprint="f",
+    max_context_tokens=100,
+    max_top_k=8,
+    exact_entropy=True,
+    candidate_logprobs="none",
+    weight_update=True,
+)
+
+
+class Server:
+    """A backend object; pinged well unless it is frozen."""
+
+    def __init__(self):
+        self.ended = asyncio.get_running_loop().create_future()
+        self.is_left = False
+        self.is_frozen = False
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc_info):
+        self.is_left = True
+
+    async def capabilities(self, *, deadline):
+        return OFFERS
+
+    async def watch(self):
+        await asyncio.shield(self.ended)
+
+    async def ping(self, *, deadline):
+        await asyncio.sleep(0.001)
+        if self.is_frozen:
+            raise DeadlineExceededError("no answer to a ping")
+
+    def kill(self):
+        self.ended.set_exception(ProcessDiedError("it was killed"))
+
+
+async def ask(pool, request, *, errand=None):
+    """What `request(server)` gives, or the error that it fails with."""
+    try:
+        async with await pool.lease(errand or Errand("score", (0,))) as server:
+            return await request(server)
+    except RequestError as error:
+        return error
+
+
+def incident(scenario, *, make=Server, number=1, are_ours=True, **serving):
+    """`scenario(pool, made)` beside the pool's watch; `made` are all backend objects, by the replica's number."""
+
+    async def run():
+        made = [[] for _ in range(number)]
+
+        def factory(i):
+            made[i].append(make())
+            return made[i][-1]
+
+        factories = {f"r{i}": (lambda i=i: factory(i)) for i in range(number)}
+        async with ReplicaPool("teacher", factories, ServingConfig(**serving), are_ours=are_ours) as pool:
+            await watched(scenario(pool, made), [pool.watch])
+
+    run_on_virtual_time(run())
