@@ -317,6 +317,18 @@ def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_stude
     assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
 
 
+def test_an_evaluation_without_a_chat_template_of_the_students_says_that_no_other_will_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    student, template = tmp_path / "student", tmp_path / "mine.jinja"
+    shutil.copytree(STUDENT, student, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    template.write_text("{{ messages[0].content }}")
+    changes = [f"student.model={student}", f"prompt.template={template}"]
+    refused = r"^evaluation: .*student: the tokenizer has no chat template.*: add chat_template\.jinja"
+    with pytest.raises(DataError, match=refused):
+        plan_training(load_config(Path("configs/quickstart.yaml"), changes))
+    assert plan_training(load_config(Path("configs/quickstart.yaml"), [*changes, "evaluation=null"])).filtered == 0
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_server_that_ended_must_have_the_time_to_start_again(monkeypatch, command):
     monkeypatch.chdir(ROOT)
@@ -329,3 +341,4 @@ def test_a_server_that_ended_must_have_the_time_to_start_again(monkeypatch, comm
         plan()
     plan("student.serving.recovery_timeout_s=1800")
     plan("student.serving.restarts=0")
+    plan("student.backend.url=http://127.0.0.1:9", "student.serving.recovery_timeout_s=5")  # not ours to start
