@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -315,6 +316,15 @@ def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_stude
     assert decode(prompt.token_ids.tolist()) == f"<|assistant|>{prompt.problem.text}"
     assert decode(plan.evaluation[0].sources[0].token_ids.tolist()) == "<|user|>a1+0b<|assistant|>"
     assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = f"teacher.backend.port={listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"^{port}: in use by another process: choose another$"):
+            plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
+    plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
 
 
 def test_an_evaluation_without_a_chat_template_of_the_students_says_that_no_other_will_do(tmp_path, monkeypatch):

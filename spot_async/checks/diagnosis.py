@@ -240,9 +240,10 @@ class _ServerDiagnosis:
         }
 
     def _judge_model(self) -> None:
-        """A server that runs already may have been started with another model, such as the student's. Else nothing shows.
+        """A server that runs already may have been started with another model, such as the student's.
 
-        A student's is sent its weights. Servers elsewhere name nothing that could be compared.
+        Where vocabularies are equal nothing else shows it. A student's server is sent its weights; servers elsewhere
+        name nothing that could be compared.
         """
         served, meant = self.said.model, self._model.model
         if self.role == "student" or not os.path.isdir(served) or os.path.samefile(served, meant):  # noqa: PTH112, PTH121
