@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import os
 import re
@@ -34,7 +35,7 @@ SOCKET_PATH_BYTES = 100  # the operating systems' limits are 104 to 108
 READY_MESSAGE_BYTES = 256
 
 
-class LocalSettings(PluginSettings, EngineSettings):
+class LocalSettings(EngineSettings, PluginSettings):
     """Settings of one or several of our own servers."""
 
     kind: str = "local"
@@ -64,6 +65,8 @@ class LocalSettings(PluginSettings, EngineSettings):
                 f"{section}.device={self.device}: the torch installed here was built without CUDA: set it to cpu, or "
                 "install torch from an index with CUDA builds"
             )
+        if self.port is not None and is_taken(self.port):
+            raise ConfigError(f"{section}.port={self.port}: in use by another process: choose another")
 
     @pydantic.field_validator("url")
     @classmethod
@@ -164,6 +167,17 @@ class LocalServer:
                 f"{self._name} (pid {child.pid}) was not ready after {self._settings.start_timeout_s:g} s: raise "
                 f"start_timeout_s or see the log: {self._log_path}"
             ) from None
+
+
+def is_taken(port: int) -> bool:
+    """Whether somebody listens at a loopback port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def torch_has_gpus() -> bool:

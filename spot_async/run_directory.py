@@ -139,6 +139,8 @@ class RunDirectory:
                 advice = f"go on with the evaluation in it by --resume {path}, "
             elif earlier.purpose == "train" and earlier._came_to_nothing():
                 advice = f"nothing was trained in it: delete it if {earlier._last_user() or 'that run'} is over, "
+            elif earlier.purpose == purpose == "train":
+                advice = "it holds a run, and runs cannot be resumed: "
         raise ConfigError(f"run.directory: {path} is not empty; {advice}give another, or null for a new one")
 
     def _came_to_nothing(self) -> bool:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from spot_async import registry
+from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
+from spot_async.config.suggestions import OTHER_TRAINERS, paths
 from spot_async.errors import ConfigError
 
 MINIMAL = """
@@ -40,6 +43,11 @@ def complaint(path: Path, *overrides: str) -> str:
             "student.backend={deterministic: true, threads: 2}",
             "student.backend: deterministic: true needs device: cpu and threads: 1, not device: cpu and threads: 2: ",
         ),
+        ("learning_rate=1", "learning_rate: unknown key; did you mean `training.learning_rate`?"),
+        ("temperature=1", "unknown key; did you mean `sampling.temperature` or `evaluation.temperature`?"),
+        ("training.beta=1", "training.beta: unknown key; here it is `training.reference_kl`"),
+        ("policy.num_generations=8", "unknown key; here it is `policy.samples` (of kind grpo)"),
+        ("sampling.max_completion_length=8", "unknown key; here it is `sampling.max_response_tokens`"),
         ("studnt.model=x", "studnt: unknown key; did you mean `student`?"),
         ("stages.probe.concurency=2", "stages.probe.concurency: unknown key; did you mean `concurrency`?"),
         ("student.backend.slot=4", "student.backend.slot: unknown key; did you mean `slots`?"),
@@ -90,6 +98,11 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, 
     line = complaint(config_path, override)
     assert expected in line
     assert "\n" not in line
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist():
+    known = {*paths(Config), *(f"policy.{name}" for name in registry.load("policies", "grpo").Settings.model_fields)}
+    assert {meant.partition(", ")[0] for meant in OTHER_TRAINERS.values()} <= known
 
 
 def test_of_a_newer_file_nothing_but_its_version_is_complained_about(config_path):

@@ -109,6 +109,20 @@ def test_duplicates_may_be_meant_up_to_white_space(tmp_path):
     assert load(tmp_path, rows, duplicates="spacing").dropped == {"conflicting answers": 2}
 
 
+def test_of_gsm8k_the_answer_is_what_stands_behind_the_hashes(tmp_path):
+    """Its column holds the worked solution; taken as it is, it verifies against itself and no response ever does."""
+    rows = [
+        {"question": "p", "answer": "She sold 48/2 = <<48/2=24>>24 clips.\nIn all 72.\n#### 72"},
+        {"question": "q", "answer": "So\n#### 1,450"},
+        {"question": "r", "answer": "So\n#### (1,450)"},
+        {"question": "s", "answer": "#### is a heading\nand this no answer"},
+    ]
+    found = load(tmp_path, rows)
+    assert [p.answer for p in found.problems] == ["72", "1450", "(1,450)", "#### is a heading\nand this no answer"]
+    assert found.mended == {"answer taken from behind ####": 3}
+    assert load(tmp_path, [{"problem": "p", "answer": "#### 3"}], layout="plain").problems[0].answer == "#### 3"
+
+
 def test_competitions_have_whole_numbers(tmp_path):
     amc = [{"id": 3, "problem": "p", "question": "p", "answer": 27.0, "url": "u"}]
     assert load(tmp_path, amc, layout="amc23").problems == [Problem(id="3", text="p", answer="27")]
@@ -222,6 +236,7 @@ def test_plain_rows_are_taken_as_they_stand(tmp_path):
         "Please think step by step and put your final answer within \\boxed{}.",
         "Please, reason step-by-step. Please enclose the final answer in \\boxed{}.",
         "Please solve the following problem step by step,\nand put your final answer within \\boxed{}, please.",
+        'Let\'s think step by step and output the final answer after "####".',
     ],
 )
 @settings(max_examples=25)

@@ -238,6 +238,18 @@ async def test_what_makes_a_run_worse_is_a_warning(
 
 
 @with_backends
+async def test_a_teacher_of_which_the_server_holds_another_model_is_named(services: Services) -> None:
+    """Same vocabulary, so the run would go on and learn from the wrong model, or from itself."""
+    student = str(EXAMPLE / "student")
+    found = await diagnosis_of(services, teacher=Other(services["teacher"], model=student))
+    (warning,) = found.warnings
+    assert warning.startswith(
+        f"teacher.backend: the server serves {student}, but teacher.model is examples/running_sum"
+    )
+    assert (await diagnosis_of(services, teacher=Other(services["teacher"], model="a-name"))).warnings == []
+
+
+@with_backends
 async def test_what_cannot_be_asked_is_unknown_and_named(services: Services) -> None:
     found = await diagnosis_of(services, teacher=RefusesScores(services["teacher"]))
     facts = found.roles["teacher"]

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -22,6 +23,7 @@ from spot_async.inspection.terminal import response_text, sample_view
 from spot_async.inspection.view import PolicySettings, colourings, probability, shortened, verdict_text
 from spot_async.text import visible
 
+EXAMPLE_STUDENT = Path(__file__).parents[1] / "examples/running_sum/student"
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
 
 
@@ -292,6 +294,19 @@ def test_the_commands_write_pages_and_fail_in_one_line(tmp_path):
         failed = runner.invoke(app, arguments)
         assert failed.exit_code == 2
         assert failed.exception is None or isinstance(failed.exception, SystemExit)
+
+
+def test_candidates_that_are_special_tokens_are_named(tmp_path):
+    """Their text is empty, but an end token among the candidates is what one wants to see."""
+    sample = spot_sample()
+    sample["branches"][0]["candidates"][0] |= {"token_id": 1, "token": ""}
+    run = tmp_path / "run"
+    files = make_run(run, [sample])
+    assert "token 1 value" in Tags(page_of(files)).text  # nobody knows its name
+    (run / "student").symlink_to(EXAMPLE_STUDENT)
+    shown = CliRunner().invoke(app, ["inspect", str(run), "0"]).output
+    assert "“<|end|>”" in shown
+    assert "“<|end|>” value" in Tags((run / "inspect-0.html").read_text()).text
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -317,6 +318,27 @@ def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_stude
     assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
 
 
+def test_a_port_that_is_taken_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = f"teacher.backend.port={listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"^{port}: in use by another process: choose another$"):
+            plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
+    plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
+
+
+def test_an_evaluation_without_a_chat_template_of_the_students_says_that_no_other_will_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    student, template = tmp_path / "student", tmp_path / "mine.jinja"
+    shutil.copytree(STUDENT, student, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    template.write_text("{{ messages[0].content }}")
+    changes = [f"student.model={student}", f"prompt.template={template}"]
+    refused = r"^evaluation: .*student: the tokenizer has no chat template.*: add chat_template\.jinja"
+    with pytest.raises(DataError, match=refused):
+        plan_training(load_config(Path("configs/quickstart.yaml"), changes))
+    assert plan_training(load_config(Path("configs/quickstart.yaml"), [*changes, "evaluation=null"])).filtered == 0
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_server_that_ended_must_have_the_time_to_start_again(monkeypatch, command):
     monkeypatch.chdir(ROOT)
@@ -329,3 +351,4 @@ def test_a_server_that_ended_must_have_the_time_to_start_again(monkeypatch, comm
         plan()
     plan("student.serving.recovery_timeout_s=1800")
     plan("student.serving.restarts=0")
+    plan("student.backend.url=http://127.0.0.1:9", "student.serving.recovery_timeout_s=5")  # not ours to start

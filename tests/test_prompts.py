@@ -27,6 +27,8 @@ def write(tmp_path, text):
     ("text", "where", "what"),
     [
         ('{"problem": "1+1", "answer": "2"}\n\n{"problem": "1+2", "answer": "3"}\n', ":2:", "empty line"),
+        ('[{"problem": "1+1", "answer": "2"}]\n', ":1:", "a file that is one list is a .json"),
+        ('{"problem": "1+1", "answer": NaN}\n', ":1:", "JSON has no NaN or Infinity: write null"),
         ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n', ":2:", "no `answer`, which all rows before have"),
         ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer"\n', ":2:", ""),
         ('{"problem": "1+1", "answer": ""}\n', ":1:", "`answer` (column 'answer') is empty"),

@@ -174,7 +174,8 @@ def test_the_later_of_two_starts_that_both_saw_an_empty_directory_is_refused(run
 def test_nobody_is_told_to_delete_anything_of_value(run, name):
     (run.path / name).parent.mkdir(exist_ok=True)
     (run.path / name).write_text('{"format": 1, "command": "eval"}' if name == "run.json" else "something")
-    assert refusal(run).endswith("is not empty; give another, or null for a new one")
+    why = "" if name == "run.json" else "it holds a run, and runs cannot be resumed: "
+    assert refusal(run).endswith(f"is not empty; {why}give another, or null for a new one")
 
 
 def test_fewer_weights_than_the_student_link_needs_are_refused():

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -304,16 +303,22 @@ def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
     assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
 
 
-def test_a_port_that_is_taken_is_one_line_and_the_next_start_says_what_to_delete(tmp_path, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        command = train(tmp_path / "run", f"teacher.backend.port={port}")
-        code, _, err = command.finish()
+def test_a_dry_run_says_how_many_problems_make_no_batch(tmp_path, monkeypatch):
+    problems = tmp_path / "nine.jsonl"
+    problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
+    batches = [f"data.train={problems}", "training.batch_size=8", "training.mini_batch_size=8"]
+    dry = invoke(monkeypatch, "train", "configs/quickstart.yaml", *batches, "--dry-run")
+    assert "from 9 problems (0 too long); 1 left out of each epoch" in " ".join(dry.output.split())
+
+
+def test_a_server_that_cannot_start_is_one_line_and_the_next_start_says_what_to_delete(tmp_path, monkeypatch):
+    command = train(tmp_path / "run", "teacher.backend.device=gpu")
+    code, _, err = command.finish()
     assert code == 1
     (line,) = error_lines(err)
-    assert str(port) in line
+    assert "device=gpu" in line
     command.assert_nothing_left()
-    again = invoke(monkeypatch, *arguments(tmp_path / "run", f"teacher.backend.port={port}"))
+    again = invoke(monkeypatch, *arguments(tmp_path / "run"))
     assert_refused(again, "run.directory", f"nothing was trained in it: delete it if process {command.process.pid} on ")
 
 

@@ -7,6 +7,7 @@ what a policy may not go without is `preflight.py`. A fact that could not be ask
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -192,6 +193,7 @@ class _ServerDiagnosis:
 
     async def run(self) -> None:
         self._state_what_is_said()
+        self._judge_model()
         if self._scores:
             await self._probe_scores()
         if self._samples and self.said.sampled_token_ids:
@@ -236,6 +238,20 @@ class _ServerDiagnosis:
             "chat_template_as_students": _template(files) == _template(student),
             "chat_template_used": self.config.prompt.template == self.role,
         }
+
+    def _judge_model(self) -> None:
+        """A server that runs already may have been started with another model, such as the student's.
+
+        Where vocabularies are equal nothing else shows it. A student's server is sent its weights; servers elsewhere
+        name nothing that could be compared.
+        """
+        served, meant = self.said.model, self._model.model
+        if self.role == "student" or not os.path.isdir(served) or os.path.samefile(served, meant):  # noqa: PTH112, PTH121
+            return
+        self.warnings.append(
+            f"{self.section}: the server serves {served}, but {self.role}.model is {meant}: scores are those of the "
+            "former; give the server that is meant, or its directory"
+        )
 
     async def _probe_scores(self) -> None:
         top_k = min(TOP_K, self.said.max_top_k)

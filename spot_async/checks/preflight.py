@@ -220,7 +220,9 @@ def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
 
 
 def _check_recovery(role: str, model: ModelConfig) -> None:
-    """Whether a server that ended has the time to start again before the run is given up for want of it."""
+    """Whether a server of ours that ended has the time to start again before the run is given up for want of it."""
+    if all(place is not None and place.is_attached for place in places(model)):
+        return
     start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
     if model.serving.restarts and start_s > recovery_s:
         raise ConfigError(

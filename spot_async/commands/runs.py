@@ -206,13 +206,14 @@ def show_plan(config: Config, path: Path, plan: TrainPlan) -> None:
     screen.rule("would start", align="left")
     for warning in plan_warnings(plan):
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    training = config.training
+    training, left_over = config.training, plan.schedule.left_over_per_epoch
+    left_words = f"; {left_over} left out of each epoch, whose batches are whole" if left_over else ""
     lines = [
         *(f"{role:<9} {model.backend.kind} backend serving {model.model}" for role, model in plan.served.items()),
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
         f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
         f"in mini-batches of {training.mini_batch_size}, from "
-        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long)",
+        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
         f"rows      {words_of(plan.rows)}",
         f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
         f"write     {path}",

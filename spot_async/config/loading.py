@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL
 from spot_async.config.plugins import PluginSettings, PluginSettingsError
+from spot_async.config.suggestions import classes, unknown_key
 from spot_async.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
@@ -195,9 +196,7 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
     match error["type"]:
         case "extra_forbidden":
             owner = _schema_at(schema, error["loc"][:-1])
-            known = list(owner.model_fields) if owner else []
-            close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-            return "unknown key; " + (f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(known)}")
+            return unknown_key(str(error["loc"][-1]), list(owner.model_fields) if owner else [], Config)
         case "literal_error" if error["loc"][-1] == OF_KEY:
             expected = error["ctx"]["expected"]
             close = difflib.get_close_matches(str(value), re.findall("'([^']*)'", expected), n=1, cutoff=0.5)
@@ -223,12 +222,5 @@ def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[B
         if field is None:
             return None
         is_name = typing.get_origin(field.annotation) is dict  # a section for each name
-        current = next((c for c in _classes(field.annotation) if issubclass(c, BaseModel)), None)
+        current = next((c for c in classes(field.annotation) if issubclass(c, BaseModel)), None)
     return current if current is not PluginSettings else None
-
-
-def _classes(annotation: Any) -> Iterator[type]:
-    if isinstance(annotation, type):
-        yield annotation
-    for argument in typing.get_args(annotation):
-        yield from _classes(argument)

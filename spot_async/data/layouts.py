@@ -36,6 +36,8 @@ _CHINESE = re.compile("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff]")  # open-r1's,
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _FLOAT_OF_INTEGER = re.compile(r"(-?[0-9]+)\.0+")
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
+_WITH_COMMAS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_BEHIND_HASHES = re.compile(r"(?:\A|\n)[ \t]*####[ \t]*(\S[^\n]*)\Z")
 _INSTRUCTION = r"""
     (?<![a-z])
     (?: (?: (?: (?:please,?|let's|let\ us|carefully)\s+ )*
@@ -48,6 +50,7 @@ _INSTRUCTION = r"""
         the\ last\ line\ of\ your\ response\ should\ be\ of\ the\ form\ answer:\ [\\$]*answer\ \(without\ quotes\)
         \ where\ [\\$]*answer\ is\ the\ answer\ to\ the\ problem
       | remember\ to\ put\ your\ answer\ on\ its\ own\ line\ after\ "answer:"
+      | let's\ think\ step\ by\ step\ and\ output\ the\ final\ answer\ after\ "\#\#\#\#"
     )\.?
 """
 # One separator and no more: in DAPO, texts that differ by a further blank are different rows. What follows in the same
@@ -119,6 +122,16 @@ def unboxed(draft: Draft) -> str | None:
         return None
     draft.answer = boxed
     return "answer taken out of its box"
+
+
+def behind_hashes(draft: Draft) -> str | None:
+    """The answer of GSM8K, whose column holds the worked solution and ends in `#### 1,450`: of a number, its digits."""
+    found = _BEHIND_HASHES.search(draft.gold)
+    if found is None:
+        return None
+    answer = found[1].strip()
+    draft.answer = answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
+    return "answer taken from behind ####"
 
 
 def answer_in_solution(draft: Draft) -> str | None:
@@ -212,7 +225,7 @@ _COLUMNS: dict[Part, tuple[str, ...]] = {
     "category": ("category", "subject", "type", "problem_type"),
 }  # fmt: skip
 _WITH_SOLUTION: dict[Part, tuple[str, ...]] = {**_COLUMNS, "solution": _SOLUTION}
-_TEXT = (remove_instruction, narrow_digits, unboxed, tidy_answer)
+_TEXT = (remove_instruction, narrow_digits, behind_hashes, unboxed, tidy_answer)
 
 LAYOUTS: dict[str, Layout] = {
     "plain": Layout({part: (part,) for part in ("problem", "answer", "id", "tier", "category")}),

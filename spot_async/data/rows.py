@@ -9,6 +9,7 @@ import codecs
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from spot_async.errors import DataError
 from spot_async.text import first_line
 
 Columns: TypeAlias = dict[str, Any]
+
+_NO_NUMBER = re.compile(rb"[:,\[]\s*-?(?:NaN|Infinity)\s*[,}\]]")  # what Python's json writes for such floats
 
 
 class Row(NamedTuple):
@@ -80,6 +83,8 @@ def _read_jsonl(path: str, content: bytes) -> Iterator[Row]:
         where = f"{path}:{number}"
         if not line.strip():
             raise DataError(f"{where}: empty line; each line is one JSON object")
+        if number == 1 and line.lstrip().startswith(b"["):
+            raise DataError(f"{where}: a list, where each line is one JSON object; a file that is one list is a .json")
         yield Row(where, number, _decode(line, where, Columns))
 
 
@@ -137,7 +142,8 @@ def _decode(content: bytes, where: str, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         raise DataError(f"{where}: {first_line(error)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: not valid JSON: {first_line(error)}") from None
+        remedy = "; JSON has no NaN or Infinity: write null" if _NO_NUMBER.search(content) else ""
+        raise DataError(f"{where}: not valid JSON: {first_line(error)}{remedy}") from None
 
 
 _READERS: dict[str, Callable[[str, bytes], Iterator[Row]]] = {

@@ -79,6 +79,11 @@ def _plan(
     verifier = settings.verifier_of(evaluation) if is_judged else None
     if verifier is not None:
         _check_verifier(verifier, problems, settings, key)
+    if not student.vocabulary.tokenizer.chat_template:
+        raise DataError(
+            f"evaluation: {student.directory}: the tokenizer has no chat template, and an evaluation is rendered with "
+            "the student's own, whatever prompt.template says: add chat_template.jinja to the directory"
+        )
     renderer = PromptRenderer(student.vocabulary, prompt)
     sources = _rendered(problems, renderer, student, max_tokens, key)
     return Benchmark(

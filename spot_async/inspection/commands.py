@@ -56,13 +56,14 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
 def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> None:
     """Print a sample and write its page, by default into the run directory. Raises DataError."""
     from spot_async.inspection.pages import sample_page
-    from spot_async.inspection.reading import token_texts
+    from spot_async.inspection.reading import name_tokens, token_texts
     from spot_async.inspection.terminal import sample_view
     from spot_async.inspection.view import PolicySettings, colourings
 
     files = RunFiles(run)
     refuse_evaluation(files)
     number, sample = files.sample(wanted)
+    name_tokens(files, sample)
     policy = PolicySettings.of(files.config())
     found = colourings(sample, token_texts(files, sample.response_ids), policy)
     screen.print(sample_view(number, sample, found[0], policy))

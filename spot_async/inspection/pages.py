@@ -15,6 +15,7 @@ from spot_async.inspection.view import (
     PolicySettings,
     branch_legend,
     branch_state,
+    candidate_name,
     framed_words,
     is_sampled,
     probability,
@@ -44,6 +45,7 @@ def templates() -> jinja2.Environment:
     environment.globals |= {
         "branch_legend": branch_legend,
         "branch_state": branch_state,
+        "candidate_name": candidate_name,
         "framed_words": framed_words,
         "is_sampled": is_sampled,
         "remarks": remarks,

@@ -217,6 +217,15 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
     return (value for _, value in _lines_at(path, kind))
 
 
+def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
+    """Give candidates without a text, which special tokens are, the names that their tokenizer has for them."""
+    unnamed = [candidate for branch in sample.branches for candidate in branch.candidates if not candidate.token]
+    if unnamed:
+        texts = token_texts(run, [candidate.token_id for candidate in unnamed])
+        for candidate, text in zip(unnamed, texts, strict=True):
+            candidate.token = text
+
+
 def _lines_at(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
     """Each line with its offset; nothing without the file. A last line cut short is left out."""
     if not path.exists():

@@ -17,6 +17,7 @@ from spot_async.inspection.view import (
     TokenView,
     branch_legend,
     branch_state,
+    candidate_name,
     framed_words,
     is_sampled,
     probability,
@@ -140,7 +141,7 @@ def candidates_table(branch: Branch, sample: SampleRecord, policy: PolicySetting
         prior = "–" if candidate.prior is None else Text(bar(candidate.prior, "░"), style="dim")
         table.add_row(
             "▸" if is_sampled(sample, branch, candidate) else "",
-            candidate_name(candidate),
+            _name(candidate),
             probability(candidate.teacher),
             probability(candidate.student),
             *((value, prior) if policy.guided else ()),
@@ -152,14 +153,14 @@ def candidates_table(branch: Branch, sample: SampleRecord, policy: PolicySetting
 def probe_lines(branch: Branch) -> list[Text]:
     """What the student wrote after each candidate, and what came of it."""
     return [
-        Text.assemble("   ", candidate_name(candidate), " ", _verdict(verdict), "  ", shortened(visible(text)))
+        Text.assemble("   ", _name(candidate), " ", _verdict(verdict), "  ", shortened(visible(text)))
         for candidate in branch.candidates
         for verdict, text in zip(candidate.verdicts, candidate.continuations, strict=False)
     ]
 
 
-def candidate_name(candidate: Candidate) -> Text:
-    return Text(f"“{visible(candidate.token)}”" if candidate.token else f"token {candidate.token_id}", style="bold")
+def _name(candidate: Candidate) -> Text:
+    return Text(candidate_name(candidate), style="bold")
 
 
 def bar(share: float, symbol: str) -> str:

@@ -190,6 +190,11 @@ def branch_state(branch: Branch) -> tuple[str, str]:
     return f"left out: nothing correct here{doubt}", "quiet"
 
 
+def candidate_name(candidate: Candidate) -> str:
+    """Its text, or the id of one that has none."""
+    return f"“{visible(candidate.token)}”" if candidate.token else f"token {candidate.token_id}"
+
+
 def token_label(sample: SampleRecord, position: int, text: str, score_name: str = "score") -> str:
     """All numbers of one token, in words."""
     parts = [f"position {position}", f"“{visible(text)}”"]

@@ -156,7 +156,7 @@ def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
         listener = _unix_listener(path) if path is not None else _tcp_listener(settings.host, settings.port or 0)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        reason = "is in use by another process: choose another" if taken else error.strerror or error
+        reason = "in use by another process: choose another" if taken else error.strerror or error
         raise ConfigError(f"cannot listen on {_address(settings)}: {reason}") from error
     try:
         yield listener

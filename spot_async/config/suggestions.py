@@ -1,0 +1,91 @@
+"""Which key was meant by one that does not exist: misspelt, of another section, or another trainer's name for it."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import BaseModel
+
+# As TRL's and verl's configurations call them; behind a comma, what is different about ours.
+OTHER_TRAINERS: Mapping[str, str] = {
+    "beta": "training.reference_kl",
+    "bf16": "training.dtype, bfloat16",
+    "clip_ratio": "training.clip",
+    "cliprange": "training.clip",
+    "clip_ratio_c": "training.dual_clip",
+    "dataset_name": "data.train",
+    "dataset_train_split": "data.train.split",
+    "epsilon": "training.clip",
+    "eval_steps": "evaluation.eval_every",
+    "gradient_accumulation_steps": "training.mini_batch_size, prompts per update",
+    "gradient_checkpointing": "training.recompute_layers",
+    "enable_gradient_checkpointing": "training.recompute_layers",
+    "kl_coef": "training.reference_kl",
+    "kl_loss_coef": "training.reference_kl",
+    "loss_agg_mode": "training.loss_aggregation",
+    "loss_type": "training.loss_aggregation",
+    "lr": "training.learning_rate",
+    "lr_scheduler_type": "training.schedule",
+    "lr_warmup_steps": "training.warmup_iterations",
+    "max_completion_length": "sampling.max_response_tokens",
+    "max_length": "sampling.max_response_tokens, without the prompt",
+    "max_new_tokens": "sampling.max_response_tokens",
+    "max_prompt_length": "sampling.max_prompt_tokens",
+    "max_response_length": "sampling.max_response_tokens",
+    "max_steps": "training.iterations",
+    "max_tokens": "sampling.max_response_tokens",
+    "model_name_or_path": "student.model",
+    "num_generations": "policy.samples, of kind grpo",
+    "num_train_epochs": "training.epochs",
+    "output_dir": "run.directory",
+    "per_device_train_batch_size": "training.batch_size, prompts per iteration",
+    "ppo_micro_batch_size_per_gpu": "training.micro_batch_tokens",
+    "ppo_mini_batch_size": "training.mini_batch_size",
+    "report_to": "telemetry",
+    "reward_funcs": "verifier",
+    "rollout_n": "policy.samples, of kind grpo",
+    "save_total_limit": "training.keep_weights",
+    "teacher_model_name_or_path": "teacher.model",
+    "total_epochs": "training.epochs",
+    "total_training_steps": "training.iterations",
+    "train_batch_size": "training.batch_size",
+    "train_files": "data.train",
+    "val_files": "evaluation.problems",
+    "warmup_ratio": "training.warmup_iterations",
+    "warmup_steps": "training.warmup_iterations",
+}
+PLACES_SHOWN = 3
+
+
+def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
+    """What to say of the key `name` where only `known` are: what is likeliest meant, here or anywhere in `root`."""
+    section = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    if not section and name in OTHER_TRAINERS:
+        key, _, note = OTHER_TRAINERS[name].partition(", ")
+        return f"unknown key; here it is `{key}`" + (f" ({note})" if note else "")
+    if not section and (places := [path for path in paths(root) if path.rpartition(".")[2] == name]):
+        listed = " or ".join(f"`{path}`" for path in places[:PLACES_SHOWN])
+        return f"unknown key; did you mean {listed}?"
+    close = section or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return "unknown key; " + (f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(known)}")
+
+
+def paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key below a section, plug-ins' own apart; `benchmarks.<name>` counts as no section."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        if typing.get_origin(field.annotation) is dict:
+            continue
+        for section in classes(field.annotation):
+            if issubclass(section, BaseModel) and section.model_fields:
+                yield from paths(section, f"{prefix}{name}.")
+
+
+def classes(annotation: object) -> Iterator[type]:
+    """All classes of an annotation, through unions and containers."""
+    if isinstance(annotation, type):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from classes(argument)
