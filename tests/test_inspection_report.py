@@ -7,14 +7,18 @@ import re
 
 import pytest
 import yaml
+from rich.console import Console
 from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 
+from spot_async.commands.runs import show_outcome
 from spot_async.errors import DataError
 from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
+from spot_async.inspection.commands import write_report
 from spot_async.inspection.held_out import ResultRow, ResultTable
 from spot_async.inspection.pages import report_page
 from spot_async.inspection.report import length_histogram, read_report
 from spot_async.inspection.totals import limit_use, run_times, stage_slots
+from spot_async.run_summary import TrainOutcome
 from spot_async.stages import STAGE_SERVERS
 
 
@@ -175,6 +179,30 @@ def test_the_line_of_results_is_the_row_over_everything():
         "",
     )
     assert table.line == "all (180 problems, percent): Avg@8 before 32.5 ±1.6, Avg@8 after 49.3 ±1.7"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ([{"spot/selected": 2.0, "spot/retained": 0.0}] * 2, "No probed position was retained"),
+        ([{"spot/selected": 2.0, "spot/retained": 0.0}, {"spot/selected": 2.0, "spot/retained": 0.1}], None),
+        ([{"spot/selected": 0.0, "spot/retained": 0.0}], None),
+        ([{"grpo/no_signal": 1.0}] * 2, "All responses of each prompt had the same reward"),
+        ([{"grpo/no_signal": 1.0}, {"grpo/no_signal": 0.9}], None),
+        ([{"rollout/accuracy": 0.0}], None),
+    ],
+)
+def test_a_run_whose_outcomes_taught_nothing_says_so(tmp_path, capsys, metrics, expected):
+    rows = [{"iteration": i} | each for i, each in enumerate(metrics, start=1)]
+    files = make_run(tmp_path / "run", [], rows)
+    page = Tags(report_page(read_report(files))).text
+    write_report(Console(), files.path, None)
+    show_outcome(TrainOutcome(files.path, len(rows), None, None, None, {}), files.path)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("Nothing to learn from outcomes" in page) == (expected is not None)
+    if expected is not None:
+        assert expected in page
+        assert shown.count(expected) == 2  # by `report` and at the end of `train`
 
 
 def test_figures_that_are_no_numbers_are_left_out(tmp_path):

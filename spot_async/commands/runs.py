@@ -75,6 +75,8 @@ def train(
 
 def show_outcome(outcome: TrainOutcome, path: Path) -> None:
     """What `train` prints at its end; `path` is the run directory."""
+    from spot_async.inspection.reading import RunFiles
+    from spot_async.inspection.signal import missing_signal
     from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
 
@@ -83,6 +85,8 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
         screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
         if note := unverified_note(last):
             screen.print(note)
+    if note := missing_signal(RunFiles(path).metrics()):
+        screen.print(Text(note, style="yellow"))
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states or 'none'}", highlight=False)
     for role, spent in outcome.spending.get("spending", {}).items():

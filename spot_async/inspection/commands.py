@@ -82,6 +82,8 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
     refuse_evaluation(files)
     report = read_report(files, more)
     screen.print(Text(report.verdict.sentence), *(Text(f"* {line}") for line in report.verdict.advice), sep="\n")
+    if report.missing_signal is not None:
+        screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:
         screen.print(Text(report.results.line))
     write_page(screen, html or run / "report.html", report_page(report))

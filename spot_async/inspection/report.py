@@ -20,6 +20,7 @@ from spot_async.inspection.bottleneck import BottleneckVerdict, judge, percent
 from spot_async.inspection.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.inspection.reading import RunFiles
 from spot_async.inspection.series import Series, fine_percent, nice_ticks, seconds, short_number
+from spot_async.inspection.signal import missing_signal
 from spot_async.inspection.totals import (
     RELATIVE_BINS,
     Rows,
@@ -62,6 +63,7 @@ class Report:
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
     verdict: BottleneckVerdict
+    missing_signal: str | None
     results: ResultTable | None
     sections: tuple[Section, ...]
 
@@ -91,6 +93,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
             files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
         ),
         verdict=judge(run_times(rows, config, files.cores)),
+        missing_signal=missing_signal(rows),
         results=results,
         sections=tuple(section for section in sections if section.plots),
     )

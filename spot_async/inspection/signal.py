@@ -1,0 +1,27 @@
+"""Whether a run had anything to learn from its own outcomes, in one line where it had nothing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+REASONS = (
+    "too hard problems, too small a sampling.max_response_tokens, or a verifier that finds no answers; "
+    "`spot-async inspect` shows what was written"
+)
+
+
+def missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
+    """Of the iterations' metrics; None where outcomes taught something, or the policy does not ask for any."""
+    selected, retained = (sum(row.get(f"spot/{name}", 0.0) for row in rows) for name in ("selected", "retained"))
+    if selected and not retained:
+        return (
+            "No probed position was retained, because no candidate was judged to lead to a correct answer: this was "
+            f"OPD, at the price of the probes. That comes of {REASONS}."
+        )
+    shares = [row["grpo/no_signal"] for row in rows if "grpo/no_signal" in row]
+    if shares and min(shares) == 1.0:
+        return (
+            "All responses of each prompt had the same reward: there was no advantage to learn from. That comes of too "
+            f"easy or {REASONS}."
+        )
+    return None
