@@ -49,6 +49,9 @@ RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be rea
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
               "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
 
+# Events of the run's log that say, with a `reason`, why it does not come to its end.
+ENDS_EARLY, STALLED = "ends early", "stalled"
+
 CONFIGS = "configs"
 TIME_NAME = re.compile(r"\d{8}-\d{6}")  # of `TIME_FORMAT`
 TIME_FORMAT = "%Y%m%d-%H%M%S"
@@ -130,7 +133,7 @@ class RunDirectory:
         advice = ""
         with contextlib.suppress(DataError):  # no run's, or a newer program's
             earlier = cls.open(path)
-            if earlier._is_locked():
+            if earlier.is_in_use():
                 raise ConfigError(
                     f"run.directory: {path} is in use by {earlier._last_user() or 'another process'}; give another, or "
                     "null for a new one"
@@ -148,7 +151,11 @@ class RunDirectory:
             weights.is_dir() and any(weights.iterdir())
         )
 
-    def _is_locked(self) -> bool:
+    def is_there(self) -> bool:
+        """Whether it still is: nobody moved or removed it."""
+        return (self.path / "run.json").exists()
+
+    def is_in_use(self) -> bool:
         """Whether a living process writes here. False proves nothing: a start on another machine may see it free."""
         try:
             with (self.path / ".lock").open("rb") as file:

@@ -46,6 +46,7 @@ def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
     file = TraceFile(path)
     try:
         orchestrator.report_to(TraceRecorder(file, orchestrator.stages, orchestrator.queue))
+        file.flush()  # an empty file would not open
         yield
     finally:
         file.close()
