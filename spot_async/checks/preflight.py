@@ -222,7 +222,8 @@ def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
 def _check_recovery(role: str, model: ModelConfig) -> None:
     """Whether a server that ended has the time to start again before the run is given up for want of it."""
     start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
-    if model.serving.restarts and start_s > recovery_s:
+    starts_any = any(place is None or not place.is_attached for place in places(model))
+    if starts_any and model.serving.restarts and start_s > recovery_s:
         raise ConfigError(
             f"{role}.serving.recovery_timeout_s={recovery_s:g}: shorter than the start_timeout_s={start_s:g} of "
             f"{role}.backend, so that a server that ended would not have the time to start again; raise it, "
