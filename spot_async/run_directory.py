@@ -153,7 +153,7 @@ class RunDirectory:
 
     def is_there(self) -> bool:
         """Whether it still is: nobody moved or removed it."""
-        return (self.path / "run.json").exists()
+        return self.path.is_dir()
 
     def is_in_use(self) -> bool:
         """Whether a living process writes here. False proves nothing: a start on another machine may see it free."""

@@ -66,7 +66,8 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
             if received:
                 leave_at_once(f"stopped at once by {number.name}; {saved(directory)}", 128 + number)
             received.append(number)
-            structlog.get_logger().warning(ENDS_EARLY, reason=f"stopped by {number.name}")
+            if structlog.is_configured():  # to the run's log, while there is one
+                structlog.get_logger().warning(ENDS_EARLY, reason=f"stopped by {number.name}")
             screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
             task.cancel()
 
