@@ -21,7 +21,6 @@ logs/                    the run's own events, and one log per child process
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import importlib.metadata
 import os
@@ -30,6 +29,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,13 +215,7 @@ class RunDirectory:
         path = self.path / name
         try:
             with path.open("ab", buffering=0) as file:
-                size = file.tell()
-                try:
-                    if file.write(data) < len(data):  # what a nearly full disk still takes
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                except OSError:
-                    file.truncate(size)
-                    raise
+                append_whole(file, data)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
@@ -265,6 +259,18 @@ class RunDirectory:
             new.replace(self.path / name)
         except OSError as error:
             raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Write all of it at the file's end, or nothing of it: then raises OSError with the system's reason."""
+    end, rest = file.seek(0, os.SEEK_END), memoryview(data)
+    try:
+        while rest:  # a nearly full disk takes a part, and says why once it is offered the rest
+            rest = rest[file.write(rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):  # half of it at the end is a blemish; the reason is what counts
+            file.truncate(end)
+        raise
 
 
 def _link_or_copy(source: str, destination: str) -> None:

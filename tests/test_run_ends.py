@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -196,17 +197,37 @@ def test_a_log_that_cannot_be_read_hides_nothing_else(directory):
     assert RunFiles(directory.path).early_end() == "The run ended early: stopped by SIGTERM"
 
 
+@contextlib.contextmanager
+def files_hold(size: int) -> Iterator[None]:
+    """No file grows beyond so many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_events_are_whole_lines_of_json_whatever_the_disk_takes_and_figures_are_worth(tmp_path):
     path = tmp_path / "run.jsonl"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with log_events_to(path):
         structlog.get_logger().info("stopped", cpu_s=float("nan"))
-        size = path.stat().st_size
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+        with files_hold(path.stat().st_size + 20):
             structlog.get_logger().info("stopped", words="more than 20 bytes")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         structlog.get_logger().info("finished")
     events = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert [(each["event"], each.get("cpu_s", 0)) for each in events] == [("stopped", None), ("finished", 0)]
+
+
+def test_rows_that_do_not_fit_are_not_there_and_the_reason_is_the_systems(directory):
+    directory.append("samples.jsonl", [{"n": 1}])
+    with files_hold(12), pytest.raises(StorageError, match=r"cannot write .*samples.jsonl: File too large"):
+        directory.append("samples.jsonl", [{"n": 2}, {"n": 3}])
+    assert (directory.path / "samples.jsonl").read_text() == '{"n":1}\n'
+
+
+async def test_a_child_that_starts_again_does_not_bring_back_a_directory_that_was_taken_away(directory):
+    shutil.rmtree(directory.path)
+    with pytest.raises(StorageError, match=r"cannot write .*server.log: No such file"):
+        await ChildProcess.start("server", [sys.executable, "-c", ""], log_path=directory.path / "logs" / "server.log")
+    assert not directory.path.exists()

@@ -190,7 +190,7 @@ async def _spawn(
 
 def _open_log(path: Path) -> BinaryIO:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was taken away stays so
         return path.open("ab")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None

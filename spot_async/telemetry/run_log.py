@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,7 +24,7 @@ from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
-from spot_async.run_directory import ENDS_EARLY, RunDirectory
+from spot_async.run_directory import ENDS_EARLY, RunDirectory, append_whole
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages import Stages
 from spot_async.telemetry.loop_lag import LoopLag
@@ -182,10 +181,8 @@ class _EventFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, text: str) -> None:
-        line, end = text.encode(), self._file.seek(0, os.SEEK_END)
         with contextlib.suppress(OSError):
-            if self._file.write(line) < len(line):
-                self._file.truncate(end)
+            append_whole(self._file, text.encode())
 
     def flush(self) -> None:
         pass  # nothing is kept back
