@@ -12,6 +12,7 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,15 @@ def test_leaving_at_once_takes_the_private_directories_along(monkeypatch, capfd)
             leave_at_once("stopped at once", 130)
         assert not path.exists()
     assert capfd.readouterr().err == "stopped at once\n"
+
+
+def test_where_no_directory_for_sockets_can_be_made_it_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with (
+        pytest.raises(StorageError, match=r"no directory for sockets can be made in .*gone: No such file .*set TMPDIR"),
+        private_directory("spot-test-"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

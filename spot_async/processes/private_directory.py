@@ -11,13 +11,24 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from spot_async.errors import StorageError
+
 _open: set[Path] = set()
 
 
 @contextlib.contextmanager
 def private_directory(prefix: str) -> Iterator[Path]:
-    """A new directory (mode 0700), removed on leaving; its path is short, as a Unix socket's must be."""
-    path = Path(tempfile.mkdtemp(prefix=prefix))
+    """A new directory (mode 0700), removed on leaving; its path is short, as a Unix socket's must be.
+
+    Raises StorageError where none can be made.
+    """
+    try:
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise StorageError(
+            f"no directory for sockets can be made in {tempfile.gettempdir()}: {error.strerror}: set TMPDIR to one "
+            "that can be written"
+        ) from None
     _open.add(path)
     try:
         yield path
