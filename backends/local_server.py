@@ -11,10 +11,8 @@ import errno
 import importlib.util
 import os
 import re
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +25,7 @@ from spot_async.concurrency import while_alive
 from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.processes.child import ChildProcess
+from spot_async.processes.private_directory import private_directory
 from spot_async.serving.settings import EngineSettings
 
 from .connection import Url, address_of, check_different
@@ -129,7 +128,8 @@ class LocalServer:
             await asyncio.get_running_loop().create_future()
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> Address:
-        directory = stack.enter_context(_private_directory())
+        directory = stack.enter_context(private_directory("spot-async-"))
+        _check_length(directory)
         uds = None if self._settings.port else str(directory / "http")
         notifications = stack.enter_context(_notification_socket(directory / "ready"))
         self._child = child = await ChildProcess.start(
@@ -189,16 +189,9 @@ def torch_has_gpus() -> bool:
     return re.search(r"^(cuda|hip)\b.*= '", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A new directory that only this user can enter, with a path short enough for sockets."""
-    path = Path(tempfile.mkdtemp(prefix="spot-async-"))
-    try:
-        if len(os.fsencode(path)) + len("/ready") > SOCKET_PATH_BYTES:
-            raise ConfigError(f"{path} is too long for a socket's path: set TMPDIR to a shorter directory")
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+def _check_length(directory: Path) -> None:
+    if len(os.fsencode(directory)) + len("/ready") > SOCKET_PATH_BYTES:
+        raise ConfigError(f"{directory} is too long for a socket's path: set TMPDIR to a shorter directory")
 
 
 @contextlib.contextmanager

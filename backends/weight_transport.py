@@ -13,7 +13,6 @@ import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import httpx
@@ -27,6 +26,7 @@ from spot_async.concurrency import while_alive
 from spot_async.config import Section
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
 from spot_async.processes.child import ChildProcess
+from spot_async.processes.private_directory import private_directory
 from spot_async.types import WeightSnapshot
 
 from .connection import is_loopback
@@ -175,7 +175,7 @@ class WeightSender:
     async def start(self, *, deadline: float) -> int:
         """The port that it listens at. Only now may a server be told to join: it waits for as long as it takes."""
         async with AsyncExitStack() as stack:
-            directory = stack.enter_context(TemporaryDirectory(prefix="spot-sender-", ignore_cleanup_errors=True))
+            directory = str(stack.enter_context(private_directory("spot-sender-")))
             context = stack.enter_context(zmq.asyncio.Context())
             self._socket = stack.enter_context(context.socket(zmq.PAIR))
             self._socket.linger = 0

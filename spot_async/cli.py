@@ -1,7 +1,7 @@
 """The `spot-async` command: its commands under their names. What they do is in `commands/`.
 
 Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 3 it stalled, 4 its budget is
-spent, 130 and 143 stopped by Ctrl-C or SIGTERM.
+spent, 130, 143 and 129 stopped by Ctrl-C, SIGTERM or a terminal that was closed.
 """
 
 from __future__ import annotations

@@ -136,12 +136,18 @@ async def sent_again(
         await asyncio.sleep(delay_s)
 
 
-def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first leaf of a group: what failed first, the others followed from it."""
+def first_error(failures: BaseException) -> BaseException:
+    """The first leaf of a group, what failed first and the others followed from; of a plain exception itself."""
     error: BaseException = failures
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def error_words(error: BaseException) -> str:
+    """An error in one line; where it is none of ours, what it is called too."""
+    words = " ".join(str(error).split())
+    return words if isinstance(error, SpotError) else f"{type(error).__name__}: {words}"
 
 
 def leaves(error: BaseException) -> list[BaseException]:

@@ -21,7 +21,6 @@ logs/                    the run's own events, and one log per child process
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import importlib.metadata
 import os
@@ -30,6 +29,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,9 @@ RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be rea
 # What a training run leaves before anything came of it. What paid endpoints were asked (spending.jsonl) is a result.
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
               "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
+
+# Events of the run's log that say, with a `reason`, why it does not come to its end.
+ENDS_EARLY, STALLED = "ends early", "stalled"
 
 CONFIGS = "configs"
 TIME_NAME = re.compile(r"\d{8}-\d{6}")  # of `TIME_FORMAT`
@@ -130,7 +133,7 @@ class RunDirectory:
         advice = ""
         with contextlib.suppress(DataError):  # no run's, or a newer program's
             earlier = cls.open(path)
-            if earlier._is_locked():
+            if earlier.is_in_use():
                 raise ConfigError(
                     f"run.directory: {path} is in use by {earlier._last_user() or 'another process'}; give another, or "
                     "null for a new one"
@@ -150,7 +153,11 @@ class RunDirectory:
             weights.is_dir() and any(weights.iterdir())
         )
 
-    def _is_locked(self) -> bool:
+    def is_there(self) -> bool:
+        """Whether it still is: nobody moved or removed it."""
+        return self.path.is_dir()
+
+    def is_in_use(self) -> bool:
         """Whether a living process writes here. False proves nothing: a start on another machine may see it free."""
         try:
             with (self.path / ".lock").open("rb") as file:
@@ -210,13 +217,7 @@ class RunDirectory:
         path = self.path / name
         try:
             with path.open("ab", buffering=0) as file:
-                size = file.tell()
-                try:
-                    if file.write(data) < len(data):  # what a nearly full disk still takes
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                except OSError:
-                    file.truncate(size)
-                    raise
+                append_whole(file, data)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
@@ -260,6 +261,18 @@ class RunDirectory:
             new.replace(self.path / name)
         except OSError as error:
             raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Write all of it at the file's end, or nothing of it: then raises OSError with the system's reason."""
+    end, rest = file.seek(0, os.SEEK_END), memoryview(data)
+    try:
+        while rest:  # a nearly full disk takes a part, and says why once it is offered the rest
+            rest = rest[file.write(rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):  # half of it at the end is a blemish; the reason is what counts
+            file.truncate(end)
+        raise
 
 
 def _link_or_copy(source: str, destination: str) -> None:

@@ -263,7 +263,7 @@ def test_a_run_killed_in_the_middle_of_a_line_is_read_up_to_it(tmp_path):
     assert len(files.metrics()) == 1
     with pytest.raises(DataError, match="no sample '1'"):
         files.sample("1")
-    assert "was stopped before its end" in report_page(read_report(files))
+    assert "The run ended early" in report_page(read_report(files))
 
 
 def test_damage_elsewhere_is_named_by_its_line(tmp_path):

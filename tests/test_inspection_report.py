@@ -253,7 +253,7 @@ ACCURATE = metrics_row(1) | {"evaluation/avg@8": 0.5}
     ("rows", "summary", "expected"),
     [
         ([], None, "No iteration has finished"),
-        ([metrics_row(1)], None, "was stopped before its end"),
+        ([metrics_row(1)], None, "The run ended early"),
         ([metrics_row(1)], {"before": None, "after": None}, "The run was not evaluated: there is no table"),
         ([metrics_row(1)], {"before": EVALUATED, "after": None}, "The trained student was not evaluated at the end."),
         ([ACCURATE], {"before": None, "after": None}, "The trained student was not evaluated at the end."),

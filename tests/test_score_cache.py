@@ -279,4 +279,6 @@ def test_runs_that_begin_at_once_share_a_new_file(tmp_path):
                     group.create_task(opened(tmp_path / str(number)))
 
     asyncio.run(run())
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, range(20)))
+    # Connections that close at once may each leave SQLite's own files to the other.
+    left = {path.name.removesuffix("-wal").removesuffix("-shm") for path in tmp_path.iterdir()}
+    assert left == set(map(str, range(20)))

@@ -281,6 +281,12 @@ def test_events_reach_the_disk_with_every_phase(tmp_path):
     assert finished == ["iteration 1", "iteration 2"]
 
 
+def test_a_run_killed_before_its_first_phase_ends_leaves_a_file_that_opens(tmp_path):
+    path = tmp_path / "trace.json"
+    with trace_to(path, spot_run(iterations=1, batch_size=4)):
+        assert json.loads(path.read_bytes() + b"]")
+
+
 def test_a_long_run_keeps_the_trainers_track_and_ever_fewer_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "SHARE_BYTES", 40_000)
     events = record(tmp_path / "trace.json", spot_run(iterations=40, batch_size=4))

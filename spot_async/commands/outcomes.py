@@ -8,39 +8,48 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import structlog
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.concurrency import root_cause
-from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError
+from spot_async.concurrency import error_words, first_error, root_cause
+from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError, StorageError
 from spot_async.evaluation.response_log import count_kept
 from spot_async.processes.memory import tune_gc
-from spot_async.run_directory import RunDirectory
+from spot_async.processes.private_directory import remove_private_directories
+from spot_async.run_directory import ENDS_EARLY, RunDirectory
 from spot_async.text import counted
 
 T = TypeVar("T")
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
 
 
 class Screen(Console):
-    """Falls silent where whoever reads it stops reading, as `head` does; the command goes on and ends as it would."""
+    """Falls silent where nobody reads it any more, as behind `head` or on a terminal that was closed, and where a disk
+    is full; the command goes on and ends as it would."""
+
+    def __exit__(self, *exc_info: Any) -> None:  # what every way of printing comes through
+        try:
+            super().__exit__(*exc_info)
+        except OSError:  # of these, rich itself passes broken pipes only
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         with Path(os.devnull).open("wb") as nowhere:  # for what Python still holds and writes when it ends
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 screen = Screen()
-stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+stderr = Screen(stderr=True, soft_wrap=True, highlight=False)
 
 
 def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
@@ -52,14 +61,19 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         assert task is not None
 
         def stop(number: signal.Signals) -> None:
+            if received and number is signal.SIGHUP:
+                return  # a terminal that closes may say so twice: the system does, and the shell
             if received:
                 leave_at_once(f"stopped at once by {number.name}; {saved(directory)}", 128 + number)
             received.append(number)
+            if structlog.is_configured():  # to the run's log, while there is one
+                structlog.get_logger().warning(ENDS_EARLY, reason=f"stopped by {number.name}")
             screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                loop.add_signal_handler(number, stop, number)
         return await run
 
     tune_gc()
@@ -70,9 +84,17 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
             raise
         stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
         raise typer.Exit(128 + received[0]) from None
-    except (SpotError, BaseExceptionGroup) as error:
-        cause = root_cause(error)
+    except (SpotError, OSError, BaseExceptionGroup) as error:
+        cause = root_cause(error) if directory.is_there() else gone(directory, error)
         fail(cause, code=exit_code(cause), note=saved(directory))
+
+
+def gone(directory: RunDirectory, error: BaseException) -> StorageError:
+    """What ended a run whose directory was taken away: whatever noticed it first was bound to fail."""
+    return StorageError(
+        f"the run directory {directory.path} is gone: it was removed or renamed while the run went on "
+        f"(noticed by: {error_words(first_error(error))})"
+    )
 
 
 def hung(directory: RunDirectory) -> Callable[[str], None]:
@@ -89,6 +111,7 @@ def leave_at_once(message: str, code: int) -> NoReturn:
     show_cursor = "\x1b[?25h" if screen.is_terminal else ""
     with suppress(OSError):
         os.write(2, f"{show_cursor}{message}\n".encode())
+    remove_private_directories()
     os._exit(code)
 
 
@@ -99,6 +122,8 @@ def exit_code(error: SpotError) -> int:
 
 def saved(directory: RunDirectory) -> str:
     """What a run that ended early leaves behind."""
+    if not directory.is_there():
+        return f"what was saved went with {directory.path}"
     if directory.purpose == "eval":
         kept = counted(count_kept(directory.path / "evaluation.jsonl"), "judged response")
         return f"saved: {kept}; to go on: the same command with --resume {directory.path}"

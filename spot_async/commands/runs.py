@@ -54,11 +54,11 @@ def train(
             show_estimates(screen, estimates)
             show_machine(screen, machine)
             return
+        from spot_async.runtime import train as run_training  # who is stopped in these seconds leaves no directory
+
         directory = RunDirectory.create(path, settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
-
-    from spot_async.runtime import train as run_training
 
     if len(plan.rows) > 2:  # more than read and problems
         screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
@@ -135,6 +135,8 @@ def evaluate(
             if dry_run:
                 show_evaluation_plan(settings, path, benchmarks, student)
                 return
+            from spot_async.student_evaluation import evaluate_student  # as in `train`
+
             directory = evaluation_directory(settings, path, is_new=resume is None)
             try:
                 stack.enter_context(directory.locked())
@@ -146,8 +148,6 @@ def evaluate(
                 add_pass_k(directory, settings, benchmarks, student.directory)
         except (ConfigError, DataError, StorageError) as error:
             fail(error, code=exit_code(error))
-
-        from spot_async.student_evaluation import evaluate_student
 
         for benchmark in benchmarks:
             if len(benchmark.counts) > 2:  # more than read and problems

@@ -36,7 +36,8 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
         if iteration in (None, summary.iteration) and verdict in (None, summary.verdict):
             rows.append((number, summary))
     if not sampled:
-        raise DataError(f"{run}: no samples: {files.samples_rhythm()}")
+        early = f"; {visible(early[0].lower() + early[1:])}" if (early := files.early_end()) else ""
+        raise DataError(f"{run}: no samples: {files.samples_rhythm()}{early}")
     last = max(sampled | {int(row["iteration"]) for row in files.metrics()})
     if iteration is not None and not 1 <= iteration <= last:
         raise ConfigError(f"--iteration {iteration}: the run has 1 to {last}")
@@ -49,8 +50,9 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
         words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
         screen.print(words, style="dim", highlight=False, soft_wrap=True)
     screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
-    if dead := files.dead_letters():
-        screen.print(Text(visible(described(dead)), style="yellow"))
+    for line in (files.early_end(), described(dead) if (dead := files.dead_letters()) else None):
+        if line:
+            screen.print(Text(visible(line), style="yellow"), soft_wrap=True)
 
 
 def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> None:

@@ -6,6 +6,7 @@ a default; rendering decides what to do without it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import yaml
 
 from spot_async.dead_letters import FILE_NAME, DeadLetter
 from spot_async.errors import DataError
-from spot_async.run_directory import RunDirectory
+from spot_async.run_directory import ENDS_EARLY, STALLED, RunDirectory
 
 T = TypeVar("T")
 
@@ -90,12 +91,19 @@ class SampleSummary(msgspec.Struct, kw_only=True):
     branches: list[BranchSummary] = []
 
 
+class _Event(msgspec.Struct):
+    """What is read of a line of the run's log."""
+
+    event: str = ""
+    reason: str = ""
+
+
 class RunFiles:
     """The files of one run directory. Raises DataError when there is no such run, or one newer than this program."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        directory = RunDirectory.open(path)
+        self._directory = directory = RunDirectory.open(path)
         self.cores = directory.cores  # that the run could use; None where it was not written down
         purpose = directory.purpose  # None of older programs, whose evaluations end with this file
         self.is_evaluation = purpose == "eval" or (purpose is None and (path / "evaluation.jsonl").exists())
@@ -137,6 +145,27 @@ class RunFiles:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: {error}") from None
+
+    def early_end(self) -> str | None:
+        """In one line that the run ended early, and why; None of one that came to its end or goes on."""
+        summary = self.summary()
+        if summary is not None:
+            return f"The run ended early: {reason}" if (reason := summary.get("ended_early")) else None
+        if self._directory.is_in_use():
+            return None
+        if reasons := [each.reason for each in self._events() if each.event in (ENDS_EARLY, STALLED)]:
+            return f"The run ended early: {reasons[-1]}"
+        return (
+            "The run ended early, or goes on on another machine: its log does not say why, as of one that was killed, "
+            "whose disk was full or whose machine went down"
+        )
+
+    def _events(self) -> Iterator[_Event]:
+        """Of the run's log, as far as it can be read: a page about results must not fail for want of it."""
+        path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(_Event)
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                yield decoder.decode(line)
 
     def evaluation(self, label: str) -> dict[str, Any] | None:
         """`evaluation-<label>.json` of this run: before, after, or the number of an iteration; None without it."""

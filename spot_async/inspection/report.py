@@ -322,7 +322,7 @@ def notes(
     if not rows:
         found.append("No iteration has finished: there are no curves.")
     if summary is None:
-        found.append("The run has no summary: it is still going, or it was stopped before its end.")
+        found.append(visible(files.early_end() or "The run is still going."))
     elif not summary.get("after"):
         found.append("The trained student was not evaluated at the end." if was_evaluated else
                      "The run was not evaluated: there is no table of results.")  # fmt: skip

@@ -104,12 +104,14 @@ class ChildProcess:
         return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
 
     def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
-        """The end of the child's log."""
-        return _tail(self.log_path, size)
+        """The end of the child's log; empty where it cannot be read, which must not hide how the child ended."""
+        with contextlib.suppress(OSError):
+            return _tail(self.log_path, size)
+        return ""
 
     def last_lines(self, count: int) -> list[str]:
         """The log's last lines that say something, without terminal colours and overwritten progress bars."""
-        return log_lines(self.log_path, count)
+        return _readable(self.log_tail())[-count:]
 
     def earlier_errors(self, count: int, before: int) -> list[str]:
         """What exceptions said before the last lines, each once: the cause is often far above its consequences."""
@@ -188,7 +190,7 @@ async def _spawn(
 
 def _open_log(path: Path) -> BinaryIO:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was taken away stays so
         return path.open("ab")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None

@@ -48,9 +48,9 @@ def serve(settings: ServeSettings) -> None:
         worker, app = _load(directory, settings, api_key)
         tune_gc()
         _notify_ready()
-        sys.stderr.write(f"serving {directory} on {_address(settings, listener)}\n")
+        _say(f"serving {directory} on {_address(settings, listener)}")
         asyncio.run(_run(worker, app, listener))
-        sys.stderr.write("stopped\n")
+        _say("stopped")
 
 
 def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tuple[EngineWorker, Starlette]:
@@ -203,6 +203,12 @@ def _answers(path: str) -> bool:
         except ConnectionRefusedError:
             return False
         return True
+
+
+def _say(line: str) -> None:
+    """One line of the log. Where its disk is full it is lost: no reason to serve nobody."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")
 
 
 def _notify_ready() -> None:

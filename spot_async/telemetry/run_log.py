@@ -7,9 +7,10 @@ averaged over those samples that have them.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -17,13 +18,13 @@ from typing import Any, TextIO, cast
 import msgspec
 import structlog
 
-from spot_async.concurrency import leaves
+from spot_async.concurrency import error_words, first_error, leaves, root_cause
 from spot_async.dead_letters import FILE_NAME, dead_letter
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
-from spot_async.run_directory import RunDirectory
+from spot_async.run_directory import ENDS_EARLY, RunDirectory, append_whole
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages import Stages
 from spot_async.telemetry.loop_lag import LoopLag
@@ -174,18 +175,17 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 class _EventFile:
-    """A line-buffered file that drops what a full disk does not take: a log must not end what it reports on."""
+    """Appends whole lines, and drops one that a full disk does not take: a log must not end what it reports on."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            self._file.write(text)
+            append_whole(self._file, text.encode())
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.flush()
+        pass  # nothing is kept back
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -202,6 +202,7 @@ def log_events_to(path: Path) -> Iterator[None]:
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
                 structlog.processors.format_exc_info,
+                _without_nan,
                 structlog.processors.JSONRenderer(),
             ],
             logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, file)),
@@ -211,11 +212,26 @@ def log_events_to(path: Path) -> Iterator[None]:
         except Exception as error:
             if any(isinstance(each, PluginError) for each in leaves(error)):  # people get one line of it
                 structlog.get_logger().error("plug-in at fault", exc_info=error)
+            structlog.get_logger().error(ENDS_EARLY, reason=_reason(error))
             raise
         finally:
             structlog.reset_defaults()
             if before is not None:
                 structlog.configure(**before)
+
+
+def _without_nan(logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Figures that are not known as null: JSON has no word for them, though Python writes one."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in event.items()
+    }
+
+
+def _reason(error: Exception) -> str:
+    try:
+        return error_words(root_cause(error))
+    except Exception:  # noqa: BLE001 - it is a bug, and is on its way up already
+        return error_words(first_error(error))
 
 
 def log_events_to_python_logging() -> None:

@@ -13,11 +13,10 @@ track says which, and stays whole.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import msgspec
 import structlog
 
 from spot_async.orchestrator import Orchestrator
+from spot_async.run_directory import append_whole
 from spot_async.stages import STAGE_SERVERS, Stages
 from spot_async.supervision_queue import SupervisionQueue
 from spot_async.timeline import PhaseSpan, PromptSpan, RequestSpan
@@ -46,6 +46,7 @@ def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
     file = TraceFile(path)
     try:
         orchestrator.report_to(TraceRecorder(file, orchestrator.stages, orchestrator.queue))
+        file.flush()  # an empty file would not open
         yield
     finally:
         file.close()
@@ -83,14 +84,10 @@ class TraceFile:
         self._pending_bytes = 0
         if self._file is None or self._file.closed:
             return
-        end = self._file.tell()
         try:
-            if self._file.write(data) < len(data):
-                raise OSError("the disk is full")
+            append_whole(self._file, data)
         except OSError as error:
             structlog.get_logger().warning("trace ends early", path=str(self._path), error=str(error))
-            with suppress(OSError):  # half an event at the end is a blemish, no reason to stop
-                os.truncate(self._file.fileno(), end)
             self._file.close()
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import sys
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
 
 import zmq
@@ -19,6 +18,7 @@ import zmq.asyncio
 from spot_async import wire
 from spot_async.errors import ProcessDiedError, TrainerError
 from spot_async.processes.child import ChildProcess
+from spot_async.processes.private_directory import private_directory
 from spot_async.trainer.messages import Accepted, Answer, Batch, Failure, Ready, Trained, decode_answer, endpoint
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport
@@ -42,10 +42,7 @@ class TrainerProcess:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            # Private (mode 0700) and short: a Unix socket's path must fit in 108 bytes.
-            channel_directory = stack.enter_context(
-                TemporaryDirectory(prefix="spot-trainer-", ignore_cleanup_errors=True)
-            )
+            channel_directory = str(stack.enter_context(private_directory("spot-trainer-")))
             context = stack.enter_context(zmq.asyncio.Context())
             self._socket = stack.enter_context(context.socket(zmq.PAIR))
             self._socket.linger = 0

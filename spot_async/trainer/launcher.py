@@ -57,8 +57,9 @@ def main(settings_path: str, channel_directory: str) -> int:
     except ChildFailedError as error:
         sys.stderr.write(f"{describe(error.failures)}\n")
         return 1
-    except SignalException:  # stopped; the ranks have been ended
-        return 0
+    except SignalException as stopped:  # the ranks have been ended
+        sys.stderr.write(f"stopped by {stopped.sigval.name}\n")
+        return 128 + stopped.sigval
     return 0
 
 

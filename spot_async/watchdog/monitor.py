@@ -21,6 +21,7 @@ from spot_async.actor import Stage
 from spot_async.errors import StalledError
 from spot_async.ledger import PromptState
 from spot_async.orchestrator import Orchestrator
+from spot_async.run_directory import STALLED
 from spot_async.timeline import PhaseSpan, PromptSpan, RequestSpan
 from spot_async.watchdog.culprit import RunLook, name_culprit
 from spot_async.watchdog.limits import SilenceLimits
@@ -123,7 +124,7 @@ class Watchdog:
         if self._limits is None or self._stalled.done() or not self._progress.is_stalled(now_s, self._limit_s):
             return
         message = self._stall_message(now_s, blocked_at=None)
-        structlog.get_logger().error("stalled", reason=message)
+        structlog.get_logger().error(STALLED, reason=message)
         self._stalled.set_result(message)
 
     @property
@@ -226,7 +227,7 @@ class Watchdog:
                 reported = True
             if self._progress.is_stalled(now_s, limit_s):
                 message = self._stall_message(now_s, place)
-                structlog.get_logger().error("stalled", reason=message)
+                structlog.get_logger().error(STALLED, reason=message)
                 if self._exit_process is not None:
                     self._exit_process(message)
                 return  # reported, and not ours to end

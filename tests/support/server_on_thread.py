@@ -16,7 +16,8 @@ from pathlib import Path
 
 import uvicorn
 
-from spot_async.backends.local_server import Address, LocalServer, _private_directory
+from spot_async.backends.local_server import Address, LocalServer
+from spot_async.processes.private_directory import private_directory
 from spot_async.serving.server import API_KEY_VARIABLE, KEEP_ALIVE_S, _listen, _load
 from spot_async.serving.settings import EngineSettings, ServeSettings
 
@@ -24,7 +25,7 @@ from spot_async.serving.settings import EngineSettings, ServeSettings
 async def start(server: LocalServer, stack: contextlib.AsyncExitStack) -> Address:
     """Takes the place of `LocalServer._start`."""
     own = server._settings
-    directory = stack.enter_context(_private_directory())
+    directory = stack.enter_context(private_directory("spot-async-"))
     uds = None if own.port else str(directory / "http")
     engine = {name: getattr(own, name) for name in EngineSettings.model_fields}
     settings = ServeSettings(model=server._model, uds=uds, port=own.port, **engine)
