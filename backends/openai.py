@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ class OpenAIBackend(RemoteBackend):
     """A `Generator`, a `HealthCheck` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
 
     class Settings(AttachedSettings):
-        kind: Literal["openai"] = "openai"
+        kind: str = "openai"
         url: OneOrMore[Url] = Field(
             description="of an endpoint, such as https://models.example.org/v1; a list for several"
         )

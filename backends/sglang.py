@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -74,7 +74,7 @@ class SglangBackend(RemoteBackend):
 
     class Settings(StudentServerSettings):
         PACKAGE = PACKAGE
-        kind: Literal["sglang"] = "sglang"
+        kind: str = "sglang"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import structlog
@@ -61,7 +61,7 @@ class VllmBackend(RemoteBackend):
 
     class Settings(StudentServerSettings):
         PACKAGE = PACKAGE
-        kind: Literal["vllm"] = "vllm"
+        kind: str = "vllm"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -25,7 +24,7 @@ from .targets import target_entropy, teacher_prior
 class EopdSettings(PluginSettings):
     """Keys carry the paper's symbols in their descriptions."""
 
-    kind: Literal["eopd"] = "eopd"
+    kind: str = "eopd"
     top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
     alpha: NonNegativeFloat = Field(1.0, description="alpha: weight of the forward KL")
     tau_nats: NonNegativeFloat = Field(0.8, description="tau: entropy above which the forward KL is on, nats")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ STANDARD_DEVIATION_FLOOR = 1e-6
 
 
 class GrpoSettings(PluginSettings):
-    kind: Literal["grpo"] = "grpo"
+    kind: str = "grpo"
     samples: int = Field(8, ge=2, description="responses per prompt: the group")
 
 

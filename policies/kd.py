@@ -11,7 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -37,7 +37,7 @@ from .teacher_responses import ResponseFile, TeacherResponse
 
 
 class KdSettings(PluginSettings):
-    kind: Literal["kd"] = "kd"
+    kind: str = "kd"
     top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
     forward_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5,

@@ -7,7 +7,6 @@ Method.md section 4 with the branch term off: the advantage of each sampled toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from spot_async.concurrency import both
 from spot_async.config import PluginSettings
@@ -21,7 +20,7 @@ class OpdPolicy:
     """OPD as the paper runs it: the sampled-token form of its equation 1."""
 
     class Settings(PluginSettings):
-        kind: Literal["opd"] = "opd"
+        kind: str = "opd"
 
     def __init__(self, settings: Settings, context: PolicyContext) -> None:
         self.needs = PolicyNeeds(teacher_top_k=1)

@@ -52,7 +52,7 @@ Lambda = Annotated[float, Field(ge=0, le=1)]
 class SpotSettings(PluginSettings):
     """Keys carry the paper's symbols in their descriptions."""
 
-    kind: Literal["spot"] = "spot"
+    kind: str = "spot"
     positions: int = Field(2, ge=0, description="M: positions probed per rollout")
     score_top_k: PositiveInt = Field(16, description="k_s: teacher candidates behind the acquisition score")
     probe_top_k: PositiveInt = Field(4, description="k_p: teacher candidates probed per position")

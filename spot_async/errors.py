@@ -130,7 +130,10 @@ class TrainerError(SpotError):
 
 
 class PluginError(SpotError):
-    """Somebody's policy or verifier does not keep its contract; its author's to mend. The trace is in the run's log."""
+    """Somebody's policy or verifier does not keep its contract, or raises; its author's to mend.
+
+    What it raised is the cause. The trace is in the run's log.
+    """
 
 
 class ReplayMissError(SpotError):

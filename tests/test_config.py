@@ -34,6 +34,15 @@ def complaint(path: Path, *overrides: str) -> str:
     return str(raised.value)
 
 
+def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path, monkeypatch):
+    (tmp_path / "derived_policy.py").write_text(
+        "from spot_async.policies.spot import SpotPolicy\nclass Derived(SpotPolicy): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config(config_path, ["policy={kind: derived_policy:Derived, gamma: 2.0}"])
+    assert (config.policy.kind, config.policy.gamma) == ("derived_policy:Derived", 2.0)
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

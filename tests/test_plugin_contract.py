@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import simulated_run
 
-from spot_async.concurrency import leaves, root_cause
+from spot_async.concurrency import both, leaves, root_cause
 from spot_async.errors import ConfigError, PluginError
 from spot_async.feed_guard import WrongSupervisionError
 from spot_async.plugin_contract import check_policy
@@ -35,6 +35,19 @@ class Theirs(OpdPolicy):
 class AtOnce(Theirs):
     def supervise(self, prompt: Any, stages: Any) -> Any:
         return []
+
+
+class Raises(Theirs):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        return await both(stages.rollout(), self._divide())  # in a task of its own
+
+    async def _divide(self) -> float:
+        return 1 / 0
+
+
+class RaisesToo:
+    async def verify(self, problem: Any, response_text: str, *, deadline: float) -> Any:
+        return {}["answer"]
 
 
 class SaysTrue:
@@ -60,6 +73,8 @@ def wrong_logprobs(samples: Any) -> Any:
         ),
         (AtOnce(), None, "policy AtOnce.supervise returned a list at once; write it as `async def`"),
         (Theirs(), SaysTrue(), "verifier SaysTrue.verify returned True; return a Verdict, such as Verdict.CORRECT"),
+        (Raises(), None, f"policy Raises.supervise raised ZeroDivisionError: division by zero, at {__file__}:"),
+        (Theirs(), RaisesToo(), f"verifier RaisesToo.verify raised KeyError: 'answer', at {__file__}:"),
         (Theirs(wrong_logprobs), None, "policy Theirs: supervision of p0 (prompt 0) is wrong: behavior_logprobs are"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,15 @@ from rich.console import Console
 from rich.text import Text
 
 from spot_async.concurrency import error_words, first_error, root_cause
-from spot_async.errors import BudgetSpentError, ConfigError, DataError, SpotError, StalledError, StorageError
+from spot_async.errors import (
+    BudgetSpentError,
+    ConfigError,
+    DataError,
+    PluginError,
+    SpotError,
+    StalledError,
+    StorageError,
+)
 from spot_async.evaluation.response_log import count_kept
 from spot_async.processes.memory import tune_gc
 from spot_async.processes.private_directory import remove_private_directories
@@ -86,6 +95,8 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, OSError, BaseExceptionGroup) as error:
         cause = root_cause(error) if directory.is_there() else gone(directory, error)
+        if isinstance(cause, PluginError) and cause.__cause__ is not None:  # its author wants to see the lines
+            stderr.print(Text("".join(traceback.format_exception(cause.__cause__)).rstrip()))
         fail(cause, code=exit_code(cause), note=saved(directory))
 
 
