@@ -84,6 +84,21 @@ def test_a_run_under_nohup_outlives_its_terminal(directory):
     assert run_until_stopped(hung_up(), directory) == "went on"
 
 
+async def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(10)
+
+
+def test_a_run_that_a_script_started_in_the_background_is_stopped_by_sigint_too(directory, capsys):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what shells do to it
+    try:
+        with pytest.raises(typer.Exit) as left:
+            run_until_stopped(interrupted(), directory)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left.value.exit_code == 130
+
+
 @pytest.mark.parametrize("place", ["a closed terminal", "a full disk"])
 def test_a_command_goes_on_where_nobody_reads_it_any_more(place):
     if place == "a full disk":

@@ -37,7 +37,6 @@ from spot_async.text import counted
 
 T = TypeVar("T")
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
 
 
@@ -80,9 +79,11 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
             screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
             task.cancel()
 
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                loop.add_signal_handler(number, stop, number)
+        # SIGINT also where it is ignored, as in what a script starts in the background: whoever sends it means it.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
         return await run
 
     tune_gc()
