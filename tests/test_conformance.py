@@ -334,6 +334,38 @@ async def test_faults_of_updates_fail_the_check_that_names_them(
     assert set(found) == {expected}
 
 
+class OffAtTimes(Faulty):
+    """Every log-probability of a sample is off by as much as is its turn; the last one lasts."""
+
+    turns: tuple[float, ...]
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+        reply = await super().generate(prompt_ids, sampling, **more)
+        turn, *rest = self.turns
+        self.turns = tuple(rest) or (turn,)
+        return msgspec.structs.replace(reply, logprobs=reply.logprobs + turn)
+
+
+@pytest.mark.parametrize(
+    ("turns", "status", "is_repeated"),
+    [((3e-5, *[0.0] * 8), "passed", True), ((3e-5,), "failed", True), ((1e-4, *[0.0] * 8), "failed", False)],
+)
+@with_backend
+async def test_only_what_is_a_little_beyond_the_tolerance_is_looked_at_once_more(
+    turns: tuple[float, ...],
+    status: str,
+    is_repeated: bool,
+    backend: LocalBackend,
+    model_directory: Path,
+    tmp_path: Path,
+) -> None:
+    faulty = OffAtTimes(backend)
+    subject = await make_subject(faulty, str(model_directory), tmp_path)
+    faulty.turns = turns
+    [outcome] = await run_checks(subject, [check for check in CHECKS if check.name == "generation_parity"])
+    assert (outcome.status, "nats off the first time" in outcome.note) == (status, is_repeated), outcome.note
+
+
 async def test_a_server_that_ignores_seeds_and_draws_less_likely_tokens_the_second_time_stops_all_the_same() -> None:
     """On flat distributions none of the four likeliest comes again often enough."""
     at_first = np.repeat(np.arange(8), [6, 5, 4, 3, 2, 2, 1, 1])

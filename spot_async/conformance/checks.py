@@ -6,13 +6,17 @@ Whatever comes out of a check that is no finding (`findings.py`) is the backend'
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spot_async.conformance.findings import Finding, NotOffered, Violation
 from spot_async.conformance.subject import Subject
 from spot_async.errors import SpotError
 from spot_async.types import Capabilities
+
+# Times the tolerance. In float32 rounding alone takes one log-probability of some 200,000 beyond 2e-5 nats (2.4e-5 is
+# the largest seen), and some checks compare 8,000. What is really wrong is far off, or a little off every time.
+A_LITTLE = 2.5
 
 Status = Literal["passed", "failed", "not offered", "not checked"]
 
@@ -66,6 +70,16 @@ async def run_checks(
 
 
 async def _outcome(check: Check, subject: Subject) -> Outcome:
+    """What is only a little beyond the tolerance is looked at once more, with samples of its own."""
+    outcome = await _run(check, subject)
+    nats = outcome.nats
+    if outcome.status != "failed" or nats is None or nats > A_LITTLE * subject.tolerance_nats:
+        return outcome
+    again = await _run(check, subject)
+    return replace(again, note=f"{again.note}; up to {nats:.2g} nats off the first time")
+
+
+async def _run(check: Check, subject: Subject) -> Outcome:
     try:
         finding = await check.run(subject)
     except NotOffered as reason:

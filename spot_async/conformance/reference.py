@@ -73,7 +73,7 @@ def write_broken(source: Path, target: Path) -> dict[str, Path]:
     """Copies of a model directory that no server may take, by what is wrong with them."""
     broken = {name: target / name.replace(" ", "-") for name in ("a file cut off", "a wrong shape", "a tensor missing")}
     for path in broken.values():
-        shutil.copytree(source, path)
+        shutil.copytree(source, path, dirs_exist_ok=True)
     cut_off, wrong_shape, missing = (_weight_files(path)[-1] for path in broken.values())
     cut_off.write_bytes(cut_off.read_bytes()[: cut_off.stat().st_size // 2])
     tensors = load_file(wrong_shape)

@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, StartServer, TinyModels, interpreter
-from parity import PARITY_NATS, Dense, decisions, expect_rollout, expect_topk, own, soon
+from parity import (
+    PARITY_NATS,
+    Dense,
+    decisions,
+    expect_of_samples,
+    expect_rollout,
+    expect_topk,
+    nats_off,
+    own,
+    soon,
+)
 from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 from vllm_metrics import ENDED_BY_LENGTH, SAMPLED, UNDER_WAY, metric, until_metric
@@ -221,25 +231,28 @@ async def test_new_weights_serve_everything_and_old_ones_again(
 async def test_tokens_of_a_response_that_weights_change_under_carry_the_right_version(
     backend: VllmBackend, vllm_student: RunningServer, models: TinyModels, dense_logprobs: Dense, snapshot: Any
 ) -> None:
-    new = snapshot()
-    before = await metric(vllm_student, SAMPLED)
-    async with asyncio.TaskGroup() as group:
-        response = group.create_task(backend.generate(PROMPT, ENDLESS, top_k=4, deadline=soon()))
-        await until_metric(vllm_student, SAMPLED, lambda tokens: tokens >= before + 10)
-        await backend.update_weights(new, deadline=soon())
-    await backend.update_weights(WeightSnapshot(directory=str(models.student), version=V0), deadline=soon())
-    reply = response.result()
-    spans = reply.version_spans
-    assert [span.version for span in spans] == [V0, V1]
-    tokens = [*PROMPT.tolist(), *reply.token_ids.tolist()]
-    old_rows, new_rows = (
-        decisions(dense_logprobs(model, tokens), PROMPT, reply.token_ids)
-        for model in (models.student, Path(new.directory))
-    )
-    switch = spans[0].end
-    assert 0 < switch < len(reply.token_ids)
-    # After the switch the whole context is read again: nothing of the old weights is left in the cache.
-    expect_rollout(reply, np.concatenate([old_rows[:switch], new_rows[switch:]]))
+    new, old = snapshot(), WeightSnapshot(directory=str(models.student), version=V0)
+
+    async def meet_an_update() -> float:
+        before = await metric(vllm_student, SAMPLED)
+        async with asyncio.TaskGroup() as group:
+            response = group.create_task(backend.generate(PROMPT, ENDLESS, top_k=4, deadline=soon()))
+            await until_metric(vllm_student, SAMPLED, lambda tokens: tokens >= before + 10)
+            await backend.update_weights(new, deadline=soon())
+        await backend.update_weights(old, deadline=soon())
+        reply = response.result()
+        spans = reply.version_spans
+        assert [span.version for span in spans] == [V0, V1]
+        tokens = [*PROMPT.tolist(), *reply.token_ids.tolist()]
+        old_rows, new_rows = (
+            decisions(dense_logprobs(Path(each.directory), tokens), PROMPT, reply.token_ids) for each in (old, new)
+        )
+        switch = spans[0].end
+        assert 0 < switch < len(reply.token_ids)
+        # After the switch the whole context is read again: nothing of the old weights is left in the cache.
+        return nats_off(reply, np.concatenate([old_rows[:switch], new_rows[switch:]]))
+
+    await expect_of_samples(meet_an_update)
 
 
 async def test_weights_of_another_shape_never_reach_the_server(
