@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spot_async.errors import DataError
+from spot_async.processes.memory import without_gc
 from spot_async.text import first_line
 from spot_async.types import IntArray
 
@@ -50,6 +51,7 @@ def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
     return tuple(dict.fromkeys(end for vocabulary in vocabularies for end in vocabulary.end_token_ids))
 
 
+@without_gc()  # imports transformers
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; raises DataError when there is none that loads."""
     from transformers import AutoTokenizer  # slow to import

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 COLLECTION_THRESHOLD = 20_000  # new objects that a collection of the youngest waits for; Python's own is 700
 
@@ -28,6 +30,19 @@ def tune_malloc() -> None:
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     mallopt(_M_TOP_PAD, 1 << 26)
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """For imports of torch and transformers: nothing that they make is garbage, and to look for some again and again
+    while it grows takes a fifth of their seconds."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def tune_gc() -> None:

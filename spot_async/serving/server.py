@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from spot_async.errors import ConfigError, DataError
-from spot_async.processes.memory import tune_gc, tune_malloc
+from spot_async.processes.memory import tune_gc, tune_malloc, without_gc
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def serve(settings: ServeSettings) -> None:
     _check_exposure(settings, api_key)
     with _listen(settings) as listener:
         tune_malloc()
-        worker, app = _load(directory, settings, api_key)
+        with without_gc():
+            worker, app = _load(directory, settings, api_key)
         tune_gc()
         _notify_ready()
         _say(f"serving {directory} on {_address(settings, listener)}")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 
 from spot_async.processes.child import exit_with_parent
+from spot_async.processes.memory import without_gc
 
 if __name__ == "__main__":
     exit_with_parent()  # before the seconds that importing torch and transformers takes
 
-from torch.distributed.elastic.multiprocessing.errors import record
+with without_gc():
+    from torch.distributed.elastic.multiprocessing.errors import record
 
-from spot_async.trainer.rank import run
-from spot_async.trainer.settings import TrainerSettings
+    from spot_async.trainer.rank import run
+    from spot_async.trainer.settings import TrainerSettings
 
 
 @record  # tells the launcher of an exception, so that it can name it

@@ -12,13 +12,15 @@ import signal
 import sys
 
 from spot_async.processes.child import exit_with_parent
+from spot_async.processes.memory import without_gc
 
 if __name__ == "__main__":
     exit_with_parent()  # before the seconds that importing torch takes
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+with without_gc():
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from spot_async.trainer.settings import TrainerSettings
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.errors import DataError
+from spot_async.processes.memory import without_gc
 from spot_async.text import first_line
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.selected_logprobs import selected_logprobs
@@ -24,6 +25,7 @@ from spot_async.trainer.selected_logprobs import selected_logprobs
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
 
 
+@without_gc()  # transformers imports the architecture
 def load_student(directory: str) -> PreTrainedModel:
     """The causal model of a Hugging Face directory, on the CPU: float32 parameters, training mode, no dropout.
 
