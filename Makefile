@@ -26,15 +26,16 @@ $(VENV)/installed: pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/spot-async train configs/quickstart.yaml
 
-# Two at a time, each file as a whole: tests of a file share the runs and servers that they started.
+# Two at a time, each file as a whole: tests of a file share the runs and servers that they started. In the order of their
+# names: by their number of tests, as xdist would have it, those with one long test come last, and one worker waits.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models.
 test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
 	SPOT_VLLM_PYTHON=$(or $(SPOT_VLLM_PYTHON),$(CURDIR)/.venv-vllm/bin/python) \
 	SPOT_SGLANG_PYTHON=$(or $(SPOT_SGLANG_PYTHON),$(CURDIR)/.venv-sglang/bin/python) \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 tests/servers
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 tests/servers
 
 # The lists are complete, so nothing else is resolved.
 .venv-vllm/installed: tests/servers/vllm_requirements.txt tests/servers/vllm_dependencies.txt
