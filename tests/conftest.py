@@ -36,6 +36,7 @@ from spot_async.types import SoftTargets, Supervision, WeightVersion
 if TYPE_CHECKING:
     import torch
 
+    from spot_async.serving.engine import Engine
     from spot_async.trainer.rank import StudentTrainer
 
 VOCAB = 50
@@ -81,6 +82,23 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
             tokenizer_object=words, unk_token="w0", eos_token="w1", extra_special_tokens=names[:special_tokens]
         ).save_pretrained(directory)
         return directory
+
+    return make
+
+
+@pytest.fixture(params=["fast", "general"])
+def engine_for(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """Makes serving engines, `make(directory, **settings)`, all of them on one of the two paths."""
+
+    def make(directory: Path, **settings: object) -> Engine:
+        from spot_async.serving.engine import Engine
+        from spot_async.serving.fused import fused
+        from spot_async.serving.model import load_model
+        from spot_async.serving.settings import EngineSettings
+
+        chosen = EngineSettings(**{"slots": 8, **settings})  # type: ignore[arg-type]
+        model = load_model(directory, chosen)
+        return Engine(fused(model) if request.param == "fast" else model, chosen)
 
     return make
 

@@ -347,11 +347,17 @@ class OffAtTimes(Faulty):
 
 
 @pytest.mark.parametrize(
-    ("turns", "status", "is_repeated"),
-    [((3e-5, *[0.0] * 8), "passed", True), ((3e-5,), "failed", True), ((1e-4, *[0.0] * 8), "failed", False)],
+    ("name", "turns", "status", "is_repeated"),
+    [
+        ("generation_parity", (3e-5, *[0.0] * 8), "passed", True),
+        ("generation_parity", (3e-5,), "failed", True),
+        ("generation_parity", (1e-4, *[0.0] * 8), "failed", False),
+        ("refused_snapshot", (3e-5, *[0.0] * 8), "passed", True),  # writes its files once more, too
+    ],
 )
 @with_backend
 async def test_only_what_is_a_little_beyond_the_tolerance_is_looked_at_once_more(
+    name: str,
     turns: tuple[float, ...],
     status: str,
     is_repeated: bool,
@@ -362,7 +368,7 @@ async def test_only_what_is_a_little_beyond_the_tolerance_is_looked_at_once_more
     faulty = OffAtTimes(backend)
     subject = await make_subject(faulty, str(model_directory), tmp_path)
     faulty.turns = turns
-    [outcome] = await run_checks(subject, [check for check in CHECKS if check.name == "generation_parity"])
+    [outcome] = await run_checks(subject, [check for check in CHECKS if check.name == name])
     assert (outcome.status, "nats off the first time" in outcome.note) == (status, is_repeated), outcome.note
 
 

@@ -6,23 +6,12 @@ import asyncio
 
 import pytest
 import structlog
+from replica_incidents import OFFERS
 
 from spot_async.config import ServingConfig
 from spot_async.errors import ConfigError, Exchange, UnreachableError
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities
-
-OFFERS = Capabilities(
-    model="m",
-    vocab_size=8,
-    vocab_fingerprint="f",
-    max_context_tokens=100,
-    max_top_k=8,
-    exact_entropy=True,
-    candidate_logprobs="none",
-    weight_update=True,
-)
 
 
 @pytest.fixture(autouse=True)
