@@ -71,6 +71,20 @@ def rows(name: str) -> list[dict[str, Any]]:
         (r"\boxed 1,234", "1,234"),
         (r"\boxed\pi", r"\pi"),
         (r"\boxed x.", "x"),
+        (r"\(\boxed A \)", "A"),
+        (r"\boxed 90^\circ", "90"),
+        (r"\boxed 5 is what I get", "5"),
+        # a word of prose, a command with arguments and the beginning of an expression are none
+        (r"\boxed a form", None),
+        (r"I write \boxed I think", None),
+        (r"\boxed \frac12", None),
+        (r"\boxed\frac 1 2", None),
+        (r"\boxed{4}, so \boxed \sqrt 2", "4"),
+        (r"\boxed\pi r", None),
+        (r"\boxed x+1", None),
+        (r"\boxed 1/2", None),
+        (r"\boxed 12\sqrt3", None),
+        (r"\boxed 4.5 \times 10^3", None),
         (r"\boxed{4} is what I write in \boxed form", "4"),
         (r"\boxedgroup{5}", None),
         # tidied
@@ -256,7 +270,11 @@ def test_which_strings_are_numbers(text: str, value: str | None) -> None:
         ("1000001", "1000000", False),  # integers exactly
         ("0.333333", "0.3333333", True),
         ("0.3333", "0.3334", False),
-        ("3", "3.0000001", True),
+        ("72", "72.0000009", False),  # no more than in Math-Verify, whichever is the gold
+        ("72.0000009", "72", False),
+        ("0", "0.0000001", False),
+        ("72", "72.000", True),
+        ("1.5", "1.5000004", True),
         ("9" * 40, "9" * 39 + "8", False),
     ],
 )

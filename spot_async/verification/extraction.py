@@ -18,7 +18,13 @@ _TOKEN = re.compile(
     r"""
     \\\\? (?:boxed|fbox) (?![A-Za-z])
       (?: \s* (?P<open> \{ )
-        | [ \t]* (?P<bare> -?[0-9]+ (?:,[0-9]{3})* (?:\.[0-9]+)? | \\[A-Za-z]+ (?![A-Za-z{\[]) | [A-Za-z] (?![A-Za-z]) )
+        | [ \t]* (?P<bare>
+            # A number, unless it is only the beginning of something: `1/2`, `2\sqrt3`, `4 \times 10^5`.
+            -?[0-9]+ (?:,[0-9]{3})*+ (?:\.[0-9]+)?+
+              (?! [0-9A-Za-z(/*+_] | \^(?!\{?\\circ) | [ \t]*\\(?:[dt]?frac|sqrt|pi|cdot|times)(?![A-Za-z]) )
+            # A command or a letter that stands alone: else it wants arguments, or is a word of a sentence.
+          | (?: \\[A-Za-z]++ | [A-Za-z] ) (?= [ \t]* (?: [.,;:!?$)\]}\n] | \\[)\]] | \Z ) )
+        )
       )
   | \\. | \{ | \}
     """,
@@ -30,7 +36,8 @@ def extract_boxed(text: str) -> str | None:
     r"""The content of the last balanced box in `text`, stripped; None when there is none.
 
     Spaces may stand before the brace, and a box may hold one number, command or letter without braces
-    (`\boxed 5`). A box that never closes is no box: an earlier one that does is then the last. Surrounding
+    (`\boxed 5`), but not a word of prose (`\boxed a form`) or a command with its arguments (`\boxed \frac12`), which
+    TeX would not box as they are meant. A box that never closes is no box: an earlier one that does is then the last. Surrounding
     white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
     length of `text`.
     """

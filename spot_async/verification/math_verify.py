@@ -123,14 +123,14 @@ def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decima
 
 
 def numbers_equal(gold: Decimal, number: Decimal, relative_tolerance: Decimal = Decimal(0)) -> bool:
-    """Integers exactly; others to Math-Verify's 1e-6, taken relative to the larger below 1.
+    """A whole number equals itself alone; two others are equal to Math-Verify's 1e-6, relative to the larger below 1.
 
     With a relative tolerance also whatever is within that share of the gold, integers included.
     """
     if gold == number or abs(gold - number) <= relative_tolerance * abs(gold):
         return True
-    if gold == gold.to_integral_value() and number == number.to_integral_value():
-        return False
+    if gold == gold.to_integral_value() or number == number.to_integral_value():
+        return False  # as Math-Verify has it: no float but 72.0 is the integer 72
     return abs(gold - number) <= _TOLERANCE * min(Decimal(1), max(abs(gold), abs(number)))
 
 
