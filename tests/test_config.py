@@ -8,7 +8,7 @@ import pytest
 
 from spot_async import registry
 from spot_async.config import Config
-from spot_async.config.loading import dump_yaml, load_config
+from spot_async.config.loading import dump_yaml, load_config, read_tree
 from spot_async.config.suggestions import OTHER_TRAINERS, paths
 from spot_async.errors import ConfigError
 
@@ -141,6 +141,38 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, expected):
 
 def test_a_missing_file_is_named(tmp_path):
     assert "nowhere.yaml: cannot read the configuration: No such file" in complaint(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "training:\n  batch_size: 8\n  epochs: 1\n  batch_size: 16\n",
+            "line 4: `batch_size` stands here and in line 2, in the same section: keep one",
+        ),
+        ("run: {seed: 1}\ntraining: {}\n'run': {seed: 2}\n", "line 3: `run` stands here and in line 1"),
+        ("run: {seed: 1, seed: 2}\n", "line 1: `seed` stands twice"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_both_lines(config_path, tmp_path, text, expected):
+    """The last one would win silently, and what the first says would go back to its default."""
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    assert f"{path}: {expected}" in complaint(path)
+    assert "line 1: `kind` stands twice" in complaint(config_path, "policy={kind: opd, kind: spot}")
+
+
+def test_a_key_of_a_merged_section_may_be_given_anew(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("a: &a {x: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, x: 3}\n")
+    assert read_tree(path) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 3}}
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 5000 + "]" * 5000, "a: &a [*a]"])
+def test_yaml_without_a_bottom_is_one_line(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert complaint(path) == f"{path}: sections or lists stand too deep within each other: take some away"
 
 
 def test_yaml_that_would_run_code_is_refused(tmp_path):

@@ -31,8 +31,24 @@ OF_KEY = "[key]"  # how pydantic marks an error of a key itself
 KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # whose plain value is short for `kind`; elsewhere for `path`
 
 
+class _RepeatedKeyError(yaml.MarkedYAMLError):
+    """A key that stands twice in one mapping."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads `3e-6` as a number, as everyone but YAML 1.1 does."""
+    """Safe YAML that reads `3e-6` as a number, as everyone but YAML 1.1 does, and takes no key twice, as YAML has it."""
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue  # of several `<<` none is lost
+            if (other := first.setdefault(key.value, key)) is not key:
+                lines = [each.start_mark.line + 1 for each in (other, key)]
+                twice = "twice" if lines[0] == lines[1] else f"here and in line {lines[0]}"
+                raise _RepeatedKeyError(problem=f"`{key.value}` stands {twice}", problem_mark=key.start_mark)
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
@@ -59,7 +75,7 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
-    tree = _unshared(_parse_yaml(text, str(path)))
+    tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
     bases = tree.pop("base", [])
@@ -105,7 +121,7 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
         *keys, last = name.strip().split(".")
         if last != "kind" or keys[-1:] == [] or keys[-1] not in KEYS_OF_PLUGINS:
             continue
-        kind = _parse_yaml(text, f"override {override!r}")
+        kind = parse_yaml(text, f"override {override!r}")
         section: Any = tree
         for key in keys:
             section = section.get(key) if isinstance(section, dict) else None
@@ -132,7 +148,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         section = below
-    section[keys[-1]] = _parse_yaml(text, f"override {override!r}") if text.strip() else ""
+    section[keys[-1]] = parse_yaml(text, f"override {override!r}") if text.strip() else ""
 
 
 def validate(tree: dict[str, Any]) -> Config:
@@ -157,13 +173,19 @@ def dump_yaml(config: Config) -> str:
     return text
 
 
-def _parse_yaml(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
+    """The plain values of a YAML text; `source` is what messages call it."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
+        return _unshared(yaml.load(text, Loader=_Loader))  # noqa: S506 - a SafeLoader subclass
+    except _RepeatedKeyError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 0
+        raise ConfigError(f"{source}: line {line}: {error.problem}, in the same section: keep one") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{source}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: sections or lists stand too deep within each other: take some away") from None
 
 
 def _describe(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from spot_async import registry
 from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptConfig
-from spot_async.config.loading import apply_override, load_config, validate_as
+from spot_async.config.loading import apply_override, load_config, parse_yaml, validate_as
 from spot_async.data.check import GoldCheck, Spread, answer_type, check_golds, count_by, find_repeated
 from spot_async.data.keys import about
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
@@ -111,10 +110,7 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
 
 def read_verifier(text: str) -> PluginSettings:
     """`KIND`, or a section such as `{kind: math_verify, workers: 4}`."""
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError:
-        tree = None
+    tree = parse_yaml(text, f"--verifier {text}")
     tree = {"kind": tree} if isinstance(tree, str) else tree
     if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
         raise ConfigError(f"--verifier {text}: give one of {', '.join(registry.names('verifiers'))}")
