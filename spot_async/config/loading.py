@@ -36,7 +36,7 @@ class _RepeatedKeyError(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads `3e-6` as a number, as everyone but YAML 1.1 does, and takes no key twice, as YAML has it."""
+    """Safe YAML that reads `3e-6` as a number, as everyone but YAML 1.1 does, and takes no key twice."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

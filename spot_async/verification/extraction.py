@@ -37,9 +37,9 @@ def extract_boxed(text: str) -> str | None:
 
     Spaces may stand before the brace, and a box may hold one number, command or letter without braces
     (`\boxed 5`), but not a word of prose (`\boxed a form`) or a command with its arguments (`\boxed \frac12`), which
-    TeX would not box as they are meant. A box that never closes is no box: an earlier one that does is then the last. Surrounding
-    white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
-    length of `text`.
+    TeX would not box as they are meant. A box that never closes is no box: an earlier one that does is then the
+    last. Surrounding white space and one trailing full stop are dropped. An empty box gives the empty string. Linear
+    in the length of `text`.
     """
     open_braces: list[int | None] = []  # where a box's command starts; None for any other brace
     contents: list[int] = []  # where the content of that brace starts
