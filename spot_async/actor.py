@@ -91,7 +91,7 @@ class Stage(Generic[S]):
         self.concurrency = concurrency
         self.counters = StageCounters()
         self.timeline: Timeline = Timelines()
-        self.open: set[OpenRequest] = set()  # waiting or in flight
+        self.open: dict[OpenRequest, None] = {}  # waiting or in flight, as they were asked
         self._pool = pool
         self._askers: Counter[int] = Counter()  # requests here, by prompt
         self._timeout_s = timeout_s
@@ -143,11 +143,11 @@ class Stage(Generic[S]):
         self.timeline.request_asked(asked_s)
         self._askers[priority[0]] += 1
         pending = OpenRequest(Errand(self.name, priority, session, tokens, kind), asked_s, work)
-        self.open.add(pending)
+        self.open[pending] = None
         try:
             return await self._serve(pending, request)
         finally:
-            self.open.remove(pending)
+            del self.open[pending]
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]

@@ -81,7 +81,7 @@ class Replica(Generic[B]):
         self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken or catches up
         self.life = LifeCycle(now_s, moved)
         self.limit = ConcurrencyLimit(max_in_flight)
-        self.leases: set[HeldLease[B]] = set()
+        self.leases: dict[HeldLease[B], None] = {}  # oldest first: a seed replays a run, whatever their addresses
         self.last_error: SpotError | None = None
         self.restarts = 0
         self.occupancy = Occupancy()  # by the leases, without those that are the pool's own
@@ -141,13 +141,13 @@ class Replica(Generic[B]):
             self._silent_since_s = lease.granted_s - self._silence_s
             self._changed.set()
             self._idle.clear()
-        self.leases.add(lease)
+        self.leases[lease] = None
         if lease.is_request:
             self.occupancy.began(lease.errand.kind, lease.granted_s)
             self._requests_sent += 1
 
     def released(self, lease: HeldLease[B]) -> None:
-        self.leases.remove(lease)
+        del self.leases[lease]
         now_s = self._loop.time()
         if lease.is_request:
             self.occupancy.ended(lease.errand.kind, now_s)

@@ -8,8 +8,9 @@ no longer happen raises `DeadlockError` instead of hanging.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -36,6 +37,20 @@ class _JumpingSelector(selectors.DefaultSelector):
     loop: asyncio.AbstractEventLoop
 
 
+class _NumberedTask(asyncio.Task[T]):
+    """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order.
+
+    That order follows from hashes, and a task's own one is its address, which differs between processes.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], numbers: Iterator[int], **settings: Any) -> None:
+        self._number = next(numbers)  # first: the base class puts the task into such a set
+        super().__init__(coroutine, **settings)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Event loop whose `time()` is simulated seconds since its start. For one thread, without sockets."""
 
@@ -43,6 +58,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
         self._jumping.loop = self
+        numbers = itertools.count()
+        self.set_task_factory(
+            lambda loop, coroutine, **settings: _NumberedTask(coroutine, numbers, loop=loop, **settings)
+        )
 
     def time(self) -> float:
         return self._jumping.now_s

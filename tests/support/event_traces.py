@@ -1,0 +1,60 @@
+"""Every event of simulated runs, by seed, as JSON on stdout: what a process of its own is to replay.
+
+python event_traces.py SEED ...
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import structlog
+from simulated_replicas import at_random, servers, train
+
+from spot_async.errors import PermanentError
+from spot_async.simulation.servers import SimulatedReplica
+
+
+class Refusing(SimulatedReplica):
+    """Refuses some of the probes once they have run: what their prompts have beside them is cancelled."""
+
+    async def generate(self, prompt_ids, sampling, **rest):
+        generation = await super().generate(prompt_ids, sampling, **rest)
+        if sampling.max_tokens < 64 and sampling.seed % 12 == 0:
+            raise PermanentError("400: refused")
+        return generation
+
+
+class Listener:
+    """A `Timeline` that keeps everything it is told, in order."""
+
+    def __init__(self):
+        self.events = []
+
+    def request_asked(self, asked_s):
+        self.events.append(f"asked at {asked_s!r}")
+
+    def request_ended(self, span):
+        self.events.append(repr(span))
+
+    prompt_ended = phase_ended = request_ended
+
+
+def events_of(seed):
+    listener = Listener()
+    with structlog.testing.capture_logs() as logs:
+        train(
+            servers(2 + seed % 2),
+            at_random(random.Random(seed)),
+            make=Refusing,
+            are_ours=seed % 4 < 2,
+            recovery_timeout_s=3000.0,
+            max_dead_share=1.0,
+            timeline=listener,
+        )
+    return [*listener.events, *map(repr, logs)]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps({seed: events_of(seed) for seed in map(int, sys.argv[1:])}))

@@ -1,0 +1,162 @@
+"""A training run over simulated replicas, on virtual time, and what befalls them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+
+from spot_async.concurrency import gather, watched
+from spot_async.config import SamplingConfig, ServingConfig, StageConfig, StagesConfig
+from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.simulation.servers import Rates, SimulatedReplica, SimulatedServer
+from spot_async.simulation.services import END_TOKEN, VOCAB_SIZE, SimulatedTrainer, SimulatedVerifier
+from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.stages import Services, Stages
+from spot_async.types import PolicyNeeds, Problem, Prompt, Sample, Supervision
+
+BATCH, ITERATIONS = 8, 4
+SLOW = Rates(tokens_per_s=200.0, tokens_per_s_each=20.0)
+
+
+class Probing:
+    """A policy with the traffic of SPOT and no arithmetic: a rollout, then probes and candidates at once."""
+
+    needs = PolicyNeeds(probes_per_prompt=3)
+
+    async def supervise(self, prompt, stages):
+        rollout = await stages.rollout()
+        version = rollout.version_spans[0].version
+        positions, candidates = np.array([0]), np.array([[3, 4]])
+        await gather(
+            [
+                *(stages.probe(rollout.token_ids, 0, 5, n=n) for n in range(3)),
+                stages.candidate_logprobs(rollout.token_ids, positions, candidates, version=version),
+            ]
+        )
+        supervision = Supervision(
+            prompt_ordinal=prompt.ordinal,
+            problem_id=prompt.problem.id,
+            prompt_ids=prompt.token_ids,
+            response_ids=rollout.token_ids,
+            behavior_logprobs=rollout.logprobs,
+            version=version,
+        )
+        return [Sample(supervision=supervision, metrics={}, record={})]
+
+
+@dataclass
+class Journal:
+    dead: list = field(default_factory=list)
+
+    def iteration_finished(self, result):
+        pass
+
+    def prompt_died(self, prompt, error):
+        self.dead.append((prompt.ordinal, str(error)))
+
+
+def prompts():
+    for ordinal in count():
+        problem = Problem(id=f"p{ordinal}", text="", answer="")
+        yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 8, dtype=np.int32))
+
+
+def pool_of_servers(servers, *, are_ours=True, make=SimulatedReplica, **serving):
+    numbers = ServingConfig(**{"stall_s": 5.0, "restarts": 100, **serving})
+    factories = {server.name: (lambda server=server: make(server)) for server in servers}
+    return ReplicaPool("student", factories, numbers, are_ours=are_ours)
+
+
+@dataclass(repr=False)  # asyncio.Runner writes what it returns into the message of an error that it drops
+class Outcome:
+    batches: list
+    dead: list
+    seconds: float
+
+
+def train(servers, trouble, *, max_dead_share=0.1, timeline=None, **settings):
+    """A whole run over a pool of `servers`, with `trouble(servers)` as a task beside it; told to a `timeline`."""
+
+    async def scenario():
+        pool = pool_of_servers(servers, **settings)
+        stage = StageConfig(timeout_s=60.0)
+        vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=str)
+        stages = Stages(
+            Services(pool, None, pool, SimulatedVerifier()),
+            StagesConfig(rollout=stage, probe=stage, candidates=stage),
+            SamplingConfig(max_response_tokens=64),
+            student=vocabulary,
+            teacher=vocabulary,
+            run_seed=0,
+            max_running_prompts=BATCH,
+            max_probes_per_prompt=3,
+        )
+        trainer, journal = SimulatedTrainer(), Journal()
+        orchestrator = Orchestrator(
+            OrchestratorSettings(
+                iterations=ITERATIONS,
+                batch_size=BATCH,
+                max_staleness=0,
+                capacity_prompts=BATCH,
+                capacity_bytes=1 << 30,
+                max_response_tokens=64,
+                weight_update_timeout_s=600.0,
+                vocab_size=VOCAB_SIZE,
+                max_dead_share=max_dead_share,
+            ),
+            prompts=prompts(),
+            policy=Probing(),
+            stages=stages,
+            trainer=trainer,
+            weight_sinks=[pool],
+            observer=journal,
+        )
+        if timeline is not None:
+            orchestrator.report_to(timeline)
+
+        async def run():
+            async with asyncio.TaskGroup() as group:
+                beside = group.create_task(trouble(servers))
+                await orchestrator.run()
+                beside.cancel()
+
+        async with pool:
+            await watched(run(), [pool.watch])
+            assert [each.in_flight for each in pool.replicas] == [0] * len(servers)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not any(server.is_running for server in servers)
+        return Outcome(trainer.batches, journal.dead, asyncio.get_running_loop().time())
+
+    return run_on_virtual_time(scenario())
+
+
+def servers(number, **settings):
+    return [SimulatedServer(f"student-{i}", SLOW, **settings) for i in range(1, number + 1)]
+
+
+def at_random(rng):
+    """Kills, freezes, missed weights and storms of refusals, for as long as the run goes on."""
+
+    async def trouble(servers):
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(rng.expovariate(1 / 10))
+            server = rng.choice(servers)
+            match rng.choice(["kill", "freeze", "miss", "storm"]):
+                case "kill":
+                    server.kill()
+                case "freeze" if server.is_running:
+                    server.freeze()
+                    loop.call_later(rng.choice([1.0, 8.0, 15.0, 40.0, 200.0]), server.thaw)
+                case "miss":
+                    server.misses = 1
+                case "storm":
+                    server.most_in_flight = rng.choice([0, 1, 3])
+                    loop.call_later(rng.choice([2.0, 10.0, 30.0]), setattr, server, "most_in_flight", None)
+
+    return trouble
