@@ -5,17 +5,20 @@ Only decides; the connections are `http.py`'s.
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import os
 import ssl
 import urllib.request
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import httpx
 from pydantic import AfterValidator
 
 from spot_async.errors import ConfigError
+
+from .advice import Access
 
 PROXY_SCHEMES = ("http", "https")
 SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "api-key", "x-api-key", "cookie"})
@@ -125,6 +128,28 @@ def read_secret(section: str, variable: str) -> str:
     if not (value.isascii() and value.isprintable()):
         raise ConfigError(f"{section}: the environment variable {variable} holds what no header can carry")
     return value
+
+
+def secret_parts(value: str) -> list[str]:
+    """A secret header's value, and what of it alone is as secret: what follows a scheme, and Basic's password."""
+    scheme, _, rest = value.partition(" ")
+    if not rest:
+        return [value]
+    try:
+        password = base64.b64decode(rest, validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
+    except ValueError:
+        password = b""
+    return [value, rest, *([password.decode(errors="replace")] if password else [])]
+
+
+def access(section: str, url: str, api_key_env: str | None, secret_headers: Mapping[str, str]) -> Access:
+    """What advice in errors goes by. A header of one's own takes the place of the key."""
+    is_replaced = "authorization" in map(str.lower, secret_headers)
+    given = [
+        *(["api_key_env"] if api_key_env is not None and not is_replaced else []),
+        *(["secret_headers"] if secret_headers else []),
+    ]
+    return Access(section, "https" if httpx.URL(url).scheme == "https" else "http", given)
 
 
 def check_headers(headers: dict[str, str]) -> dict[str, str]:

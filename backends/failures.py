@@ -15,6 +15,7 @@ from __future__ import annotations
 import email.utils
 import math
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp.client_exceptions import UnixClientConnectorError
+from aiohttp.http_exceptions import BadStatusLine
 
 from spot_async.errors import (
     DeadlineExceededError,
@@ -35,7 +37,13 @@ from spot_async.errors import (
     UnreachableError,
 )
 
+from .advice import TLS_ALERT, Access, of_handshake, of_reply
+from .pages import is_page, page_text
+
 ERROR_EXCERPT_CHARACTERS = 300
+SHOWN_BYTES = re.compile(r"""b(['"]).*\1""")
+PAGE_HEAD_BYTES = 256
+UNKNOWN_ACCESS = Access()
 THROTTLED = (429, 503, 529)
 # Of the 4xx: time-outs, a lock that another request holds, a request that came too early.
 TRANSIENT = (408, 409, 425)
@@ -61,28 +69,45 @@ class FailedReply:
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
 
     @property
+    def is_page(self) -> bool:
+        """Whether it is for people, as gateways and proxies write it."""
+        return is_page(self.body[:PAGE_HEAD_BYTES].decode(errors="replace"))
+
+    @property
     def said(self) -> str:
         """What the server says of it, as one short line."""
         return " ".join(error_message(self.body).split())[:ERROR_EXCERPT_CHARACTERS]
 
+    @property
+    def answer(self) -> str:
+        """Status and words."""
+        return f"HTTP {self.status}: {self.said}"
+
 
 def classify(
-    request: str, failure: FailedReply | BaseException, *, has_answered: bool = True, now_s: float = 0.0
+    request: str,
+    failure: FailedReply | BaseException,
+    *,
+    has_answered: bool = True,
+    now_s: float = 0.0,
+    access: Access = UNKNOWN_ACCESS,
 ) -> RequestError:
     """The error that `request` (role and path) failed with.
 
     An exception is that of connecting, sending, or reading a reply. `has_answered`: whether the endpoint ever did.
     A host without an address, one that speaks no TLS, or a proxy that is not there, is then trouble that passes, and
     otherwise a wrong setting.
-    `now_s` is Unix time, for replies that do not give theirs.
+    `now_s` is Unix time, for replies that do not give theirs. `access` is for advice.
     """
     if isinstance(failure, FailedReply):
-        return _of_status(request, failure, now_s)
-    return _of_exception(request, failure, has_answered)
+        return _of_status(request, failure, now_s, access)
+    return _of_exception(request, failure, has_answered, access)
 
 
-def _of_status(request: str, reply: FailedReply, now_s: float) -> RequestError:
-    status, message = reply.status, f"{request}: HTTP {reply.status}: {reply.said}"
+def _of_status(request: str, reply: FailedReply, now_s: float, access: Access) -> RequestError:
+    status = reply.status
+    advice = of_reply(status, reply.said, reply.headers, access, is_page=reply.is_page)
+    message = f"{request}: {reply.answer}" + (f"; {advice}" if advice else "")
     if status == NO_CREDIT or (status == 429 and not SPENT.isdisjoint(_codes(reply.body))):
         return PermanentError(f"{message}; the account has no credit left")
     if status in THROTTLED:
@@ -94,9 +119,9 @@ def _of_status(request: str, reply: FailedReply, now_s: float) -> RequestError:
     return TransientError(message)
 
 
-def _of_exception(request: str, error: BaseException, has_answered: bool) -> RequestError:
+def _of_exception(request: str, error: BaseException, has_answered: bool, access: Access) -> RequestError:
     causes = list(_causes(error))
-    message = f"{request}: {type(error.__cause__ or error).__name__}: {error}"
+    message = f"{request}: {type(error.__cause__ or error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, TimeoutError):
         return DeadlineExceededError(f"{request}: no reply before the deadline")
     for cause in causes:
@@ -110,13 +135,24 @@ def _of_exception(request: str, error: BaseException, has_answered: bool) -> Req
                     f"{request}: nothing answers at {_address(cause)}: {_reason(cause.os_error)}: correct "
                     "backend.proxy, or HTTPS_PROXY"
                 )
-            case ssl.SSLError() | aiohttp.ClientConnectorSSLError() if not has_answered:
-                return PermanentError(f"{message}: is it http, not https?")
+            case ssl.SSLError() if not has_answered:
+                reasons = [getattr(each, "reason", None) for each in causes if isinstance(each, ssl.SSLError)]
+                advice = of_handshake(next(filter(None, reasons), None))
+                return PermanentError(f"{message}: {advice}" if advice else message)
+            case BadStatusLine():
+                came = _shown_bytes(cause.message)
+                if came.startswith(TLS_ALERT) and access.scheme == "http" and not has_answered:
+                    return PermanentError(f"{request}: it speaks TLS: write https:// in {access.section}.url")
+                return TransientError(f"{request}: what comes back is no HTTP: {came}")
+            case aiohttp.ServerDisconnectedError() if access.scheme == "http" and not has_answered:
+                return TransientError(f"{message} without an answer: is it https, not http?")
             case socket.gaierror() if cause.errno in NO_SUCH_HOST and not has_answered:
                 return PermanentError(f"{message}: there is no such host")
     for cause in causes:
         if isinstance(cause, aiohttp.ClientConnectorError) and not isinstance(cause, aiohttp.ClientSSLError):
             reason = _reason(cause.os_error)
+            if isinstance(cause.os_error, ConnectionResetError) and access.scheme == "https":
+                reason = "the connection was closed before TLS was agreed on: does it speak TLS 1.2 or newer?"
             message = f"{request}: nothing answers at {_address(cause)}: {reason}"
             return TransientError(message) if has_answered else UnreachableError(message, reason)
     if isinstance(error, aiohttp.ClientError | OSError) or any(
@@ -139,6 +175,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+def _shown_bytes(message: str) -> str:
+    """The bytes that a message of the HTTP parser shows among its lines."""
+    shown = SHOWN_BYTES.search(message)
+    return (shown[0] if shown else " ".join(message.split()))[:ERROR_EXCERPT_CHARACTERS]
+
+
 def _address(error: aiohttp.ClientConnectorError) -> str:
     if isinstance(error, UnixClientConnectorError):
         return error.path
@@ -149,7 +191,7 @@ def _address(error: aiohttp.ClientConnectorError) -> str:
 def _reason(error: OSError) -> str:
     """What the system says: asyncio puts the address there, which several attempts at once have many of."""
     if error.errno is None or isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
+        return error.strerror or str(error) or type(error).__name__
     return os.strerror(error.errno)
 
 
@@ -161,7 +203,8 @@ def error_message(body: bytes) -> str:
         message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
         if isinstance(message, str):
             return message
-    return body.decode(errors="replace")
+    text = body.decode(errors="replace")
+    return page_text(text) if is_page(text) else text
 
 
 def _codes(body: bytes) -> set[str]:

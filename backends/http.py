@@ -27,8 +27,10 @@ from httpx_aiohttp import AiohttpTransport
 from spot_async.errors import Exchange, PoisonedReplyError, RequestError, TransientError
 from spot_async.types import Traffic
 
+from .advice import Access
+from .connection import secret_parts
 from .exchange import excerpt, shortened
-from .failures import FailedReply, classify
+from .failures import UNKNOWN_ACCESS, FailedReply, classify
 
 REDACTED = "***"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # a connection that had been made was closed
@@ -47,7 +49,8 @@ class HttpEndpoint:
 
     The number of connections is not limited here: how much is in flight is the stages' decision. Requests go to
     httpx's transport itself: redirects and cookies, which a client adds for half of a request's time, have no
-    place between an orchestrator and its servers. `verify` and `proxy` are as httpx knows them.
+    place between an orchestrator and its servers. `verify` and `proxy` are as httpx knows them, `access` is what advice
+    in errors goes by.
 
     The key, the secret headers' values and the proxy's password appear in no error: a server that repeats
     them in what it says finds them replaced.
@@ -65,16 +68,20 @@ class HttpEndpoint:
         read_error: ReadError | None = None,
         verify: ssl.SSLContext | bool = True,
         proxy: httpx.Proxy | None = None,
+        access: Access = UNKNOWN_ACCESS,
     ) -> None:
         self.name = name
         self.traffic = Traffic()
         self._read_error = read_error
+        self._access = access
         self._base_url = base_url.rstrip("/")
         self._uds = uds
-        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        is_replaced = "authorization" in map(str.lower, secret_headers or {})
+        authorization = {"Authorization": f"Bearer {api_key}"} if api_key and not is_replaced else {}
         accepted = {"Accept-Encoding": "gzip, deflate"}  # what is decoded here
         self._headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
-        secrets = [api_key, *(secret_headers or {}).values(), *(proxy.raw_auth or () if proxy else ())]
+        sent = [part for value in (secret_headers or {}).values() for part in secret_parts(value)]
+        secrets = [api_key, *sent, *(proxy.raw_auth or () if proxy else ())]
         self._secrets = [each.encode() if isinstance(each, str) else each for each in secrets if each]
 
         def session() -> aiohttp.ClientSession:
@@ -154,14 +161,14 @@ class HttpEndpoint:
                     self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
         except (TimeoutError, httpx.HTTPError, aiohttp.ClientError, OSError) as failure:
-            error = classify(f"{self.name}{path}", failure, has_answered=self._has_answered)
+            error = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
             error = error.reworded(self._redacted(str(error).encode()).decode())
             error.exchange = self.exchange(method, path, body, status=status)
             raise error from None
         content = self._redacted(content)
         reply = FailedReply(response.status_code, content, dict(response.headers))
         own = self._read_error(reply.status, content) if self._read_error else None
-        error = own or classify(f"{self.name}{path}", reply, now_s=time.time())
+        error = own or classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access)
         error.exchange = self.exchange(method, path, body, status=status, received=content)
         raise error
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from spot_async.errors import PermanentError, RequestError
 from spot_async.types import LogprobTemperature, SamplingSettings
 
+from .advice import wants_tls
 from .failures import FailedReply
 
 if TYPE_CHECKING:  # slow to import
@@ -112,11 +113,11 @@ class Dialect:
 
 def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     """A refusal in the endpoint's terms; None where `failures.py` says enough. What is done about it stays the same."""
-    said = FailedReply(status, body).said
-    message = f"{role}: HTTP {status}: {said}"
-    if status in (401, 403):
-        return PermanentError(f"{message}; check the key that {role}.backend.api_key_env names")
-    if status == 404 and "model" in said.lower():
+    reply = FailedReply(status, body)
+    message = f"{role}: {reply.answer}"
+    if wants_tls(reply.said):
+        return None
+    if status == 404 and "model" in reply.said.lower():
         return PermanentError(f"{message}; set {role}.backend.served_model to a model that it serves")
     return UnsupportedError(message) if status in (400, 404, 405, 422, 501) else None
 

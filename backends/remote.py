@@ -26,6 +26,7 @@ from spot_async.types import Traffic
 
 from .connection import (
     Url,
+    access,
     address_of,
     check_different,
     check_headers,
@@ -315,6 +316,7 @@ class RemoteServer:
             read_error=self._read_error,
             verify=tls_context(self.role, settings.ca_certificates),
             proxy=proxy_for(self.role, url, settings.proxy),
+            access=access(section, url, settings.api_key_env, settings.secret_headers),
         )
 
 

@@ -218,8 +218,7 @@ async def test_the_largest_k_is_found_whatever_a_refusal_says(limit: int, names_
 @pytest.mark.parametrize(
     ("status", "body", "kind", "said"),
     [
-        (401, '{"error":"Unauthorized"}', PermanentError, r"check the key that teacher\.backend\.api_key_env names"),
-        (403, "{}", PermanentError, "check the key"),
+        (401, '{"error":"Unauthorized"}', None, ""),  # what it takes for a key is no matter of dialect
         (429, '{"error":{"message":"slow down"}}', None, ""),
         (404, VLLM["unknown_model"]["reply"], PermanentError, r"set teacher\.backend\.served_model"),
         (400, VLLM["too_large_k"]["reply"], PermanentError, "max allowed: 64"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gzip
 import shutil
@@ -14,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from spot_async.backends.connection import proxy_for, tls_context
+from spot_async.backends.connection import access, proxy_for, tls_context
 from spot_async.backends.http import HttpEndpoint
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
 from spot_async.config.loading import dump_yaml, validate
-from spot_async.errors import ConfigError, PermanentError, ThrottledError
+from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError, UnreachableError
 
 KEY = "sk-a-key-that-nobody-may-read"
 PROXY_VARIABLES = [
@@ -129,6 +130,60 @@ async def test_only_certificates_that_are_trusted_are_spoken_to(
         assert await ask(url, str(certificate)) == b"hello /x"
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert await ask(url, None) == b"hello /x"
+
+
+@contextlib.asynccontextmanager
+async def mute_server(first_bytes: bytes) -> AsyncIterator[str]:
+    """One that says these bytes to whatever it is sent, and closes; yields host and port."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(first_bytes)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+TLS_ALERT = bytes.fromhex("15030200020246")  # of TLS 1.1: the version is not supported
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first_bytes", "kind", "said"),
+    [
+        ("https", TLS_ALERT, PermanentError,
+         "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"),
+        ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", PermanentError, "is it http, not https?"),
+        ("https", b"", UnreachableError,
+         "the connection was closed before TLS was agreed on: does it speak TLS 1.2 or newer?"),
+        ("http", TLS_ALERT, PermanentError, "it speaks TLS: write https:// in teacher.backend.url"),
+        ("http", b"", TransientError, "Server disconnected without an answer: is it https, not http?"),
+        ("http", b"SSH-2.0-OpenSSH_9.2\r\n", TransientError, "what comes back is no HTTP: b'SSH-2.0-OpenSSH_9.2'"),
+    ],
+)  # fmt: skip
+async def test_who_speaks_something_else_than_the_address_says_is_told_so(
+    scheme: str, first_bytes: bytes, kind: type[Exception], said: str
+) -> None:
+    async with mute_server(first_bytes) as address:
+        url = f"{scheme}://{address}"
+        reached = access("teacher.backend", url, None, {})
+        async with HttpEndpoint("teacher", url, access=reached) as endpoint:
+            with pytest.raises(kind) as caught:
+                await endpoint.get("/x", deadline=soon())
+    assert type(caught.value) is kind
+    assert str(caught.value).endswith(said)
+    assert "\n" not in str(caught.value)
+
+
+async def test_plain_http_to_a_server_that_speaks_tls_is_named_as_that(certificate: Path) -> None:
+    async with http_server(hello, certificate) as url:
+        plain = url.replace("https:", "http:")
+        async with HttpEndpoint("teacher", plain, access=access("teacher.backend", plain, None, {})) as endpoint:
+            with pytest.raises(TransientError, match="is it https, not http"):
+                await endpoint.get("/x", deadline=soon())
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
@@ -258,6 +313,35 @@ async def test_keys_reach_the_server_and_nothing_that_people_read(
     for text in [*causes, dump_yaml(config), repr(config), repr(vars(backend)), printed.out, printed.err]:
         assert KEY not in text
     assert all("\n" not in text for text in causes)
+
+
+async def test_a_user_and_a_password_go_in_a_secret_header_in_place_of_the_key_and_into_no_error(
+    monkeypatch: pytest.MonkeyPatch, random_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As `WWW-Authenticate: Basic` asks for them, and docs/backends.md shows."""
+    arrived: list[str] = []
+
+    def ask(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        arrived.append(headers.get("authorization", ""))
+        return 401, {"WWW-Authenticate": "Basic"}, b"no: " + base64.b64decode(arrived[-1].partition(" ")[2])
+
+    encoded = base64.b64encode(f"user:{KEY}".encode()).decode()
+    monkeypatch.setenv("TEACHER_BASIC", f"Basic {encoded}")
+    monkeypatch.setenv("TEACHER_KEY", "another")
+    said: list[str] = []
+    async with http_server(ask) as url:
+        for more in ({}, {"secret_headers": {"authorization": "TEACHER_BASIC"}, "api_key_env": "TEACHER_KEY"}):
+            settings = OpenAIBackend.Settings.model_validate({"url": url, "served_model": "m", **more})
+            backend = OpenAIBackend(settings, role="teacher", model=str(random_model()), run_directory=tmp_path)
+            async with backend:
+                with pytest.raises(PermanentError) as caught:
+                    await backend.capabilities(deadline=soon())
+            said.append(str(caught.value))
+    assert arrived == ["", f"Basic {encoded}"]
+    assert "teacher.backend.secret_headers, as {Authorization: VARIABLE}" in said[0]
+    assert (
+        said[1] == "teacher/v1/models: HTTP 401: no: user:***; check the key that teacher.backend.secret_headers names"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import httpx
 import pytest
 
 from spot_async import errors
+from spot_async.backends.advice import Access
 from spot_async.backends.exchange import shortened
 from spot_async.backends.failures import FailedReply, classify, retry_after_s
 from spot_async.backends.http import HttpEndpoint
+from spot_async.backends.pages import page_text
 from spot_async.errors import FailureClass, RequestError, ThrottledError
 from spot_async.retry import RetryPolicy
 
@@ -125,6 +127,87 @@ def test_an_address_where_nothing_listens_is_said_in_plain_words() -> None:
     assert str(first) == str(later) == "teacher/x: nothing answers at 10.0.0.5:8000: Connection refused"
     assert isinstance(first, errors.UnreachableError)
     assert not isinstance(later, errors.UnreachableError)  # it may come back
+
+
+NGINX = (
+    b"<html>\r\n<head><title>%s</title></head>\r\n<body>\r\n<center><h1>%s</h1></center>\r\n<hr><center>nginx/1.24.0"
+    b"</center>\r\n</body>\r\n</html>\r\n<!-- a padding to disable MSIE and Chrome friendly error page -->\r\n"
+)
+TO_TLS = b"400 The plain HTTP request was sent to HTTPS port"
+BASIC = {"www-authenticate": 'Basic realm="models"'}
+HTTP = Access("teacher.backend", "http", ())
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "headers", "access", "said"),
+    [
+        (401, NGINX % ((b"401 Authorization Required",) * 2), BASIC, HTTP,
+         "401 Authorization Required nginx/1.24.0; it wants a user and a password: name a variable that holds 'Basic ' "
+         "and the base64 of user:password in teacher.backend.secret_headers, as {Authorization: VARIABLE}"),
+        (401, b"no", BASIC, Access("teacher.backend", "https", ("api_key_env",)),
+         "no; it wants a user and a password: name a variable that holds 'Basic ' and the base64 of user:password in "
+         "teacher.backend.secret_headers, as {Authorization: VARIABLE}"),
+        (401, b"no", BASIC, Access("teacher.backend", "https", ("secret_headers",)),
+         "no; check the key that teacher.backend.secret_headers names"),
+        (401, b"no", {"www-authenticate": 'Bearer realm="x", Basic realm="x"'}, HTTP,
+         "no; it wants a key: name the environment variable that holds it in teacher.backend.api_key_env"),
+        (403, b"no", {}, HTTP,
+         "no; it may want a key: name the environment variable that holds it in teacher.backend.api_key_env"),
+        (403, b"no", {}, Access("teacher.backend", "http", ("api_key_env", "secret_headers")),
+         "no; check the key that teacher.backend.api_key_env and teacher.backend.secret_headers names"),
+        (401, b"no", BASIC, Access(), "no"),  # a server whose settings hold no keys
+        (413, NGINX % ((b"413 Request Entity Too Large",) * 2), {}, HTTP,
+         "413 Request Entity Too Large nginx/1.24.0; the request is larger than the server, or a proxy before it, "
+         "takes: raise that limit (of nginx client_max_body_size), or lower sampling.max_response_tokens"),
+        (502, NGINX % ((b"502 Bad Gateway",) * 2), {}, HTTP,
+         "502 Bad Gateway nginx/1.24.0; a gateway says so: does the server behind it run?"),
+        (502, body("model is loading"), {}, HTTP, "model is loading"),
+        (400, NGINX % (TO_TLS, b"400 Bad Request"), {}, HTTP,
+         f"{TO_TLS.decode()} 400 Bad Request nginx/1.24.0; it speaks TLS: write https:// in teacher.backend.url"),
+        (400, b"Client sent an HTTP request to an HTTPS server.\n", {}, HTTP,
+         "Client sent an HTTP request to an HTTPS server.; it speaks TLS: write https:// in teacher.backend.url"),
+        (400, b"Client sent an HTTP request to an HTTPS server.\n", {}, Access("teacher.backend", "https", ()),
+         "Client sent an HTTP request to an HTTPS server."),  # says somebody behind who was asked
+    ],
+)  # fmt: skip
+def test_a_refusal_is_shown_without_its_tags_and_with_the_setting_that_it_is_about(
+    status: int, content: bytes, headers: dict[str, str], access: Access, said: str
+) -> None:
+    error = classify("teacher/x", FailedReply(status, content, headers), access=access)
+    assert str(error) == f"teacher/x: HTTP {status}: {said}"
+
+
+def test_of_a_page_the_words_are_left_whatever_its_tags_are() -> None:
+    page = (
+        "<!DOCTYPE html>\n<!--[if lt IE 7]> <html class='ie6'> <![endif]-->\n<head><title>m.example | 502: Bad gateway"
+        "</title><style>body{margin:0}</style><script>if (a<b) { f('<p>') }</script></head><body><h1>Bad&nbsp;gateway"
+        "</h1><p>Error code 502 &amp; more</p><p>Error code 502 &amp; more</p><script src=x></script>the end</body>"
+    )
+    assert page_text(page) == "m.example | 502: Bad gateway Bad gateway Error code 502 & more the end"
+    assert page_text("<html>it ends <b") == "it ends <b"
+    assert page_text("< >" * 10 + "<html>x") == "x"
+    assert page_text("<" * 10_000_000) == "<" * (1 << 14)  # and at once
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        (
+            "TLSV1_ALERT_PROTOCOL_VERSION",
+            "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it",
+        ),
+        ("UNSUPPORTED_PROTOCOL", "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"),
+        ("WRONG_VERSION_NUMBER", "is it http, not https?"),
+        ("SSLV3_ALERT_HANDSHAKE_FAILURE", ""),
+    ],
+)
+def test_a_handshake_that_fails_says_what_the_other_side_speaks(reason: str, advice: str) -> None:
+    handshake = ssl.SSLError(1, f"[SSL: {reason}]")
+    handshake.reason = reason
+    cause = aiohttp.ClientConnectorSSLError(KEY, handshake)  # type: ignore[arg-type]
+    error = classify("teacher/x", reading(cause), has_answered=False, access=Access("teacher.backend", "https", ()))
+    assert str(error) == f"teacher/x: ClientConnectorSSLError: {cause}{': ' if advice else ''}{advice}"
+    assert error.failure_class is FailureClass.PERMANENT
 
 
 @pytest.mark.parametrize(

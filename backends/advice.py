@@ -1,0 +1,76 @@
+"""What can be done about a failure that has to do with how a server is reached: which setting to change. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# As nginx, Apache, Go's servers, Jetty and Tomcat say it; others close the connection, or send an alert of TLS.
+WANTS_TLS = re.compile(
+    r"plain HTTP request was sent to HTTPS|HTTP request to an HTTPS|plain HTTP to an SSL|host and port requires TLS",
+    re.I,
+)
+TLS_ALERT = r"b'\x15\x03"  # how a reply that is one begins, as errors show bytes
+OLD_TLS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL")  # OpenSSL's words
+NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL")
+BASIC = re.compile(r"(^|,)\s*basic\b", re.IGNORECASE)
+BEARER = re.compile(r"(^|,)\s*bearer\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a server is reached, as far as its settings say."""
+
+    section: str = "backend"  # where they stand
+    scheme: Literal["http", "https", "unix"] = "unix"
+    # Of its settings those that name what it is shown as a key; None where it has no such settings.
+    credentials: Sequence[str] | None = None
+
+
+def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access, *, is_page: bool = False) -> str:
+    """For a refusal; empty where nothing fits. `headers` have names in lower case.
+
+    `is_page`: what it said is a page for people, as gateways send and inference servers do not.
+    """
+    match status:
+        case 401 | 403 if access.credentials is not None:
+            return _of_credentials(status, headers.get("www-authenticate", ""), access.section, access.credentials)
+        case 407:
+            return "the proxy wants a password: give it in HTTP_PROXY"
+        case 413:
+            return (
+                "the request is larger than the server, or a proxy before it, takes: raise that limit (of nginx "
+                "client_max_body_size), or lower sampling.max_response_tokens"
+            )
+        case 502 | 504 if is_page:
+            return "a gateway says so: does the server behind it run?"
+        case _ if wants_tls(said) and access.scheme == "http":
+            return f"it speaks TLS: write https:// in {access.section}.url"
+    return ""
+
+
+def _of_credentials(status: int, wanted: str, section: str, given: Sequence[str]) -> str:
+    wants_password = BASIC.search(wanted) and not BEARER.search(wanted)
+    if wants_password and "secret_headers" not in given:
+        return (
+            "it wants a user and a password: name a variable that holds 'Basic ' and the base64 of user:password in "
+            f"{section}.secret_headers, as {{Authorization: VARIABLE}}"
+        )
+    if given:
+        return f"check the key that {' and '.join(f'{section}.{each}' for each in given)} names"
+    wants = "wants" if status == 401 else "may want"
+    return f"it {wants} a key: name the environment variable that holds it in {section}.api_key_env"
+
+
+def of_handshake(reason: str | None) -> str:
+    """For TLS that was not agreed on; `reason` is OpenSSL's."""
+    if reason in OLD_TLS:
+        return "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"
+    return "is it http, not https?" if reason in NO_TLS else ""
+
+
+def wants_tls(said: str) -> bool:
+    """Whether a refusal says that plain HTTP arrived where TLS is spoken."""
+    return WANTS_TLS.search(said) is not None
