@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import threading
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow
@@ -15,7 +16,7 @@ from pyarrow import parquet
 
 from spot_async.config import ProblemSetConfig
 from spot_async.config.loading import apply_override, validate_as
-from spot_async.data import load_problem_set
+from spot_async.data import load_problem_set, rows
 from spot_async.errors import ConfigError, DataError
 from spot_async.types import Problem
 
@@ -94,6 +95,56 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, name, content, complai
         read(tmp_path / name)
     assert complaint.format(path=tmp_path / name) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+MIB_OF_GZIP = gzip.compress(b"1" * (1 << 20))  # members of a file follow each other, and so make a bomb of any size
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "complaint"),
+    [
+        ("bomb.jsonl.gz", b'{"problem": "1+1", "answer": 2}\n{"problem": "', ":2: a row of more than 16,777,216 bytes"),
+        ("bomb.csv.gz", b'problem,answer\n1+1,2\n"', ":3: a row of more than 16,777,216 bytes"),
+        ("bomb.json.gz", b'[{"problem": "', ": more than 256 MiB once it is inflated: write it as .jsonl.gz"),
+        ("bomb.parquet.gz", b"PAR1", ": more than 256 MiB once it is inflated: write it as .jsonl.gz"),
+    ],
+)
+def test_a_small_file_that_inflates_to_gigabytes_is_not_read_into_memory(tmp_path, monkeypatch, name, start, complaint):
+    monkeypatch.setattr(rows, "MAX_INFLATED_BYTES", rows.MAX_INFLATED_BYTES >> 4)  # as fast as the others
+    complaint = complaint.replace("256", "16")
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(start) + MIB_OF_GZIP * 3000)
+    assert path.stat().st_size < 4 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError) as raised:
+            read(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert str(raised.value).startswith(f"{path}{complaint}")
+    assert peak_bytes < 100 << 20
+
+
+def test_what_is_bounded_is_a_row_and_no_line_or_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 3000)
+    write(tmp_path, [{"problem": f"{i}" * 1000, "answer": i} for i in range(10, 60)])
+    assert len(read(tmp_path / "problems.jsonl").problems) == 50
+    (tmp_path / "p.csv").write_text("problem,answer\n" + '"1\n+\n1",2\n' * 1000 + '"\n",' * 1000)
+    with pytest.raises(DataError, match=r"p\.csv:3002: a row of more than 3,000 bytes"):
+        read(tmp_path / "p.csv")
+
+
+@pytest.mark.parametrize("name", ["deep.jsonl", "deep.json"])
+@pytest.mark.parametrize("depth", [900, 940, 100_000])
+def test_a_row_that_is_nested_without_end_is_one_line(tmp_path, name, depth):
+    path = tmp_path / name
+    row = '{"problem": "1+1", "answer": ' + "[" * depth + "]" * depth + "}"
+    path.write_text(f"[{row}]" if name.endswith(".json") else row)
+    with pytest.raises(DataError) as raised:
+        read(path)
+    assert str(raised.value).startswith(str(path))
+    assert len(str(raised.value).replace(str(path), "")) < 250
 
 
 def test_what_only_the_hub_has_is_refused_for_a_file(tmp_path):

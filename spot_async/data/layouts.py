@@ -283,7 +283,7 @@ LAYOUTS: dict[str, Layout] = {
 def recognise(columns: Columns) -> str:
     """The name of the layout that a row's columns are those of; `columns` where only their names are familiar."""
     names = columns.keys()
-    source = str(columns.get("data_source", "")).lower()
+    source = found.lower() if isinstance(found := columns.get("data_source"), str) else ""
     if names >= set(GPQA_CHOICES):
         return "gpqa_diamond"
     if {"question", "options"} <= names and names & {"answer", "answer_index"}:

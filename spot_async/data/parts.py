@@ -6,6 +6,7 @@ Whether a part is right is the layouts' business (`layouts.py`).
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -21,6 +22,8 @@ Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choice
 EXACT_FLOATS = 1e15  # whole floats below it are the integers they were
 SHOWN_CHARS = 80
 _ABSENT = object()
+_shown = reprlib.Repr()  # ends early, also for a value that is huge or nested without end
+_shown.maxstring = SHOWN_CHARS
 _LABEL = (str | int | float | list[str], "text, a number or a list of texts")
 _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
     "problem": (str, "text, or chat messages with one of a user"),
@@ -107,7 +110,7 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
     try:
         found = msgspec.convert(_message(value) if part == "problem" else value, types)
     except msgspec.ValidationError:
-        shown = shortened(repr(value), SHOWN_CHARS)
+        shown = shortened(_shown.repr(value), SHOWN_CHARS)
         raise DataError(
             f"{row.where}: column {name!r} is {shown}, but `{part}` is {words}; name another in "
             f"{setting(key, f'fields.{part}')}, or correct the file"

@@ -1,6 +1,7 @@
 """Reads files of any format and data sets of the hub into plain rows. What the columns mean is not decided here.
 
-A row comes with the place it was read from, so that whatever is wrong with it later can be named.
+A row comes with the place it was read from, so that whatever is wrong with it later can be named. Files are read as
+streams, with a bound on what a row may take: a few megabytes of gzip can hold gigabytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import IO, Any, AnyStr, BinaryIO, Generic, NamedTuple, Self, TypeAlias, cast
 
 import msgspec
 
@@ -24,6 +25,10 @@ from spot_async.errors import DataError
 from spot_async.text import first_line
 
 Columns: TypeAlias = dict[str, Any]
+
+MAX_ROW_BYTES = 16 << 20  # as the file has it; worked solutions of a million characters fit
+MAX_INFLATED_BYTES = 256 << 20  # of a .gz whose format has to be in memory as a whole
+_BATCH_ROWS = 1024  # of Parquet, which are Python objects at the same time
 
 _NO_NUMBER = re.compile(rb"[:,\[]\s*-?(?:NaN|Infinity)\s*[,}\]]")  # what Python's json writes for such floats
 
@@ -55,12 +60,12 @@ def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
     if stray := [name for name in ("subset", "split", "revision") if getattr(settings, name) is not None]:
         raise DataError(f"{setting(key, stray[0])}: {path} is a file; only data sets on the hub have one")
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{about(key)}cannot read {path}: {error.strerror}") from None
-    if file.suffix.lower() == ".gz":
-        content = _decompress(content, path, key)
-    yield from read(path, content.removeprefix(codecs.BOM_UTF8))
+        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+            yield from read(path, cast("BinaryIO", stream))
+    except (OSError, EOFError, zlib.error) as error:
+        if strerror := getattr(error, "strerror", None):
+            raise DataError(f"{about(key)}cannot read {path}: {strerror}") from None
+        raise DataError(f"{about(key)}{path} is damaged or cut short: {first_line(error)}; get it again") from None
 
 
 def _unknown(path: str, suffix: str) -> str:
@@ -71,26 +76,68 @@ def _unknown(path: str, suffix: str) -> str:
     return f"{path}: neither a file that ends in {', '.join(_READERS)} (or .gz) nor `owner/name` on the hub"
 
 
-def _decompress(content: bytes, path: str, key: str) -> bytes:
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{about(key)}{path} is damaged or cut short: {first_line(error)}; get it again") from None
+class _RowLines(Generic[AnyStr]):
+    """The lines of a file, of which those of one row may not exceed `MAX_ROW_BYTES` together."""
+
+    def __init__(self, stream: IO[AnyStr], path: str) -> None:
+        self._stream: IO[AnyStr] = stream
+        self._path = path
+        self._read = 0  # lines
+        self.begin_row()
+
+    def begin_row(self) -> None:
+        self._taken = 0
+        self._first = self._read + 1
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> AnyStr:
+        line = self._stream.readline(MAX_ROW_BYTES + 1 - self._taken)
+        self._taken += len(line)
+        if self._taken > MAX_ROW_BYTES:
+            raise DataError(
+                f"{self._path}:{self._first}: a row of more than {MAX_ROW_BYTES:,} bytes, as no problem is: correct or "
+                "remove it"
+            )
+        if not line:
+            raise StopIteration
+        self._read += 1
+        return line
 
 
-def _read_jsonl(path: str, content: bytes) -> Iterator[Row]:
-    for number, line in enumerate(content.splitlines(), start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            raise DataError(f"{where}: empty line; each line is one JSON object")
-        if number == 1 and line.lstrip().startswith(b"["):
-            raise DataError(f"{where}: a list, where each line is one JSON object; a file that is one list is a .json")
-        yield Row(where, number, _decode(line, where, Columns))
+def _read_jsonl(path: str, stream: BinaryIO) -> Iterator[Row]:
+    lines: _RowLines[bytes] = _RowLines(stream, path)
+    number = 0
+    for text in lines:
+        lines.begin_row()
+        for line in (text if number else text.removeprefix(codecs.BOM_UTF8)).splitlines():
+            number += 1
+            where = f"{path}:{number}"
+            if not line.strip():
+                raise DataError(f"{where}: empty line; each line is one JSON object")
+            if number == 1 and line.lstrip().startswith(b"["):
+                raise DataError(
+                    f"{where}: a list, where each line is one JSON object; a file that is one list is a .json"
+                )
+            yield Row(where, number, _decode(line, where, Columns))
 
 
-def _read_json(path: str, content: bytes) -> Iterator[Row]:
+def _whole(path: str, stream: BinaryIO) -> bytes:
+    """All of a file. Of what is compressed no more than `MAX_INFLATED_BYTES`: its size says nothing."""
+    is_compressed = isinstance(stream, gzip.GzipFile)
+    content = stream.read(MAX_INFLATED_BYTES + 1 if is_compressed else -1)
+    if is_compressed and len(content) > MAX_INFLATED_BYTES:
+        raise DataError(
+            f"{path}: more than {MAX_INFLATED_BYTES >> 20} MiB once it is inflated: write it as .jsonl.gz, which is "
+            "read line by line"
+        )
+    return content
+
+
+def _read_json(path: str, stream: BinaryIO) -> Iterator[Row]:
     """A list of objects, or an object that holds one such list."""
-    found = _decode(content, path, Any)
+    found = _decode(_whole(path, stream).removeprefix(codecs.BOM_UTF8), path, Any)
     if isinstance(found, dict):
         lists = [value for value in found.values() if isinstance(value, list)]
         found = lists[0] if len(lists) == 1 else found
@@ -102,14 +149,16 @@ def _read_json(path: str, content: bytes) -> Iterator[Row]:
         yield Row(f"{path}: item {number}", number, columns)
 
 
-def _read_csv(path: str, content: bytes) -> Iterator[Row]:
-    csv.field_size_limit(1 << 24)  # the default of 128 KiB is less than some solutions
+def _read_csv(path: str, stream: BinaryIO) -> Iterator[Row]:
+    csv.field_size_limit(MAX_ROW_BYTES)  # the default of 128 KiB is less than some solutions
+    lines: _RowLines[str] = _RowLines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), path)
     try:
-        rows = csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True)
+        rows = csv.DictReader(lines, strict=True)
         names = rows.fieldnames or ()
         if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), None)):
             raise DataError(f"{path}:1: one column, {names[0]!r}: write commas between cells, not {other!r}")
         for number, columns in enumerate(rows, start=1):
+            lines.begin_row()
             where = f"{path}:{rows.line_num}"
             if None in columns or None in columns.values():
                 further = columns.pop(None, [])
@@ -121,12 +170,13 @@ def _read_csv(path: str, content: bytes) -> Iterator[Row]:
         raise DataError(f"{path}: not valid CSV: {first_line(error)}") from None
 
 
-def _read_parquet(path: str, content: bytes) -> Iterator[Row]:
+def _read_parquet(path: str, stream: BinaryIO) -> Iterator[Row]:
     import pyarrow  # slow to import
     from pyarrow import parquet
 
+    source = pyarrow.BufferReader(_whole(path, stream)) if isinstance(stream, gzip.GzipFile) else stream
     try:
-        batches = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches()
+        batches = parquet.ParquetFile(source).iter_batches(batch_size=_BATCH_ROWS)
         number = 0
         for batch in batches:
             for columns in batch.to_pylist():
@@ -144,9 +194,13 @@ def _decode(content: bytes, where: str, kind: Any) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         remedy = "; JSON has no NaN or Infinity: write null" if _NO_NUMBER.search(content) else ""
         raise DataError(f"{where}: not valid JSON: {first_line(error)}{remedy}") from None
+    except RecursionError:
+        raise DataError(
+            f"{where}: lists or objects stand too deep within each other: correct or remove the row"
+        ) from None
 
 
-_READERS: dict[str, Callable[[str, bytes], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[str, BinaryIO], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
