@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.data.check import answer_type, check_golds, find_repeated
-from spot_async.data.overlap import find_overlaps
+from spot_async.data.overlap import count_identical, find_overlaps
 from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch
 
@@ -29,7 +29,25 @@ def test_half_of_an_evaluation_problem_inside_one_training_problem_is_an_overlap
     # two problems with 9 runs each do not make one that holds 18
     assert not find_overlaps([numbered(first_half[:21]), numbered(second_half[1:])], evaluation)
     assert find_overlaps([numbered(["W0!", *(w.upper() + "," for w in words[1:])])], evaluation)  # words, not spelling
-    assert not find_overlaps([numbered(words[:12])], [numbered(words[:12])])  # too short to tell
+    assert not find_overlaps([numbered([*words[:11], "x"])], [numbered(words[:12])])  # too short to tell
+
+
+def test_identical_problems_are_found_whatever_their_length():
+    training = [
+        numbered(["What", "is", "1+1?"], "2", "t"),
+        Problem(id="c", text="Which?", answer="A", choices=("x", "y")),
+    ]
+    evaluation = [
+        numbered(["1", "+", "1"], name="other"),
+        Problem(id="short", text="What  is\n1+1?", answer="3"),
+        Problem(id="other choices", text="Which?", answer="A", choices=("x", "z")),
+        Problem(id="same choices", text="Which?", answer="B", choices=("x", "y")),
+    ]
+    found = find_overlaps(training, evaluation)
+    assert [(each.evaluation.id, each.training.id) for each in found] == [("short", "t"), ("same choices", "c")]
+    assert all(each.is_identical and each.share == 1 and not each.has_equal_answer for each in found)
+    assert count_identical(training, evaluation) == 2
+    assert count_identical([], evaluation) == 0
 
 
 @pytest.mark.parametrize(
@@ -43,6 +61,14 @@ def test_half_of_an_evaluation_problem_inside_one_training_problem_is_an_overlap
         (r"\text{Sunday}", "text"),
         ("(1, 2)", "list or interval"),
         (r"2\sqrt{3}", "expression"),
+        ("-(ab + ac + bc)", "expression"),
+        (r"6 \text{ or } 7", "expression"),
+        (r"\text{Softball, Kickball, Picnic}", "text"),
+        ("New York City", "text"),
+        ("The answer is 12", "prose"),
+        ("She sold 48/2 = 24 clips in May, and 72 in all.", "prose"),
+        ("the sum of two of them is the third", "prose"),
+        (r"\text{It is not a prime number}", "prose"),
         ("", "none"),
     ],
 )
@@ -116,6 +142,12 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     code, output = check(train, "--layout", "maths")
     assert (code, output.startswith("error: layout")) == (2, True), output
     assert check(str(tmp_path / "none.jsonl"))[0] == 2
+    prose = write(tmp_path, [{"problem": "p", "answer": "It sold 24 clips in all."}], "prose.jsonl")
+    code, output = check(prose)
+    assert (code, "unverifiable" in output, "prose: 1" in output) == (0, False, True), output
+    assert "warning: 1 answer in prose, which a response would have to repeat word for word: row-1; name" in output
+    code, output = check(write(tmp_path, [{"problem": "p", "answer": "It sold clips. " * 50}], "long.jsonl"))
+    assert (code, "0 tried, 1 unverifiable" in output) == (1, False), output
     code, output = check(train, "--verifier", "boxd_match")
     assert (code, "--verifier boxd_match: no verifier called 'boxd_match'; did you mean" in output) == (2, True), output
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from problem_files import write
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -263,6 +264,23 @@ def problems_of_another_kind(path: Path) -> Path:
     rows = [{"problem": "СКОЛЬКО БУДЕТ ДВА И ТРИ?", "answer": "7"} for _ in range(64)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return path
+
+
+def test_held_out_problems_that_are_trained_on_are_a_warning_of_the_dry_run(tmp_path: Path) -> None:
+    """Also those of a few words, and whatever the format makes of their text."""
+    same = {"problem": "a1+2b", "answer": "A", "choices": ["3", "4"]}
+    train = write(tmp_path, [same, *({"problem": f"a1+{i}b", "answer": i, "choices": []} for i in range(3, 66))])
+    held = write(tmp_path, [{**same, "problem": "a1+2b "}, {**same, "problem": "a9+9b"}], "held.jsonl")
+    fields = "fields: {choices: choices}"
+    dry = ["train", "configs/quickstart.yaml", "--dry-run", f"data.train={{path: {train}, {fields}}}"]
+    for form in ("boxed", "multiple_choice"):
+        own = f"path: {held}, format: {form}, {fields}"
+        benchmarks = f"evaluation={{benchmarks: {{sums: {{{own}}}}}, max_response_tokens: 100}}"
+        shown = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*dry, benchmarks])
+        assert shown.exit_code == 0, shown.output
+        assert (
+            "warning: evaluation.benchmarks.sums: 1 of 2 problems are in data.train too, word for word" in shown.output
+        )
 
 
 def test_prompts_full_of_unknown_tokens_are_a_warning_of_the_dry_run(tmp_path: Path) -> None:

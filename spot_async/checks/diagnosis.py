@@ -30,6 +30,7 @@ from spot_async.model_files import ModelFiles
 from spot_async.prompts import DATE_WARNING
 from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.spending.teacher_cache import ReplayedTeacher
+from spot_async.text import counted
 from spot_async.types import Capabilities, IntArray, LogprobTemperature, WeightVersion
 from spot_async.vocabulary import Vocabulary
 
@@ -126,6 +127,7 @@ def plan_warnings(plan: TrainPlan) -> list[str]:
         *([DATE_WARNING] if plan.reads_clock else []),
         *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
+        *_seen_in_training(plan),
     ]
 
 
@@ -142,6 +144,16 @@ def _of_benchmarks(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> l
         warnings += _unknown_tokens(benchmark.key, vocabulary, prompts)
         warnings += [benchmark.warning] if benchmark.warning is not None else []
     return warnings
+
+
+def _seen_in_training(plan: TrainPlan) -> list[str]:
+    """A line for each set of held-out problems of which some are trained on."""
+    return [
+        f"{benchmark.key}: {seen} of {counted(len(benchmark.problems), 'problem')} are in data.train too, word for "
+        "word: figures on them say nothing about new problems; take them out of one of the two"
+        for benchmark in plan.evaluation
+        if (seen := plan.seen.get(benchmark.key, 0))
+    ]
 
 
 def _unknown_tokens(key: str, vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> list[str]:

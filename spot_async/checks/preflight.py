@@ -17,6 +17,7 @@ from spot_async import registry
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set
+from spot_async.data.overlap import count_identical
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.model_files import ModelFiles, read_model
@@ -45,6 +46,7 @@ class TrainPlan:
     filtered: int  # problems whose prompts are too long
     policy: Policy
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
+    seen: Mapping[str, int]  # held-out problems that stand in data.train too, by the key of their set; without zeros
     silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
 
     @property
@@ -118,6 +120,7 @@ def plan_training(config: Config) -> TrainPlan:
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=evaluation,
+        seen={each.key: seen for each in evaluation if (seen := count_identical(problems, each.problems))},
         silence=silence,
     )
 

@@ -11,6 +11,7 @@ from string import ascii_uppercase
 
 import numpy as np
 
+from spot_async.data.overlap import identity
 from spot_async.protocols import Verifier
 from spot_async.types import Problem, Verdict
 from spot_async.verification.extraction import is_oversized
@@ -18,6 +19,11 @@ from spot_async.verification.normalization import normalize_answer, parse_number
 
 _FRACTION = re.compile(r"[+-]?(?:\\[dt]?frac\s*(?:\{[+-]?[0-9]+\}|[0-9])\s*(?:\{[0-9]+\}|[0-9])|[0-9]+/[0-9]+)")
 _LIST = re.compile(r"[^,]+(?:,[^,]+)+")
+_TEXT = re.compile(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = r"[^\W\d_]{2,}"
+_THREE_WORDS = re.compile(rf"{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}")
+_NAME_WORDS = 4  # as long as a name may be before it is taken for prose
 
 
 def answer_type(problem: Problem) -> str:
@@ -31,7 +37,10 @@ def answer_type(problem: Problem) -> str:
         return "integer" if number == number.to_integral_value() else "decimal"
     if _FRACTION.fullmatch(answer):
         return "fraction"
-    if re.fullmatch(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+", answer):
+    is_text, words = _TEXT.fullmatch(answer) is not None, _COMMAND.sub(" ", answer)
+    if _THREE_WORDS.search(words) and not (is_text and len(re.findall(_WORD, words)) <= _NAME_WORDS):
+        return "prose"
+    if is_text:
         return "text"
     return "list or interval" if _LIST.fullmatch(answer) else "expression"
 
@@ -63,7 +72,7 @@ class Repeated:
 def find_repeated(problems: Sequence[Problem]) -> Repeated:
     answers = defaultdict(list)
     for problem in problems:
-        answers[" ".join(problem.text.split()), problem.choices].append(normalize_answer(problem.answer))
+        answers[identity(problem)].append(normalize_answer(problem.answer))
     groups = [group for group in answers.values() if len(group) > 1]
     conflicting = [group for group in groups if len(set(group)) > 1]
     return Repeated(len(groups), sum(map(len, groups)) - len(groups), sum(map(len, conflicting)) - len(conflicting))
@@ -73,9 +82,10 @@ def find_repeated(problems: Sequence[Problem]) -> Repeated:
 class GoldCheck:
     """Whether answers would count as right if a model gave them."""
 
-    tried: int
+    tried: int  # without those that are prose
     unverifiable: tuple[tuple[Problem, Verdict], ...]  # not right even as they are spelled: no reward, whatever is said
     spelling_only: tuple[Problem, ...]  # right as they are spelled, but not read as mathematics
+    prose: tuple[Problem, ...]  # right as they are spelled, which says nothing: no response repeats a sentence
     oversized: int
     have_choices: int  # of those tried
     unclear_choices: tuple[Problem, ...]  # an empty choice, or two that are the same
@@ -90,6 +100,7 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
     tried = [problem for problem in problems if problem.answer]
     unverifiable: list[tuple[Problem, Verdict]] = []
     spelling_only: list[Problem] = []
+    prose: list[Problem] = []
     waiting = iter(tried)
 
     async def work() -> None:
@@ -101,6 +112,8 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
             verdict = await verifier.verify(problem, rf"\boxed{{{problem.answer}}}", deadline=float("inf"))
             if verdict is not Verdict.CORRECT:
                 unverifiable.append((problem, verdict))
+            elif answer_type(problem) == "prose":
+                prose.append(problem)
             elif parse_number(problem.answer) is None:
                 respelled = rf"\boxed{{\displaystyle {problem.answer}}}"
                 if await verifier.verify(problem, respelled, deadline=float("inf")) is not Verdict.CORRECT:
@@ -111,9 +124,10 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
             group.create_task(work())
     order = {problem.id: index for index, problem in enumerate(tried)}
     return GoldCheck(
-        tried=len(tried),
+        tried=len(tried) - len(prose),
         unverifiable=tuple(sorted(unverifiable, key=lambda found: order[found[0].id])),
         spelling_only=tuple(sorted(spelling_only, key=lambda problem: order[problem.id])),
+        prose=tuple(sorted(prose, key=lambda problem: order[problem.id])),
         oversized=sum(is_oversized(problem.answer) for problem in tried),
         have_choices=sum(bool(problem.choices) for problem in tried),
         unclear_choices=tuple(problem for problem in problems if has_unclear_choices(problem)),

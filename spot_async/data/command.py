@@ -17,14 +17,14 @@ from spot_async import registry
 from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptConfig
 from spot_async.config.loading import apply_override, load_config, parse_yaml, validate_as
 from spot_async.data.check import GoldCheck, Spread, answer_type, check_golds, count_by, find_repeated
-from spot_async.data.keys import about
+from spot_async.data.keys import about, setting
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
 from spot_async.data.problem_set import ProblemSet, load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.model_files import no_directory
 from spot_async.prompts import PromptRenderer, render_all
 from spot_async.protocols import Verifier
-from spot_async.text import shortened, visible
+from spot_async.text import counted, shortened, visible
 from spot_async.types import Problem
 from spot_async.vocabulary import Vocabulary
 
@@ -81,8 +81,8 @@ def check_of_file(
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model: {no_directory(model)}")
     tree: dict[str, Any] = {"path": path}
-    for setting in settings:
-        apply_override(tree, setting)
+    for each in settings:
+        apply_override(tree, each)
     return Check(
         key="",
         problems=validate_as(ProblemSetConfig, tree),
@@ -138,7 +138,7 @@ def run(screen: Console, check: Check) -> bool:
     screen.print(_problems_table(found.problems, tokens))
     _show_samples(screen, found.problems, renderer)
     for key, checked, kind in golds:
-        _show_golds(screen, key, checked, kind)
+        _show_golds(screen, key, checked, kind, setting(key, "fields.answer"))
     if others:
         overlaps = [find_overlaps(found.problems, each.problems) for each in others]
         _show_overlaps(screen, list(zip([each.name for each in check.against], others, overlaps, strict=True)))
@@ -195,12 +195,20 @@ def _show_samples(screen: Console, problems: Sequence[Problem], renderer: Prompt
         screen.print(shown(renderer.text(problems[0])))
 
 
-def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str) -> None:
+def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str, column: str) -> None:
     by = "the letters of their choices" if golds.tried == golds.have_choices > 0 else kind
     screen.rule(shown(f"{about(key)}answers against themselves, by {by}"), align="left")
-    screen.print(f"{golds.tried} tried, {len(golds.unverifiable)} unverifiable", highlight=False)
+    if golds.tried or not golds.prose:
+        screen.print(f"{golds.tried} tried, {len(golds.unverifiable)} unverifiable", highlight=False)
     for problem, verdict in golds.unverifiable[:SHOWN_IDS]:
         screen.print(shown(f"  {problem.id}: {shortened(problem.answer, SHOWN_CHARS)!r} is {verdict}"))
+    if golds.prose:
+        ids = _ids([problem.id for problem in golds.prose])
+        warning = (
+            f"warning: {counted(len(golds.prose), 'answer')} in prose, which a response would have to repeat word for "
+            f"word: {ids}; name the column of short answers in {column}"
+        )
+        screen.print(Text(visible(warning), style="yellow"), soft_wrap=True)
     if golds.spelling_only:
         ids = _ids([problem.id for problem in golds.spelling_only])
         screen.print(shown(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
@@ -212,10 +220,13 @@ def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str) -> None:
 
 
 def _show_overlaps(screen: Console, found: Sequence[tuple[str, ProblemSet, Sequence[Overlap]]]) -> None:
-    table = _table("overlap by 13 words", "evaluation set", "problems", "contained", "equal\nanswers", "too\nshort")
+    columns = ("problems", "iden-\ntical", "con-\ntained", "equal\nanswers", "too\nshort")
+    table = _table("overlap: identical problems, and others by 13 words", "evaluation set", *columns)
     for name, other, overlaps in found:
+        identical = sum(overlap.is_identical for overlap in overlaps)
         equal = sum(overlap.has_equal_answer for overlap in overlaps)
-        table.add_row(shown(name), *map(str, (len(other.problems), len(overlaps), equal, too_short(other.problems))))
+        figures = (len(other.problems), identical, len(overlaps), equal, too_short(other.problems))
+        table.add_row(shown(name), *map(str, figures))
     screen.print(table)
     for name, _, overlaps in found:
         if overlaps:

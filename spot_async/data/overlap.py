@@ -1,8 +1,9 @@
-"""Which problems of an evaluation set also stand in a training set, by runs of 13 words.
+"""Which problems of an evaluation set also stand in a training set: identical ones, and others by runs of 13 words.
 
 Words are runs of letters and digits, in small letters. An evaluation problem counts as contained in a training problem
-that holds at least half of its 13-word runs: rewordings and problems of fewer than 13 words are missed, so that what is
-found is a lower bound. Linear in the texts.
+that is identical but for white space, of whatever length, or that holds at least half of its 13-word runs. Rewordings
+are missed, and of problems with fewer than 13 words all that are not identical, so that what is found is a lower bound.
+Linear in the texts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Overlap(NamedTuple):
     evaluation: Problem
     training: Problem
     share: float  # of the evaluation problem's runs, in [0.5, 1]
+    is_identical: bool = False  # but for white space
 
     @property
     def has_equal_answer(self) -> bool:
@@ -39,6 +41,17 @@ def runs_of_words(text: str) -> set[int]:
     return {hash(tuple(words[i : i + WORDS_PER_RUN])) for i in range(len(words) - WORDS_PER_RUN + 1)}
 
 
+def identity(problem: Problem) -> object:
+    """Equal for problems that ask the same but for white space; one stem with other choices is another problem."""
+    return " ".join(problem.text.split()), problem.choices
+
+
+def count_identical(training: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
+    """How many of `evaluation` stand in `training` too, whatever their length."""
+    trained = {identity(problem) for problem in training}
+    return sum(identity(problem) in trained for problem in evaluation)
+
+
 def find_overlaps(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[Overlap]:
     """Those of `evaluation` that a problem of `training` contains, in their order."""
     runs = [runs_of_words(problem.text) for problem in evaluation]
@@ -47,18 +60,24 @@ def find_overlaps(training: Sequence[Problem], evaluation: Sequence[Problem]) ->
         for run in each:
             holders[run].append(index)
     best: dict[int, tuple[int, Problem]] = {}
+    twins: dict[object, Problem] = {}
     for problem in training:
+        twins.setdefault(identity(problem), problem)
         shared = Counter(index for run in runs_of_words(problem.text) for index in holders.get(run, ()))
         for index, count in shared.items():
             if count > best.get(index, (0, problem))[0]:
                 best[index] = count, problem
-    return [
-        Overlap(evaluation[index], problem, count / len(runs[index]))
-        for index, (count, problem) in sorted(best.items())
+    found = {
+        index: Overlap(evaluation[index], problem, count / len(runs[index]))
+        for index, (count, problem) in best.items()
         if count >= SHARE * len(runs[index])
-    ]
+    }
+    for index, problem in enumerate(evaluation):
+        if (twin := twins.get(identity(problem))) is not None:
+            found[index] = Overlap(problem, twin, 1.0, is_identical=True)
+    return [found[index] for index in sorted(found)]
 
 
 def too_short(problems: Sequence[Problem]) -> int:
-    """How many have no run of 13 words, so that nothing can be said of them."""
+    """How many have no run of 13 words, so that only identical ones can be found."""
     return sum(not runs_of_words(problem.text) for problem in problems)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from spot_async.config import Duplicates, ProblemSetConfig
 from spot_async.data.keys import about, setting
 from spot_async.data.layouts import LAYOUTS, Layout, recognise
+from spot_async.data.overlap import identity
 from spot_async.data.parts import read_draft
 from spot_async.data.rows import Row, read_rows
 from spot_async.errors import DataError
@@ -95,8 +96,7 @@ def _sameness(problem: Problem, duplicates: Duplicates, unique: int) -> object:
     """Equal for problems that count as the same; `unique` for none."""
     if duplicates == "keep":
         return unique
-    text = " ".join(problem.text.split()) if duplicates == "spacing" else problem.text
-    return text, problem.choices  # one stem, such as "Which is true?", with other choices is another problem
+    return identity(problem) if duplicates == "spacing" else (problem.text, problem.choices)
 
 
 def _read(settings: ProblemSetConfig, key: str, found: ProblemSet) -> Iterator[tuple[Problem, str, Layout]]:

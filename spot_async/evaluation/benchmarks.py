@@ -27,7 +27,7 @@ class Benchmark:
     """A set of problems as the student is asked them."""
 
     name: str
-    sources: Sequence[PromptSource]
+    sources: Sequence[PromptSource]  # in its format
     samples: int
     max_response_tokens: int
     verifier: PluginSettings | None  # None where nothing is judged
@@ -37,6 +37,7 @@ class Benchmark:
     counts: Mapping[str, int] = field(default_factory=dict)  # of its rows: read, dropped by reason
     reads_clock: bool = False  # whether the prompts have today's date in them
     warning: str | None = None  # of settings that are allowed, and hardly meant
+    problems: Sequence[Problem] = ()  # as its file has them
 
     @property
     def key(self) -> str:
@@ -98,6 +99,7 @@ def _plan(
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
         warning=_letters_alone(verifier, settings, key),
+        problems=found.problems,
     )
 
 
