@@ -12,30 +12,34 @@ import base64
 import contextlib
 import functools
 import hashlib
+import io
 import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
 import aiohttp
 import httpx
+from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 
 from spot_async.errors import Exchange, PoisonedReplyError, RequestError, TransientError
 from spot_async.types import Traffic
 
 from .advice import Access
+from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, Turn, parts_of, stated_length
 from .connection import secret_parts
 from .exchange import excerpt, shortened
 from .failures import UNKNOWN_ACCESS, FailedReply, classify
 
 REDACTED = "***"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # a connection that had been made was closed
-LONG_BODY_BYTES = 1 << 20
+LONG_BODY_BYTES = 1 << 18
 LONG_BODIES_AT_ONCE = 2
+READ_BYTES = 1 << 16  # of a connection that nobody reads, about: then the server has to wait
+MOST_HEADS = 16  # of replies that nobody has read: one, and what a server may say before it
 DIGEST_HEADER = "Content-Digest"  # RFC 9530
 SHA_256 = re.compile(r"\bsha-256=:([A-Za-z0-9+/]{43}=):")
 
@@ -87,7 +91,10 @@ class HttpEndpoint:
         def session() -> aiohttp.ClientSession:
             context = self._transport.ssl_context
             connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0, ssl=context)
-            return aiohttp.ClientSession(connector=connector)
+            make: type[ResponseHandler] = _Connection
+            connector._factory = functools.partial(make, asyncio.get_running_loop())
+            no_cookies = aiohttp.DummyCookieJar()
+            return aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, read_bufsize=READ_BYTES)
 
         self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
@@ -104,25 +111,44 @@ class HttpEndpoint:
         self._is_left = True
         await self._transport.__aexit__(kind, error, trace)
 
-    async def get(self, path: str, *, deadline: float) -> bytes:
-        parts: list[bytes] = []
-        await self._request("GET", path, None, {}, deadline, parts.append)
-        return b"".join(parts)
+    def turn(self) -> Turn:
+        """For a long reply: a few at a time come in and are read, so many in one turn of the loop would hold it up."""
+        return Turn(self._long_bodies)
 
-    async def post(self, path: str, body: bytes, *, content_type: str, deadline: float, resend: bool = True) -> bytes:
+    async def get(self, path: str, *, deadline: float) -> bytes:
+        received = io.BytesIO()
+        with self.turn() as turn:
+            await self._request("GET", path, None, {}, deadline, received.write, turn=turn)
+        return received.getvalue()
+
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        content_type: str,
+        deadline: float,
+        resend: bool = True,
+        largest: int = ANSWER_BYTES,
+        turn: Turn | None = None,
+    ) -> bytes:
         """The reply's body. `deadline` is on the loop's clock; raises a `RequestError` for any other outcome.
 
-        `resend=False` is for what must not reach the server twice (see `_respond`).
+        `resend=False` is for what must not reach the server twice (see `_respond`). A reply of more than `largest`
+        bytes is refused. Give a `turn` to hold it until a long reply has been read.
         """
-        parts: list[bytes] = []
-        await self._request("POST", path, body, {"Content-Type": content_type}, deadline, parts.append, resend=resend)
-        return b"".join(parts)
+        headers, received = {"Content-Type": content_type}, io.BytesIO()
+        with self.turn() if turn is None else contextlib.nullcontext(turn) as held:
+            await self._request(
+                "POST", path, body, headers, deadline, received.write, resend=resend, largest=largest, turn=held
+            )
+        return received.getvalue()
 
     async def stream(
-        self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float
+        self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float, largest: int
     ) -> None:
         """Like `post`, but hands the reply's body to `sink` part by part as it comes."""
-        await self._request("POST", path, body, {"Content-Type": content_type}, deadline, sink)
+        await self._request("POST", path, body, {"Content-Type": content_type}, deadline, sink, largest=largest)
 
     async def _request(
         self,
@@ -131,9 +157,11 @@ class HttpEndpoint:
         body: bytes | None,
         headers: Mapping[str, str],
         deadline: float,
-        sink: Callable[[bytes], None],
+        sink: Callable[[bytes], object],
         *,
         resend: bool = True,
+        largest: int = ANSWER_BYTES,
+        turn: Turn | None = None,
     ) -> None:
         if self._is_left:  # by a replica's supervisor, for example: another replica may answer
             raise TransientError(f"{self.name}{path}: the connection to this server was closed")
@@ -151,15 +179,15 @@ class HttpEndpoint:
                 status, self._has_answered = response.status_code, True
                 try:
                     if response.is_success:
-                        if await self._receive(response, sink):
-                            return
-                        error: RequestError = PoisonedReplyError(f"{self.name}{path}: the reply changed on its way")
-                        error.exchange = self.exchange(method, path, body, status=status)
-                        raise error
-                    content = await _body(response)
+                        return await self._receive(response, sink, largest, turn)
+                    content = await _refusal(response)
                 finally:
                     self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
+        except BadBodyError as failure:
+            error: RequestError = PoisonedReplyError(f"{self.name}{path}: cannot read the reply: {failure}")
+            error.exchange = self.exchange(method, path, body, status=status)
+            raise error from None
         except (TimeoutError, httpx.HTTPError, aiohttp.ClientError, OSError) as failure:
             error = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
             error = error.reworded(self._redacted(str(error).encode()).decode())
@@ -191,22 +219,30 @@ class HttpEndpoint:
             said = said.replace(secret, REDACTED.encode())
         return said
 
-    async def _receive(self, response: httpx.Response, sink: Callable[[bytes], None]) -> bool:
-        """Hand the body to `sink`; returns whether it is what the server stated of it, where it did."""
+    async def _receive(
+        self, response: httpx.Response, sink: Callable[[bytes], object], largest: int, turn: Turn | None
+    ) -> None:
+        """Hand the body to `sink`. Raises `BadBodyError` for one that is too large, cannot be inflated, or is not what
+        the server stated of it."""
         encoded = "Content-Encoding" in response.headers
         stated = None if encoded else _stated_digest(response.headers.get(DIGEST_HEADER))
-        seen = hashlib.sha256()
-        async with self._turn_of(response):
-            async for part in response.aiter_bytes() if encoded else response.aiter_raw():
-                sink(part)
-                if stated is not None:
-                    seen.update(part)
-        return stated in (None, seen.digest())
-
-    def _turn_of(self, response: httpx.Response) -> AbstractAsyncContextManager[object]:
-        """Long bodies come in a few at a time: parts of dozens in one turn of the event loop would hold it up."""
-        is_long = int(response.headers.get("Content-Length", 0)) > LONG_BODY_BYTES
-        return self._long_bodies if is_long else contextlib.nullcontext()
+        digest = hashlib.sha256()
+        length, received = stated_length(response), 0
+        if length > largest:
+            raise _too_large(largest)
+        if turn is not None and length > LONG_BODY_BYTES:
+            await turn.take()
+        async for part in parts_of(response):
+            received += len(part)
+            if received > largest:
+                raise _too_large(largest)
+            if turn is not None and received > LONG_BODY_BYTES:
+                await turn.take()
+            sink(part)
+            if stated is not None:
+                digest.update(part)
+        if stated not in (None, digest.digest()):
+            raise BadBodyError("it changed on its way")
 
     async def _respond(self, request: httpx.Request, *, resend: bool) -> httpx.Response:
         """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
@@ -230,9 +266,32 @@ def _stated_digest(header: str | None) -> bytes | None:
     return base64.b64decode(stated[1]) if stated else None
 
 
-async def _body(response: httpx.Response) -> bytes:
-    """The body of a refusal; empty where it is not what its headers say: the status tells enough."""
+def _too_large(largest: int) -> BadBodyError:
+    return BadBodyError(f"it is larger than the {largest:,} bytes that an answer to this request may have")
+
+
+async def _refusal(response: httpx.Response) -> bytes:
+    """The head of a refusal's body, as far as it is what its headers say: the status tells enough."""
+    content = bytearray()
     try:
-        return await response.aread()
-    except httpx.DecodingError:
-        return b""
+        async for part in parts_of(response):
+            content += part
+            if len(content) >= ERROR_BYTES:
+                break
+    except BadBodyError:
+        pass
+    return bytes(content[:ERROR_BYTES])
+
+
+class _Connection(ResponseHandler):
+    """One on which a server cannot go on with replies that nobody asked for, such as `100 Continue` for ever.
+
+    aiohttp parses and keeps them all, of a connection that waits for its next request too.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if len(self._buffer) > MOST_HEADS and self.transport is not None:
+            self._buffer.clear()
+            self.set_exception(aiohttp.ClientPayloadError("the server sent more replies than it was sent requests"))
+            self.transport.abort()

@@ -35,6 +35,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from .bodies import ANSWER_BYTES, largest_reply_bytes
 from .coalescing import Coalescer, Outcome
 from .connection import proxy_for
 from .failures import UNREADABLE, FailedReply, classify
@@ -139,7 +140,7 @@ class LocalBackend:
 
     async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
         check = functools.partial(self._check_generation, request, self._held.now())
-        return await self._post(api.GENERATE, request, Generation, check, deadline)
+        return await self._post(api.GENERATE, request, Generation, check, deadline, _largest_generation(request))
 
     async def _generate_many(
         self, requests: Sequence[api.GenerateRequest], on_reply: Callable[[int, Outcome], None], deadline: float
@@ -171,7 +172,10 @@ class LocalBackend:
             except PoisonedReplyError as error:
                 raise failed(error.reworded(f"{self._name}{api.GENERATE_MANY}: {error}"), bytes(received)) from None
 
-        await self._endpoint.stream(api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline)
+        largest = sum(map(_largest_generation, requests))
+        await self._endpoint.stream(
+            api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest
+        )
         if len(answered) < len(requests):
             ended = f"{self._name}: the server ended after {len(answered)} of {len(requests)} replies"
             raise failed(TransientError(ended), bytes(received))
@@ -206,7 +210,8 @@ class LocalBackend:
             self._held.check(reply.version, since)
             return check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
 
-        return await self._post(api.SCORE, request, TokenScores, check, deadline)
+        largest = largest_reply_bytes(len(response_ids), len(response_ids) * (1 + top_k))
+        return await self._post(api.SCORE, request, TokenScores, check, deadline, largest)
 
     async def candidate_logprobs(
         self,
@@ -237,7 +242,9 @@ class LocalBackend:
             check_candidates(reply.logprobs, candidate_ids)
             return reply
 
-        return (await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline)).logprobs
+        largest = largest_reply_bytes(logprobs=candidate_ids.size)
+        reply = await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline, largest)
+        return reply.logprobs
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         request = api.UpdateRequest(snapshot=snapshot, timeout_s=_time_left(deadline))
@@ -251,22 +258,31 @@ class LocalBackend:
             await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
     async def _post(
-        self, path: str, request: msgspec.Struct, kind: type[T], check: Callable[[T], T], deadline: float
+        self,
+        path: str,
+        request: msgspec.Struct,
+        kind: type[T],
+        check: Callable[[T], T],
+        deadline: float,
+        largest: int = ANSWER_BYTES,
     ) -> T:
         """What `check` returns of the reply; a large one is read and checked in a thread."""
         sent = wire.encode(request)
-        reply = await self._endpoint.post(path, sent, content_type=api.CONTENT_TYPE, deadline=deadline)
 
         def read(body: bytes) -> T:
             message = self._decode(body, kind)
             with self._naming(path):
                 return check(message)
 
-        try:
-            return await read_aside(reply, read)
-        except RequestError as error:
-            error.exchange = self._endpoint.exchange("POST", path, sent, received=reply)
-            raise
+        with self._endpoint.turn() as turn:
+            reply = await self._endpoint.post(
+                path, sent, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest, turn=turn
+            )
+            try:
+                return await read_aside(reply, read)
+            except RequestError as error:
+                error.exchange = self._endpoint.exchange("POST", path, sent, received=reply)
+                raise
 
     def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
         address = self._server.address
@@ -308,6 +324,11 @@ class LocalBackend:
             yield
         except PoisonedReplyError as error:
             raise PoisonedReplyError(f"{self._name}{path}: {error}") from None
+
+
+def _largest_generation(request: api.GenerateRequest) -> int:
+    tokens = request.sampling.max_tokens
+    return largest_reply_bytes(tokens, tokens * (1 + request.top_k))
 
 
 def _take_frames(received: bytearray) -> Iterator[bytes]:

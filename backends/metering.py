@@ -7,6 +7,7 @@ leave, by the account (`spot_async.spending`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from typing import Self
 
@@ -20,6 +21,7 @@ from spot_async.spending.account import Account, Charge
 from spot_async.spending.prices import Prices, Size
 from spot_async.spending.rate_limit import RateLimiter
 
+from .bodies import ANSWER_BYTES, Turn, largest_reply_bytes
 from .http import HttpEndpoint
 
 JSON = "application/json"
@@ -69,16 +71,25 @@ class Meter:
         self._own_rate_limit = RateLimiter()  # without limits: only knows when this server asked to wait
 
     async def post(
-        self, endpoint: HttpEndpoint, path: str, body: bytes, *, deadline: float, resend: bool, size: Size | None
+        self,
+        endpoint: HttpEndpoint,
+        path: str,
+        body: bytes,
+        *,
+        deadline: float,
+        resend: bool,
+        size: Size | None,
+        turn: Turn,
     ) -> bytes:
         """The reply's body. A request of a stated `size` is one that the model works for: it waits for its turn, and is
         charged. One that costs money is sent again by nobody but who asked for it, who is charged again."""
+        ask = functools.partial(endpoint.post, path, body, content_type=JSON, deadline=deadline, turn=turn)
         if size is None:
-            return await endpoint.post(path, body, content_type=JSON, deadline=deadline, resend=resend)
-        resend = resend and not self.account.is_metered
+            return await ask(resend=resend, largest=ANSWER_BYTES)
         async with self._charged(size, deadline) as charge:
             charge.sent(body)
-            reply = await endpoint.post(path, body, content_type=JSON, deadline=deadline, resend=resend)
+            largest = largest_reply_bytes(size.counted.tokens, size.logprobs)
+            reply = await ask(resend=resend and not self.account.is_metered, largest=largest)
             used = charge.answered(reply)
         endpoint.traffic.prompt_tokens += used.prompt_tokens
         endpoint.traffic.cached_tokens += used.cached_tokens

@@ -8,6 +8,7 @@ from typing import Any
 from spot_async.spending.prices import Size
 
 LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
+LOGPROB_KEYS = ("prompt_logprobs", "logprobs", "top_logprobs")
 TEMPLATE_TOKENS = 256  # more than a chat template or a provider's own system message adds
 
 
@@ -21,5 +22,11 @@ def request_size(body: Mapping[str, Any], prompt_tokens: int) -> Size:
     if prompt is None:
         prompt = "".join(str(each.get("content", "")) for each in body["messages"])
     at_most = len(prompt.encode()) + TEMPLATE_TOKENS if isinstance(prompt, str) else None
-    # Some generate a token where none is asked for, and say so in the reply's usage.
-    return Size(prompt_tokens=prompt_tokens, max_completion_tokens=max(1, longest), max_prompt_tokens=at_most)
+    longest = max(1, longest)  # some generate a token where none is asked for, and say so in the reply's usage
+    per_token = 1 + max([int(body.get(key) or 0) for key in LOGPROB_KEYS])  # its own comes along
+    return Size(
+        prompt_tokens=prompt_tokens,
+        max_completion_tokens=longest,
+        max_prompt_tokens=at_most,
+        logprobs=per_token * (prompt_tokens + TEMPLATE_TOKENS + longest),
+    )

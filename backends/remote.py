@@ -254,9 +254,12 @@ class RemoteServer:
         `decode` raises a `RequestError`, or one of `failures.UNREADABLE` for a reply that cannot be read.
         """
         sent = msgspec.json.encode(body)
-        reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=resend, size=size)
-        with self._naming("POST", path, sent, reply):
-            return await read_aside(reply, decode)
+        with self.endpoint.turn() as turn:
+            reply = await self.meter.post(
+                self.endpoint, path, sent, deadline=deadline, resend=resend, size=size, turn=turn
+            )
+            with self._naming("POST", path, sent, reply):
+                return await read_aside(reply, decode)
 
     async def ask_in_steps(
         self,
@@ -269,11 +272,14 @@ class RemoteServer:
     ) -> T:
         """Like `ask`, but a large reply is read on the event loop: in each turn one step of one reply."""
         sent = msgspec.json.encode(body)
-        reply = await self.meter.post(self.endpoint, path, sent, deadline=deadline, resend=True, size=size)
-        with self._naming("POST", path, sent, reply):
-            if len(reply) > LARGE_REPLY_BYTES:
-                return await self._steps.run(decode(reply))
-            return run_at_once(decode(reply))
+        with self.endpoint.turn() as turn:
+            reply = await self.meter.post(
+                self.endpoint, path, sent, deadline=deadline, resend=True, size=size, turn=turn
+            )
+            with self._naming("POST", path, sent, reply):
+                if len(reply) > LARGE_REPLY_BYTES:
+                    return await self._steps.run(decode(reply))
+                return run_at_once(decode(reply))
 
     @contextlib.contextmanager
     def _naming(self, method: str, path: str, sent: bytes | None, reply: bytes) -> Iterator[None]:

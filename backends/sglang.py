@@ -353,9 +353,12 @@ class SglangBackend(RemoteBackend):
         The server aborts by prefix, so ids have one length. It would notice the closed connection after seconds.
         """
         request_id = uuid.uuid4().hex
+        new_tokens = max(1, body["sampling_params"]["max_new_tokens"])
+        rows = new_tokens + len(body["input_ids"]) - body.get("logprob_start_len", len(body["input_ids"]))
         size = Size(
             prompt_tokens=len(body["input_ids"]),
-            max_completion_tokens=max(1, body["sampling_params"]["max_new_tokens"]),
+            max_completion_tokens=new_tokens,
+            logprobs=rows * (1 + body.get("top_logprobs_num", 0)) + len(body.get("token_ids_logprob", ())),
         )
         try:
             return await self._server.ask_in_steps(

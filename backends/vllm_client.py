@@ -199,7 +199,11 @@ class VllmClient:
             return (yield from read(answer))
 
         body = self.route.body(self.model, token_ids, parameters)
-        size = Size(prompt_tokens=len(token_ids), max_completion_tokens=parameters["max_tokens"])
+        size = Size(
+            prompt_tokens=len(token_ids),
+            max_completion_tokens=parameters["max_tokens"],
+            logprobs=_logprobs_asked(len(token_ids), parameters),
+        )
         return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline, size=size)
 
     def _check_finished(self, answer: Answer) -> None:
@@ -210,3 +214,11 @@ class VllmClient:
             )
         if answer.finish_reason not in ("stop", "length"):
             raise PoisonedReplyError(f"finish reason {answer.finish_reason!r} is unknown")
+
+
+def _logprobs_asked(prompt_tokens: int, parameters: Mapping[str, Any]) -> int:
+    """How many log-probabilities a reply may hold: of each token its own comes along."""
+    of_prompt: int = prompt_tokens * (1 + parameters["prompt_logprobs"]) if "prompt_logprobs" in parameters else 0
+    of_sampled: int = parameters["max_tokens"] * (1 + parameters.get("logprobs", 0))
+    chosen = parameters.get("prompt_logprob_token_ids", [])  # rows are filled up to the longest
+    return of_prompt + of_sampled + len(chosen) * max(map(len, chosen), default=0)

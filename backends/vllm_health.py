@@ -54,4 +54,7 @@ async def _tokens_counted(server: RemoteServer, deadline: float) -> float | None
     except PermanentError:
         return None
     counts = TOKENS_COUNTED.findall(said)
-    return sum(map(float, counts)) if counts else None
+    try:
+        return sum(map(float, counts)) if counts else None
+    except ValueError:  # no numbers
+        return None

@@ -10,7 +10,7 @@ from pydantic import Field
 from spot_async.config.base import NonNegativeFloat, Section
 
 PER_MILLION = 1e-6
-NUMBER = re.compile(rb"\s*:\s*(\d+)\s*[,}]")
+NUMBER = re.compile(rb"\s*:\s*(\d{1,12})\s*[,}]")  # more digits than that count no tokens
 
 
 class Prices(Section):
@@ -59,6 +59,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     max_completion_tokens: int
     # Where the endpoint tokenises a text itself; default: `prompt_tokens`, which are sent as ids.
     max_prompt_tokens: int | None = None
+    logprobs: int = 0  # asked for, of all tokens together: most of a reply's bytes
 
     @property
     def at_most(self) -> Usage:

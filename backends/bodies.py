@@ -1,0 +1,101 @@
+"""Bodies of replies: how large one may be, and how it is received without more memory or time than that.
+
+A server may send without end, and a mebibyte of gzip may stand for a gibibyte. So bodies are counted as they are
+inflated, and inflated in steps, between which the event loop has its turn: a deadline ends them as it ends others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+ERROR_BYTES = 1 << 16  # that are read of a refusal
+ANSWER_BYTES = 1 << 22  # of an answer beside its tokens: a list of models, a server's settings or its metrics
+TOKEN_BYTES = 512  # of a token: its text, its id, and what else servers say of it
+LOGPROB_BYTES = 256  # of one log-probability: vLLM, the wordiest server, writes 81 on average
+STEP_BYTES = 1 << 18  # inflated at a time: less than a millisecond
+IDENTITY = "identity"
+WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+RAW_WINDOW_BITS = -15
+ZLIB_METHOD = 8  # in the low bits of the first byte; some servers' `deflate` lacks the header that it is in
+
+
+class BadBodyError(Exception):
+    """The body is not what its headers say, or larger than it may be."""
+
+
+def largest_reply_bytes(tokens: int = 0, logprobs: int = 0) -> int:
+    """The largest body that a reply of so many tokens may have, with so many log-probabilities altogether."""
+    return ANSWER_BYTES + tokens * TOKEN_BYTES + logprobs * LOGPROB_BYTES
+
+
+class Turn:
+    """One of the few places for long replies. Take it when a reply turns out long, and hold it until it is read."""
+
+    __slots__ = ("_is_taken", "_places")
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._is_taken = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_taken:
+            self._places.release()
+
+    async def take(self) -> None:
+        if not self._is_taken:
+            await self._places.acquire()
+            self._is_taken = True
+
+
+def stated_length(response: httpx.Response) -> int:
+    """What `Content-Length` says; 0 where it says nothing that can be read, as of a number of 5,000 digits."""
+    try:
+        return int(response.headers.get("Content-Length", 0))
+    except ValueError:
+        return 0
+
+
+def parts_of(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The body part by part, inflated. Raises `BadBodyError` for one that cannot be."""
+    named = response.headers.get("Content-Encoding", IDENTITY)
+    encoding = named.strip().lower()
+    if encoding == IDENTITY:
+        return response.aiter_raw()
+    if encoding not in WINDOW_BITS:
+        raise BadBodyError(f"its Content-Encoding {named!r} was not asked for")
+    return _inflated(response.aiter_raw(), encoding)
+
+
+async def _inflated(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
+    decoder = None
+    async for part in parts:
+        if not part:
+            continue
+        if decoder is None:
+            is_raw = encoding == "deflate" and part[0] & 15 != ZLIB_METHOD
+            decoder = zlib.decompressobj(RAW_WINDOW_BITS if is_raw else WINDOW_BITS[encoding])
+        rest = part
+        while True:
+            try:
+                inflated = decoder.decompress(rest, STEP_BYTES)
+            except zlib.error as error:
+                raise BadBodyError(f"it is no {encoding}: {error}") from None
+            if inflated:
+                yield inflated
+            rest = decoder.unconsumed_tail
+            if not rest and len(inflated) < STEP_BYTES:
+                break
+            await asyncio.sleep(0)
+    if decoder is not None and not decoder.eof:
+        raise BadBodyError(f"its {encoding} ends in the middle")
