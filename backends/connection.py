@@ -6,7 +6,6 @@ Only decides; the connections are `http.py`'s.
 from __future__ import annotations
 
 import base64
-import ipaddress
 import os
 import ssl
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Annotated, TypeAlias
 import httpx
 from pydantic import AfterValidator
 
+from spot_async.addresses import is_loopback
 from spot_async.errors import ConfigError
 
 from .advice import Access
@@ -160,10 +160,3 @@ def check_headers(headers: dict[str, str]) -> dict[str, str]:
                 f"{name} is a secret, which would be saved with the run: name an environment variable in secret_headers"
             )
     return headers
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

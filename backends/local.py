@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -286,12 +285,14 @@ class LocalBackend:
 
     def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
         address = self._server.address
+        token = address.credentials.update_token
         return HttpEndpoint(
             self._name,
             address.url,
             uds=address.uds,
-            api_key=os.environ.get("SPOT_ASYNC_API_KEY"),
+            api_key=address.credentials.api_key,
             headers=headers,
+            secret_headers={api.UPDATE_TOKEN_HEADER: token} if token is not None else None,
             read_error=self._read_error,
             proxy=proxy_for(self._name, address.url, None),
         )

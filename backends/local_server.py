@@ -21,11 +21,13 @@ from typing import NamedTuple, Self
 import pydantic
 from pydantic import Field
 
+from spot_async.addresses import LOOPBACK
 from spot_async.concurrency import while_alive
 from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.processes.child import ChildProcess
 from spot_async.processes.private_directory import private_directory
+from spot_async.serving.credentials import Credentials
 from spot_async.serving.settings import EngineSettings
 
 from .connection import Url, address_of, check_different
@@ -39,7 +41,12 @@ class LocalSettings(EngineSettings, PluginSettings):
 
     kind: str = "local"
     replicas: PositiveInt = Field(1, description="servers to start, all alike")
-    port: int | None = Field(None, ge=1, le=65535, description="loopback port; default: a private Unix socket")
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="loopback port, with $SPOT_ASYNC_API_KEY or a random key; default: a private Unix socket",
+    )
     url: OneOrMore[Url] | None = Field(
         None,
         description="of a `spot-async serve` that runs already, with options of its own, such as "
@@ -87,9 +94,10 @@ class LocalSettings(EngineSettings, PluginSettings):
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """Where a server listens, and what it wants to be shown."""
 
     url: str
+    credentials: Credentials
     uds: str | None = None
 
 
@@ -111,7 +119,7 @@ class LocalServer:
             raise ConfigError(f"{self._name}: several servers, where one is taken: give each its own settings")
         async with contextlib.AsyncExitStack() as stack:
             urls = as_list(self._settings.url)
-            self.address = Address(urls[0]) if urls else await self._start(stack)
+            self.address = Address(urls[0], Credentials.of_environment()) if urls else await self._start(stack)
             self._exit_stack = stack.pop_all()
         return self
 
@@ -131,6 +139,7 @@ class LocalServer:
         directory = stack.enter_context(private_directory("spot-async-"))
         _check_length(directory)
         uds = None if self._settings.port else str(directory / "http")
+        credentials = Credentials.of_new_server()
         notifications = stack.enter_context(_notification_socket(directory / "ready"))
         self._child = child = await ChildProcess.start(
             self._name,
@@ -139,12 +148,14 @@ class LocalServer:
             environment={
                 "NOTIFY_SOCKET": str(directory / "ready"),
                 "OMP_NUM_THREADS": str(self._settings.threads),
+                **credentials.environment,
             },
             cores=self._settings.cores,
         )
         stack.push_async_callback(child.stop)
         await self._ready(child, notifications)
-        return Address("http://localhost" if uds else f"http://127.0.0.1:{self._settings.port}", uds)
+        url = "http://localhost" if uds else f"http://{LOOPBACK}:{self._settings.port}"
+        return Address(url, credentials, uds)
 
     def _arguments(self, uds: str | None) -> list[str]:
         listen = ["--uds", uds] if uds else ["--port", str(self._settings.port)]

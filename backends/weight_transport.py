@@ -22,6 +22,7 @@ import zmq.asyncio
 from pydantic import Field
 
 from spot_async import wire
+from spot_async.addresses import is_loopback
 from spot_async.concurrency import while_alive
 from spot_async.config import Section
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
@@ -29,7 +30,6 @@ from spot_async.processes.child import ChildProcess
 from spot_async.processes.private_directory import private_directory
 from spot_async.types import WeightSnapshot
 
-from .connection import is_loopback
 from .snapshots import Layout
 
 TORCH_TYPES = {

@@ -22,6 +22,7 @@ from spot_async import wire
 from spot_async.serving import api
 from spot_async.serving.app import build_app
 from spot_async.serving.completion import ServedModel
+from spot_async.serving.credentials import Credentials
 from spot_async.serving.detokenizer import TokenTexts
 from spot_async.serving.engine import Engine
 from spot_async.serving.model import load_model
@@ -62,7 +63,7 @@ def worker(random_model: Callable[..., Path]) -> EngineWorker:
 
 
 async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorker) -> None:
-    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, api_key="secret"))
+    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials(api_key="secret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             assert (await client.get(api.HEALTH, headers=headers)).status_code == 401
@@ -73,9 +74,9 @@ async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorke
     "body", [b"", b"\xc1", wire.encode({"prompt_ids": 3}), wire.encode({"prompt_ids": ["|O", [1], b"x"], "top_k": 1})]
 )
 async def test_a_body_that_is_no_request_is_a_bad_request(body: bytes, worker: EngineWorker) -> None:
-    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, api_key=None))
+    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials()))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        reply = await client.post(api.SCORE, content=body)
+        reply = await client.post(api.SCORE, content=body, headers={"Content-Type": api.CONTENT_TYPE})
     assert reply.status_code == 400
     assert wire.decode(reply.content, api.ErrorReply).error == "PermanentError"
 
@@ -156,7 +157,7 @@ async def test_a_failure_in_a_stream_is_an_event_of_it(running: EngineWorker, mo
     tokenizer = load_tokenizer(Path(model.name))
     served = ServedModel("m", model.name, 20000, VOCAB, (), tokenizer, TokenTexts(tokenizer))
     routes = [openai_routes(running, served, max_completions=8)]
-    transport = httpx.ASGITransport(app=build_app(running, CAPABILITIES, api_key=None, more_routes=routes))
+    transport = httpx.ASGITransport(app=build_app(running, CAPABILITIES, credentials=Credentials(), more_routes=routes))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         body = {"prompt": "w3 w4", "max_tokens": 60, "stream": True}
         reply = await client.post("/v1/completions", json=body)

@@ -118,6 +118,18 @@ def test_prometheus_listens_on_loopback_only(tmp_path):
         other.bind(("127.0.0.2", port))  # would be taken by a server on all addresses
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_prometheus_answers_requests_for_this_machine_only(tmp_path, host):
+    port = free_port()
+    with open_sinks(config(prometheus_port=port), tmp_path, []):
+        page = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": "metrics.evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            urllib.request.urlopen(page)
+        assert refused.value.read().decode().startswith("Host: metrics.evil.example is another machine's name")
+        named = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": f"{host}:{port}"})
+        assert b"spot_async_iteration" in urllib.request.urlopen(named).read()
+
+
 def test_a_port_that_is_taken_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

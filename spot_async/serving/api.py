@@ -41,6 +41,7 @@ CONTENT_TYPE = "application/msgpack"
 # Names the process that a request is meant for: another one, such as the same server started again with other
 # weights, refuses it with `ServerRestartedError`.
 INSTANCE_HEADER = "X-Spot-Async-Instance"
+UPDATE_TOKEN_HEADER = "X-Spot-Async-Update-Token"  # shown with new weights; see `credentials`
 FRAME_HEADER = struct.Struct(">II")  # bytes of the frame, and their CRC-32
 DIGEST_HEADER = "Content-Digest"  # of RFC 9530: what lies between server and client may not change a number unseen
 

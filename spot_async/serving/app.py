@@ -5,7 +5,6 @@ a request whose client hangs up or whose time is up gives its slot back. Torch n
 from __future__ import annotations
 
 import asyncio
-import hmac
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -22,9 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async import wire
 from spot_async.errors import DeadlineExceededError, PermanentError, ServerRestartedError, SpotError
-from spot_async.serving import api, openai_api
+from spot_async.serving import api
+from spot_async.serving.access import Access, RefuseStrangers, answer
+from spot_async.serving.credentials import Credentials
 from spot_async.serving.disconnect import ClientGone, while_connected
-from spot_async.serving.openai_app import unauthorized
 from spot_async.serving.replies import Replies
 from spot_async.serving.worker import EngineWorker
 from spot_async.types import Capabilities
@@ -35,9 +35,15 @@ T = TypeVar("T")
 
 
 def build_app(
-    worker: EngineWorker, capabilities: Capabilities, *, api_key: str | None, more_routes: Sequence[BaseRoute] = ()
+    worker: EngineWorker,
+    capabilities: Capabilities,
+    *,
+    credentials: Credentials,
+    is_local: bool = False,
+    more_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """The server's ASGI application; with `api_key`, requests must carry it as a bearer token."""
+    """The server's ASGI application. Who may ask it, `Access` says."""
+    access = Access(credentials, is_local)
     updating = asyncio.Lock()
     instance = uuid.uuid4().hex
 
@@ -61,6 +67,8 @@ def build_app(
         return Replies(worker, (await _decode(request, api.GenerateManyRequest)).requests)
 
     async def update_weights(request: Request) -> Response:
+        if (refusal := access.refusal_of_update(request.headers)) is not None:
+            return answer(api.UPDATE_WEIGHTS, refusal)
         message = await _decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:  # so that versions arrive in the order they were sent
@@ -79,8 +87,7 @@ def build_app(
         Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
         *more_routes,
     ]
-    guards = [Middleware(_RequireKey, api_key=api_key)] if api_key else []
-    guards.append(Middleware(_RefuseOthersRequests, instance=instance))
+    guards = [Middleware(RefuseStrangers, access=access), Middleware(_RefuseOthersRequests, instance=instance)]
     return Starlette(routes=routes, middleware=guards, exception_handlers={SpotError: _error_reply})
 
 
@@ -110,25 +117,6 @@ def _reply(message: object, status: int = 200) -> Response:
 
 def _error_reply(request: Request, error: Exception) -> Response:
     return _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), api.status_of(error))
-
-
-class _RequireKey:
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "http" and not hmac.compare_digest(given, self._expected):
-            await self._refusal(scope["path"])(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, path: str) -> Response:
-        if path.startswith(openai_api.PREFIX):
-            return unauthorized()
-        body = api.ErrorReply(error=PermanentError.__name__, message="needs the server's API key as bearer token")
-        return _reply(body, 401)
 
 
 class _RefuseOthersRequests:

@@ -217,9 +217,9 @@ class _CompletionResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def unauthorized() -> Response:
-    """What a request without the server's key gets."""
-    return _error_response(ApiError(401, "needs the server's API key as bearer token", code="invalid_api_key"))
+def refused(status: int, message: str, *, code: str | None = None) -> Response:
+    """What a request gets that is not let in."""
+    return _error_response(ApiError(status, message, code=code))
 
 
 def _reply(message: object) -> Response:

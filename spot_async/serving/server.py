@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import os
 import signal
 import socket
@@ -20,8 +19,10 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from spot_async.addresses import is_loopback
 from spot_async.errors import ConfigError, DataError
 from spot_async.processes.memory import tune_gc, tune_malloc, without_gc
+from spot_async.serving.credentials import API_KEY_VARIABLE, Credentials
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from spot_async.serving.worker import EngineWorker
 
-API_KEY_VARIABLE = "SPOT_ASYNC_API_KEY"
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as systemd's: gets READY=1 once requests are answered
 BACKLOG = 4096
 GRACEFUL_S = 1
@@ -41,12 +41,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 def serve(settings: ServeSettings) -> None:
     """Serve until a signal. Raises `DataError` or `ConfigError`, one line each, for what cannot be served."""
     directory = _check_model_directory(Path(settings.model))
-    api_key = os.environ.get(API_KEY_VARIABLE)
-    _check_exposure(settings, api_key)
+    credentials = Credentials.of_environment()
+    _check_exposure(settings, credentials)
     with _listen(settings) as listener:
         tune_malloc()
         with without_gc():
-            worker, app = _load(directory, settings, api_key)
+            worker, app = _load(directory, settings, credentials)
         tune_gc()
         _notify_ready()
         _say(f"serving {directory} on {_address(settings, listener)}")
@@ -54,7 +54,7 @@ def serve(settings: ServeSettings) -> None:
         _say("stopped")
 
 
-def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tuple[EngineWorker, Starlette]:
+def _load(directory: Path, settings: ServeSettings, credentials: Credentials) -> tuple[EngineWorker, Starlette]:
     import torch  # seconds, and after malloc is tuned
 
     from spot_async.serving.app import build_app
@@ -100,7 +100,8 @@ def _load(directory: Path, settings: ServeSettings, api_key: str | None) -> tupl
         token_texts=TokenTexts(tokenizer),
     )
     openai = openai_routes(worker, served, max_completions=settings.slots + settings.max_waiting)
-    return worker, build_app(worker, capabilities, api_key=api_key, more_routes=[openai])
+    app = build_app(worker, capabilities, credentials=credentials, is_local=_is_local(settings), more_routes=[openai])
+    return worker, app
 
 
 async def _run(worker: EngineWorker, app: Starlette, listener: socket.socket) -> None:
@@ -140,13 +141,15 @@ def _check_model_directory(directory: Path) -> Path:
     return directory
 
 
-def _check_exposure(settings: ServeSettings, api_key: str | None) -> None:
-    if settings.uds is not None or api_key or settings.host == "localhost":
-        return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(settings.host).is_loopback:
-            return
-    raise ConfigError(f"host={settings.host} is reachable from elsewhere: set {API_KEY_VARIABLE} to a secret key first")
+def _is_local(settings: ServeSettings) -> bool:
+    return settings.uds is not None or is_loopback(settings.host)
+
+
+def _check_exposure(settings: ServeSettings, credentials: Credentials) -> None:
+    if credentials.api_key is None and not _is_local(settings):
+        raise ConfigError(
+            f"host={settings.host} is reachable from elsewhere: set {API_KEY_VARIABLE} to a secret key first"
+        )
 
 
 @contextlib.contextmanager

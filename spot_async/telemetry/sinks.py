@@ -7,17 +7,18 @@ Packages are imported only when their sink is asked for.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from spot_async.actor import Stage
+from spot_async.addresses import LOOPBACK, host_of, is_loopback
 from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError
 from spot_async.text import first_line
 
-LOOPBACK = "127.0.0.1"
+WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricSink(Protocol):
@@ -98,7 +99,7 @@ def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[Met
 
     Raises ConfigError when the port is taken.
     """
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
     from prometheus_client.core import GaugeMetricFamily, Metric
 
     newest: tuple[int, Mapping[str, float]] = (0, {})
@@ -133,9 +134,23 @@ def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[Met
         raise ConfigError(
             f"telemetry.prometheus_port={port}: cannot listen on {LOOPBACK}: {error.strerror}; choose another port"
         ) from None
+    server.set_app(_for_this_machine(make_wsgi_app(registry)))
     try:
         yield sink
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _for_this_machine(app: WsgiApp) -> WsgiApp:
+    """Answers no request for another host: a web page that had its own name mean this machine could read the reply."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST", "")
+        if not host or is_loopback(host_of(host)):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"Host: {host} is another machine's name: ask for localhost or {LOOPBACK}\n".encode()]
+
+    return guarded

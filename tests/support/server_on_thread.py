@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,7 +17,8 @@ import uvicorn
 
 from spot_async.backends.local_server import Address, LocalServer
 from spot_async.processes.private_directory import private_directory
-from spot_async.serving.server import API_KEY_VARIABLE, KEEP_ALIVE_S, _listen, _load
+from spot_async.serving.credentials import Credentials
+from spot_async.serving.server import KEEP_ALIVE_S, _listen, _load
 from spot_async.serving.settings import EngineSettings, ServeSettings
 
 
@@ -31,14 +31,15 @@ async def start(server: LocalServer, stack: contextlib.AsyncExitStack) -> Addres
     settings = ServeSettings(model=server._model, uds=uds, port=own.port, **engine)
     server._log_path.parent.mkdir(parents=True, exist_ok=True)
     server._log_path.write_text("served by threads of the test\n")
-    await stack.enter_async_context(_serving(settings))
-    return Address("http://localhost" if uds else f"http://127.0.0.1:{own.port}", uds)
+    credentials = Credentials.of_new_server()
+    await stack.enter_async_context(_serving(settings, credentials))
+    return Address("http://localhost" if uds else f"http://127.0.0.1:{own.port}", credentials, uds)
 
 
 @contextlib.asynccontextmanager
-async def _serving(settings: ServeSettings) -> AsyncIterator[None]:
+async def _serving(settings: ServeSettings, credentials: Credentials) -> AsyncIterator[None]:
     with _listen(settings) as listener:
-        worker, app = _load(Path(settings.model), settings, os.environ.get(API_KEY_VARIABLE))
+        worker, app = _load(Path(settings.model), settings, credentials)
         http = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S))
         threads = [
             threading.Thread(target=worker.run, name="engine"),

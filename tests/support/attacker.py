@@ -1,0 +1,61 @@
+"""A process of another user: it does all it can to have the student at an address replaced.
+
+    python attacker.py URL DIRECTORY
+
+Says `ready`, waits until something answers there, asks until nothing does any more, and prints what it was answered
+with: a JSON object of statuses and how often. Should it be told the version that is served, it quotes it, so that
+nobody would notice.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+from collections import Counter
+from urllib.parse import urlsplit
+
+from spot_async import wire
+from spot_async.serving import api
+from spot_async.types import WeightSnapshot, WeightVersion
+
+KEYS = (None, "", "None", "secret")
+
+
+def ask(address: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.request(method, path, body, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+def attack(address: str, directory: str) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    while True:
+        for key in KEYS:
+            shown = {} if key is None else {"Authorization": f"Bearer {key}", api.UPDATE_TOKEN_HEADER: key}
+            try:
+                status, told = ask(address, "GET", api.HEALTH, b"", shown)
+                seen[f"health {status}"] += 1
+                version = wire.decode(told, api.HealthReply).version if status == 200 else WeightVersion(0, 1)
+                update = api.UpdateRequest(
+                    snapshot=WeightSnapshot(directory=directory, version=version), timeout_s=30.0
+                )
+                content = {"Content-Type": api.CONTENT_TYPE}
+                status, _ = ask(address, "POST", api.UPDATE_WEIGHTS, wire.encode(update), {**shown, **content})
+                seen[f"update {status}"] += 1
+            except (OSError, http.client.HTTPException):
+                if seen:
+                    return seen
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    url, directory = sys.argv[1:]
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdout.write(json.dumps(attack(urlsplit(url).netloc, directory)))
