@@ -25,6 +25,8 @@ SMALLEST_SLICE = 1e-3  # share of the largest coverage; below it nothing is know
 BISECTIONS = 40
 SLACK = 1e-11  # boxes and bounds are widened by this much, which is more than float64 rounds
 TINY = 1e-300
+LEAST_PROBABILITY = 1e-290  # float64 loses the digits of smaller ones: they may be anything from 0 to this
+STEEPEST = 1e3  # more than any slope of a term of JS; a steeper one is the rounding of a difference over a tiny width
 
 
 class Pair(NamedTuple):
@@ -55,6 +57,8 @@ def gap_bounds(
     `share_*` (T, k) bound the teacher renormalised on its candidates, `student_*` (T, k) the student's full-vocabulary
     probabilities of the same candidates, and `coverage` (T,) their sum A.
     """
+    student_lower = np.where(student_lower < LEAST_PROBABILITY, 0.0, student_lower)
+    student_upper = np.maximum(student_upper, LEAST_PROBABILITY)
     edges = _slices(coverage)  # (T, J + 1)
     less, more = edges[:, :-1], edges[:, 1:]
     box_lower, box_upper = _share_box(student_lower, student_upper, less, more)  # (T, J, k)
@@ -87,15 +91,22 @@ def _share_box(
     lower: Float64Array, upper: Float64Array, less: Float64Array, more: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
     """Bounds (T, J, k) of the student's shares when it covers between `less` and `more` (T, J)."""
-    others_lower = np.maximum(lower.sum(axis=-1, keepdims=True) - lower, 0.0)
-    others_upper = np.maximum(upper.sum(axis=-1, keepdims=True) - upper, 0.0)
+    others_lower, others_upper = _sum_of_others(lower), _sum_of_others(upper)
     # Of itself and the others: exact for the box alone. Of the slice: what its total allows.
     alone_lower = lower / np.maximum(lower + others_upper, TINY)
-    alone_upper = np.where(upper > 0.0, upper / np.maximum(upper + others_lower, TINY), 0.0)
+    alone_upper = upper / (upper + others_lower)
     box_lower = np.maximum(alone_lower[:, None, :], lower[:, None, :] / np.maximum(more, TINY)[:, :, None])
     of_slice = upper[:, None, :] / np.maximum(less, TINY)[:, :, None]
     box_upper = np.minimum(alone_upper[:, None, :], of_slice)
     return np.clip(box_lower * (1.0 - SLACK), 0.0, 1.0), np.clip(box_upper * (1.0 + SLACK), 0.0, 1.0)
+
+
+def _sum_of_others(values: Float64Array) -> Float64Array:
+    """(T, k) sums over all candidates but one. None is subtracted: that would lose those far smaller than it."""
+    before, after = np.zeros_like(values), np.zeros_like(values)
+    before[:, 1:] = np.cumsum(values[:, :-1], axis=-1)
+    after[:, :-1] = np.cumsum(values[:, :0:-1], axis=-1)[:, ::-1]
+    return before + after
 
 
 def _nearest(middle: Float64Array, lower: Float64Array, upper: Float64Array) -> Float64Array:
@@ -152,7 +163,7 @@ def _at_most(
 
     at_lower, at_upper = corner(q_lower), corner(q_upper)
     width = q_upper - q_lower
-    slope = (at_upper - at_lower) / np.where(width > 0.0, width, 1.0)
+    slope = np.clip((at_upper - at_lower) / np.where(width > 0.0, width, 1.0), -STEEPEST, STEEPEST)
     best = np.full(slope.shape[:-1], np.inf)
     for i in range(slope.shape[-1]):
         level = slope[:, :, i : i + 1]

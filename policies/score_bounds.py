@@ -31,7 +31,8 @@ from spot_async.types import BoolArray, Float64Array, Int64Array
 from .acquisition import PositionScores, ScoreVariant, score_positions
 from .gap_bounds import gap_bounds
 
-ROUNDING_NATS = 2e-6  # what float32 rounds a log-probability down to -30 by
+ROUNDING_NATS = 2e-6  # what float32 rounds a log-probability down to -16 by, and the sum of many
+FLOAT32_SPACING = 2.0**-23  # relative, between neighbours
 MASS_ROUNDING = 1e-6  # what float32 rounds a sum of probabilities by
 OUTWARD = 1e-12  # relative; float64 rounds a hundred operations to less
 
@@ -54,8 +55,8 @@ class Interval(NamedTuple):
         return Interval(self.lower * other.lower * (1.0 - OUTWARD), self.upper * other.upper * (1.0 + OUTWARD))
 
     def complement(self) -> Interval:
-        """One minus the quantity."""
-        return Interval(1.0 - self.upper, 1.0 - self.lower)
+        """One minus the quantity, a probability. What it loses to rounding is no share of a small difference."""
+        return Interval(np.maximum(1.0 - self.upper - OUTWARD, 0.0), np.minimum(1.0 - self.lower + OUTWARD, 1.0))
 
 
 class ScoreBounds(NamedTuple):
@@ -179,7 +180,7 @@ def served_student(
     logprobs = np.concatenate([logprobs, np.asarray(sampled_logprobs, dtype=np.float64)[:, None]], axis=-1)
     seen = np.where(ids >= 0, np.exp(logprobs), 0.0).sum(axis=-1)
     missing = probability_interval(seen, noise_nats).complement().upper
-    cap = np.minimum(np.exp(np.minimum(last + noise_nats + ROUNDING_NATS, 0.0)), missing)
+    cap = np.minimum(np.exp(np.minimum(last + noise_nats + rounding_nats(last), 0.0)), missing)
     return StudentRows(ids, logprobs, np.full(ids.shape, noise_nats), cap, missing)
 
 
@@ -231,13 +232,20 @@ def normalized_entropy(
     return Interval(np.clip(low / scale, 0.0, 1.0), np.clip(high / scale, 0.0, 1.0))
 
 
+def rounding_nats(logprobs: npt.ArrayLike) -> Float64Array:
+    """What float32 rounds log-probabilities, or the log of a sum of probabilities, by at most. No mass stays none."""
+    values = np.asarray(logprobs, dtype=np.float64)
+    return np.maximum(ROUNDING_NATS, np.abs(np.where(np.isneginf(values), 0.0, values)) * FLOAT32_SPACING)
+
+
 def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Interval:
     """The probability of a set of tokens in the row that counts, from that in the served row (any shape).
 
     The noise changes it, and that of all other tokens together, by a factor of at most e^noise each.
     """
     served = np.clip(np.asarray(mass, dtype=np.float64), 0.0, 1.0)
-    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
+    rounding = rounding_nats(np.log(np.where(served > 0.0, served, 1.0)))
+    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + rounding)
     lower = np.maximum(served / factor, 1.0 - (1.0 - served + MASS_ROUNDING) * factor) - MASS_ROUNDING * served
     upper = np.minimum(served * factor, 1.0 - (1.0 - served - MASS_ROUNDING) / factor) + MASS_ROUNDING * served
     return Interval(np.clip(lower, 0.0, 1.0), np.clip(upper, 0.0, 1.0))
@@ -251,7 +259,7 @@ def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Float64Array, Float64
     logprobs = teacher.logprobs[:, :k]
     weights = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True))
     share = weights / weights.sum(axis=-1, keepdims=True)
-    odds = np.exp(2.0 * (teacher.noise_nats[:, None] + ROUNDING_NATS))
+    odds = np.exp(2.0 * (teacher.noise_nats[:, None] + rounding_nats(logprobs).max(axis=-1, keepdims=True)))
     return share / (share + (1.0 - share) * odds), share / (share + (1.0 - share) / odds)
 
 
@@ -277,7 +285,8 @@ def _student_at_candidates(
     coverage_lower = np.where(alike, together.lower, lower[:, :k].sum(axis=-1))
     elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are no candidates
     others = probability_interval(np.exp(student.logprobs), student.noise_nats).lower
-    coverage_upper = np.minimum(known_upper + unseen, 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1)) + OUTWARD
+    left = 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + MASS_ROUNDING  # rounded rows do not sum to 1
+    coverage_upper = np.minimum(known_upper + unseen, left) + OUTWARD
 
     # Where the noise leaves open which tokens are the candidates, a rank may be any of them.
     swap, pool, hidden = interchangeable(teacher, rule)
@@ -315,8 +324,8 @@ def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
         nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
         return Interchangeable(nothing[:, :k], nothing, nothing[:, 0])
     noisy = (teacher.noise_nats > 0.0)[:, None]
-    reach = 2.0 * (teacher.noise_nats + ROUNDING_NATS)[:, None]
     last, following = teacher.logprobs[:, k - 1 : k], teacher.logprobs[:, min(k, served - 1)][:, None]
+    reach = 2.0 * (teacher.noise_nats[:, None] + rounding_nats(following))
     swap = noisy & (teacher.logprobs[:, :k] <= following + reach)
     pool = np.concatenate([swap, noisy & (teacher.logprobs[:, k:] >= last - reach)], axis=-1)
     hidden = (noisy & (teacher.logprobs[:, -1:] >= last - reach))[:, 0] & (served < rule.vocab_size)

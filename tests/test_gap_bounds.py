@@ -1,0 +1,122 @@
+"""Bounds hold however small the student's probabilities are: down to -70 nats, and where float64 ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spot_async.entropy import entropy_bounds
+from spot_async.policies.acquisition import score_positions, select_positions
+from spot_async.policies.certainty import Evidence
+from spot_async.policies.gap_bounds import Pair, gap_bounds
+from spot_async.policies.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds, served_student
+
+PARTS = ("entropy", "mass", "coverage", "divergence", "gap")
+
+
+def top(logprobs, k):
+    """The k best of each row, as float32 over the wire."""
+    ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :k]
+    return ids, np.take_along_axis(logprobs, ids, -1).astype(np.float32)
+
+
+def teacher_rows(logprobs, top_k, noise):
+    ids, told = top(logprobs, top_k)
+    bounds, rows = entropy_bounds(told, logprobs.shape[-1]), len(ids)
+    return TeacherRows(ids, told.astype(float), *bounds, np.zeros(rows, bool), np.full(rows, noise))
+
+
+def test_a_candidate_far_smaller_than_the_others_is_not_lost_beside_them():
+    """The teacher's noise leaves open whether its second candidate is token 1 or 2, which the student tells apart."""
+    served = np.log([[0.5, 0.249, 0.25, 0.0006, 0.0004]])
+    student = np.log([[1e-28, 1e-10, 1e-28, 1.0, 1e-30]])
+    everything = np.arange(5)[None]
+    bounds = score_bounds(
+        teacher_rows(served, 4, 0.02), asked_student(everything, student.astype(np.float32)), ScoreRule(2, 5)
+    )
+    for candidates in ([0, 2], [0, 1]):  # of the rows that may count, the served one and one with 1 and 2 exchanged
+        teacher = np.log([[0.5, 0.25]])
+        entropy = -(np.exp(served) * served).sum(-1)
+        truth = score_positions(teacher, student[:, candidates], entropy, 5)
+        for name, values in truth._asdict().items():
+            interval = getattr(bounds, name)
+            assert interval.lower <= values <= interval.upper, (name, candidates)
+
+
+def test_the_rounding_of_a_tiny_difference_is_no_slope():
+    """A share of 2^-57 beside one of .1: their sum is rounded up or down, a jump over a width of 1e-28."""
+    teacher, student = np.array([[0.9, 0.1]]), np.array([[1.0, 2.0**-57 * (1.0 - 8e-12)]])
+    divergence, _ = gap_bounds(teacher, teacher, student, student, Pair(np.ones(1), np.ones(1)), 0.0, 1.0)
+    truth = score_positions(np.log(teacher), np.log(student), np.ones(1), 2).divergence
+    assert divergence.lower <= truth <= divergence.upper
+
+
+def test_probabilities_too_small_for_a_float_have_any_shape():
+    teacher, student = np.log([[0.89, 0.1, 0.01]]), np.array([[-740.0, -700.0, 0.0]])
+    bounds = score_bounds(teacher_rows(teacher, 3, 0.0), asked_student(np.arange(3)[None], student), ScoreRule(2, 3))
+    truth = score_positions(teacher[:, :2], student[:, :2], np.ones(1), 3)
+    assert bounds.divergence.lower <= truth.divergence <= bounds.divergence.upper
+    assert bounds.gap.lower <= truth.gap <= bounds.gap.upper
+
+
+def test_a_mass_that_float64_rounds_away_is_no_certain_score():
+    """The student covers all but 6e-17: computed exactly the score is 0, and such a position is never chosen."""
+    teacher, student = np.log([[0.5, 0.5 - 1e-9, 1e-9]]), np.array([[-50.0, 0.0, -37.4]])
+    nothing = np.zeros((1, 0))
+    told = served_student(nothing, nothing, np.array([2]), student[:, 2], 0.0)
+    rule = ScoreRule(1, 3, 1.0, 0.0, "HC-Mass")
+    evidence = Evidence(teacher_rows(teacher, 3, 0.02), told, rule, 1)
+    assert not evidence.decision.chosen.any()
+
+
+def test_exact_replies_are_float32_and_may_sum_to_more_than_what_other_tokens_leave():
+    others = 7e-9
+    student = np.log([[0.6003, 1.0 - 0.6003 - others, others]])
+    replies = student[:, :2].astype(np.float32).astype(np.float64)
+    nothing, teacher = np.zeros((1, 0)), np.log([[0.6, 0.3, 0.1]])
+    told = served_student(nothing, nothing, np.array([2]), student[:, 2], 0.0)
+    coverage = score_bounds(teacher_rows(teacher, 3, 0.0), told, ScoreRule(2, 3)).coverage
+    assert coverage.lower <= score_positions(teacher[:, :2], replies, np.ones(1), 3).coverage <= coverage.upper
+
+
+DEPTH_NATS = 70.0
+
+
+def deep_logits(draw, rows, vocab_size):
+    """Teachers with near ties, and students that spread their log-probabilities evenly over `DEPTH_NATS`."""
+    level = draw.integers(0, 4, (rows, vocab_size)) * draw.uniform(0.0, 6.0, (rows, 1))
+    teacher = -level + draw.choice([0.0, 1e-3, 1e-2], (rows, 1)) * draw.normal(size=level.shape)
+    student = -DEPTH_NATS * draw.choice([draw.random(level.shape), draw.integers(0, 4, level.shape) / 3])
+    return teacher, student
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 0.02, 0.2])
+def test_no_bound_is_false_and_no_choice_wrong_down_to_seventy_nats(noise, dense_scores, recomputed):
+    positions, certain = 200, 0
+    for seed in range(12):
+        draw = np.random.default_rng(seed)
+        vocab_size, lambda_mass = int(draw.integers(3, 12)), float(draw.choice([0.0, 0.5, 1.0]))
+        k, variant = int(draw.integers(1, min(vocab_size, 6))), str(draw.choice(["HG", "HC-Mass", "Full"]))
+        teacher, student = (recomputed(each, 0.0, 0) for each in deep_logits(draw, positions, vocab_size))
+        again = [recomputed(each, noise, seed, pattern) for each, pattern in ((teacher, "signs"), (student, "even"))]
+        rows = teacher_rows(again[0], min(k + int(draw.integers(0, 3)), vocab_size), noise)
+        sampled = draw.integers(0, vocab_size, positions)
+        known = np.take_along_axis(again[1], sampled[:, None], -1)[:, 0].astype(np.float32)
+        of_student = [
+            served_student(*top(again[1], min(shown, vocab_size)), sampled, known, noise) for shown in (0, 2, 60)
+        ]
+        exact = np.take_along_axis(student, rows.ids, -1).astype(np.float32)
+        truth = dense_scores(teacher, student, k, lambda_mass)
+        for told in (*of_student, asked_student(rows.ids, exact)):
+            rule = ScoreRule(k, vocab_size, lambda_mass, 1.0 - lambda_mass, variant)
+            bounds = score_bounds(rows, told, rule)
+            for name, values in [*((part, truth[part]) for part in PARTS), ("score", truth[variant])]:
+                interval = getattr(bounds, name)
+                false = (interval.lower > values) | (values > interval.upper)
+                assert not false.any(), (seed, name, np.flatnonzero(false))
+            decision = Evidence(rows, told, rule, 3).decision
+            best = np.isin(np.arange(positions), select_positions(truth[variant], np.ones(positions, bool), 3))
+            assert not (decision.chosen & ~best).any(), seed
+            assert not (decision.ruled_out & best).any(), seed
+            certain += int(decision.ruled_out.sum())
+    assert certain > 0
