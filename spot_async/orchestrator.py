@@ -74,6 +74,11 @@ class IterationResult:
     times_s: PhaseTimes
     evaluation: EvaluationResult | None = None  # of the new weights, where one was due
 
+    @property
+    def made_no_step(self) -> bool:
+        """Whether all of its samples were left out of training, so that its weights are those before it."""
+        return all(sample.supervision is None for sample in self.samples)
+
 
 # Measures the live weights after an iteration (the first one is 1), or returns None when no evaluation is due.
 LiveEvaluation = Callable[[int], Awaitable[EvaluationResult | None]]
@@ -135,6 +140,7 @@ class Orchestrator:
         self._version = WeightVersion(lineage=0, step=0)
         self._gate_changed = asyncio.Event()
         self._unanswered_in_a_row = 0
+        self._last_death = ""
         self._waits = WaitClock(stages.all)
         self._timelines = Timelines()
         self._timelines.add(self._waits)
@@ -207,9 +213,8 @@ class Orchestrator:
 
         Raises `SpotError` when so many fail that it is not the prompts' fault.
         """
-        reason = str(error)
-        ledger = self.state.ledger
-        ledger.move(prompt.ordinal, PromptState.DEAD)
+        reason = self._last_death = str(error)
+        self.state.ledger.move(prompt.ordinal, PromptState.DEAD)
         self.credits.release(prompt.ordinal)
         self.queue.put(prompt.ordinal, None)
         self._gate_changed.set()
@@ -218,13 +223,18 @@ class Orchestrator:
             self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW:
                 raise SpotError(f"{self._unanswered_in_a_row} prompts in a row went unanswered, the last one: {reason}")
+        self._check_dead_share()
+
+    def _check_dead_share(self) -> None:
+        """Raises `SpotError` where more prompts were given up than may be. Early ones count once there is a batch."""
+        ledger = self.state.ledger
         dead = ledger.count(PromptState.DEAD)
         finished = dead + ledger.count(PromptState.QUEUED) + ledger.consumed
         most = self._settings.max_dead_share
         if finished >= self._settings.batch_size and dead > most * finished:
             raise SpotError(
                 f"{dead} of {finished} prompts failed for good, more than run.max_dead_share={most:g} allows "
-                f"({FILE_NAME} has them all), the last one with: {reason}"
+                f"({FILE_NAME} has them all), the last one with: {self._last_death}"
             )
 
     async def _train_batches(self) -> None:
@@ -232,6 +242,7 @@ class Orchestrator:
             times = PhaseTimes()
             started = self._phase_began("wait for batch")
             batch = await self.queue.take_batch(self._settings.batch_size)
+            self._check_dead_share()
             if batch is None:
                 return
             ordinals = [ordinal for ordinal, _ in batch]
@@ -243,6 +254,8 @@ class Orchestrator:
             started = self._phase_began("train")
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
+            if not trained:
+                structlog.get_logger().warning("no step", iteration=iteration + 1, left_out=len(samples))
             async with self._asleep():
                 report = await self._trainer.train(iteration, trained)
             times.train = self._phase_ended(iteration, started, ordinals)

@@ -190,6 +190,8 @@ def test_the_line_of_results_is_the_row_over_everything():
         ([{"grpo/no_signal": 1.0}] * 2, "All responses of each prompt had the same reward"),
         ([{"grpo/no_signal": 1.0}, {"grpo/no_signal": 0.9}], None),
         ([{"rollout/accuracy": 0.0}], None),
+        ([{"grpo/left_out": 1.0, "train/updates": 0.0}] * 2, "No iteration made a step"),
+        ([{"grpo/left_out": 1.0, "train/updates": 0.0}, {"train/updates": 4.0}], None),
     ],
 )
 def test_a_run_whose_outcomes_taught_nothing_says_so(tmp_path, capsys, metrics, expected):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 from simulated_run import Undecided, context, kd, prompts, run
 
 from spot_async import wire
@@ -22,6 +24,7 @@ from spot_async.simulation.services import (
     SimulatedVerifier,
 )
 from spot_async.supervision_queue import worst_case_bytes
+from spot_async.telemetry.console import RunConsole
 from spot_async.types import (
     PolicyNeeds,
     SamplingSettings,
@@ -87,6 +90,28 @@ def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and
     assert trained == set(ledger.ordinals(PromptState.TRAINED))
     for step, batch in enumerate(trainer.batches):  # none was admitted in its place, before the weights were due
         assert {sample.version.step for sample in batch} == {step}
+
+
+def test_a_batch_in_which_every_prompt_was_left_out_makes_no_step_says_so_and_the_run_goes_on():
+    class UndecidedOnTwo(SimulatedVerifier):
+        async def verify(self, problem, response_text, *, deadline):
+            verdict = await super().verify(problem, response_text, deadline=deadline)
+            return Verdict.ERROR if problem.id in ("p2", "p3") else verdict
+
+    trainer, journal, _ = run(grpo(), iterations=3, batch_size=2, verifier=UndecidedOnTwo())
+    assert [len(batch) for batch in trainer.batches] == [16, 0, 16]
+    assert [{sample.version.step for sample in batch} for batch in trainer.batches] == [{0}, set(), {2}]
+    assert [result.made_no_step for result in journal.results] == [False, True, False]
+    written = StringIO()
+    console = RunConsole(Console(file=written, width=300), iterations=3)
+    for result in journal.results:
+        console.iteration_finished(result)
+    first, warning, second, third = written.getvalue().splitlines()
+    assert warning == (
+        "warning: iteration 2 made no step: none of its 16 samples could be trained on (16 x verifier: error); "
+        "the weights stay as they are"
+    )
+    assert ["loss" in line for line in (first, second, third)] == [True, False, True]
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 1.0, 1.0], [0.0, 0.0]])

@@ -241,6 +241,25 @@ def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():
     assert trained == [o for o in range(49) if o != dead_ordinal]
 
 
+def test_too_many_given_up_before_the_first_batch_was_full_are_noticed_once_it_is():
+    """Nobody fails afterwards: 4 of 12, when the first batch of 8 is there."""
+
+    class RefusingTheFirst(SimulatedStudent):
+        async def generate(self, prompt_ids, sampling, *, session=None, **rest):
+            if int(session.removeprefix("prompt-")) < 4:
+                raise PermanentError("400: too long for this server")
+            return await super().generate(prompt_ids, sampling, session=session, **rest)
+
+    orchestrator, trainer, journal = build(student=RefusingTheFirst(), iterations=3, batch_size=8)
+    with pytest.raises(ExceptionGroup) as stopped:
+        run_on_virtual_time(orchestrator.run())
+    (error,) = leaves(stopped.value)
+    assert str(error).startswith("4 of 12 prompts failed for good, more than run.max_dead_share=0.1 allows")
+    assert str(error).endswith("400: too long for this server")
+    assert len(journal.dead) == 4
+    assert trainer.batches == []
+
+
 def test_transient_failures_are_retried_and_change_nothing():
     class Flaky(SimulatedStudent):
         failures = 0

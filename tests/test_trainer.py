@@ -248,9 +248,24 @@ def test_malformed_samples_are_named_before_anything_is_trained(
     assert complaint in str(caught.value)
 
 
-def test_a_batch_without_samples_is_an_error(student: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="iteration 3 has no samples"):
-        make_trainer(student, tmp_path).train(Batch(2, ()))
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_a_batch_without_samples_moves_neither_weights_nor_optimiser_and_is_published(
+    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, sharding: str
+) -> None:
+    def trained(name: str, batches: list[Batch]) -> list[tuple[dict[str, float], bytes]]:
+        trainer = make_trainer(student, tmp_path / name, schedule="constant", sharding=sharding, keep_weights=3)
+        reports = [trainer.train(batch) for batch in batches]
+        assert [each.snapshot.version.step for each in reports] == [batch.iteration + 1 for batch in batches]
+        files = [Path(each.snapshot.directory) / "model.safetensors" for each in reports]
+        return [(each.metrics, file.read_bytes()) for each, file in zip(reports, files, strict=True)]
+
+    first, last = Batch(0, tuple(mixed_batch())), Batch(2, tuple(mixed_batch()))
+    with_gap, without = trained("gap", [first, Batch(1, ()), last]), trained("none", [first, last])
+    metrics, weights = with_gap[1]
+    assert metrics["updates"] == metrics["trajectories"] == metrics["tokens"] == 0
+    assert not {"loss", "grad_norm"} & metrics.keys()
+    assert weights == with_gap[0][1]
+    assert with_gap[2][1] == without[1][1]
 
 
 def test_published_weights_load_with_their_tokenizer_and_old_ones_go(

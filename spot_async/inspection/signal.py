@@ -12,6 +12,11 @@ REASONS = (
 
 def missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
     """Of the iterations' metrics; None where outcomes taught something, or the policy does not ask for any."""
+    if rows and all(row.get("train/updates") == 0 for row in rows):
+        return (
+            "No iteration made a step: nothing could be trained on, and the weights are those of the start. "
+            "`left_out` in samples.jsonl says why of each sample; `spot-async inspect` shows it."
+        )
     selected, retained = (sum(row.get(f"spot/{name}", 0.0) for row in rows) for name in ("selected", "retained"))
     if selected and not retained:
         return (

@@ -164,4 +164,4 @@ class SimulatedTrainer:
         await asyncio.sleep(self.step_s)
         self.batches.append(list(batch))
         snapshot = WeightSnapshot(directory=f"weights/{iteration + 1}", version=WeightVersion(0, iteration + 1))
-        return TrainReport(snapshot=snapshot, metrics={"loss": 0.0})
+        return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})

@@ -6,9 +6,8 @@ stays readable.
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -25,13 +24,14 @@ from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
 from spot_async.telemetry.run_log import mean_metrics
-from spot_async.text import visible, with_error
+from spot_async.text import counted, visible, with_error
 from spot_async.timeline import WAITS_FOR, busiest
 from spot_async.types import Prompt, Verdict
 
 REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
 PROGRESS_EVERY_S = 30.0  # away from a terminal
+REASONS_SHOWN = 3
 
 
 class RunConsole:
@@ -76,13 +76,15 @@ class RunConsole:
         means = mean_metrics(result.samples)
         self._accuracy = accuracy_words(means)
         self._progress = (result.iteration, self._iterations)
+        if result.made_no_step:
+            self.warn(no_step_words(result))
         if self.console.is_terminal:
             return
         train = result.report.metrics
         parts = [
             f"iteration {result.iteration}/{self._iterations}",
             self._accuracy,
-            f"loss {train.get('loss', math.nan):.4f}",
+            f"loss {train['loss']:.4f}" if "loss" in train else "",
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
             evaluation_words(result.evaluation),
@@ -121,6 +123,18 @@ class RunConsole:
     def _status(self, orchestrator: Orchestrator) -> Text:
         rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
         return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {describe_wait(orchestrator)}"]))
+
+
+def no_step_words(result: IterationResult) -> str:
+    """Why an iteration changed no weights, with what the policy says of the samples that it left out."""
+    if not result.samples:
+        return f"iteration {result.iteration} made no step: its prompts gave no samples; the weights stay as they are"
+    reasons = Counter(str(each.record.get("left_out", "no reason given")) for each in result.samples)
+    said = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(REASONS_SHOWN))
+    return (
+        f"iteration {result.iteration} made no step: none of its {counted(len(result.samples), 'sample')} could be "
+        f"trained on ({said}); the weights stay as they are"
+    )
 
 
 class TokenRate:

@@ -26,13 +26,15 @@ Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask
 def mini_batches(batch: Sequence[Supervision], prompts_per_update: int, seed: int) -> list[list[Supervision]]:
     """Split a batch into updates of at most `prompts_per_update` prompts, in an order drawn from `seed`.
 
-    Trajectories of one prompt stay together. When prompts are missing (dead-lettered), the updates
-    share what is there evenly, so that none becomes a noisy step of a few samples.
+    Trajectories of one prompt stay together. When prompts are missing (left out), the updates
+    share what is there evenly, so that none becomes a noisy step of a few samples. Without any there is no update.
     """
     by_prompt: dict[int, list[Supervision]] = {}
     for sample in sorted(batch, key=lambda sample: sample.prompt_ordinal):
         by_prompt.setdefault(sample.prompt_ordinal, []).append(sample)
     groups = list(by_prompt.values())
+    if not groups:
+        return []
     updates = -(-len(groups) // prompts_per_update)
     order = np.random.default_rng(seed).permutation(len(groups))
     return [[sample for i in part for sample in groups[i]] for part in np.array_split(order, updates)]

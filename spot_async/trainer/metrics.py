@@ -5,6 +5,8 @@ Every rank tallies its own micro-batches; `Tally.report` is called on sums over 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -78,8 +80,8 @@ class Tally:
         row = [values[name].double() if name in values else self.maxima.new_zeros(()) for name in _MAXIMA]
         self.maxima = torch.maximum(self.maxima, torch.stack(row))
 
-    def report(self, *, updates: int, grad_norm: float, learning_rate: float, train_s: float) -> dict[str, float]:
-        """The `METRICS`, except `publish_s` and those over tokens of which there were none."""
+    def report(self, *, grad_norms: Sequence[float], learning_rate: float, train_s: float) -> dict[str, float]:
+        """The `METRICS`, except `publish_s` and means of what there was none of. `grad_norms`: of each update."""
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         policy: dict[str, float] = {}
@@ -100,14 +102,17 @@ class Tally:
                 "mismatch_max": maxima["mismatch"],
                 "mismatch_kl": sums["mismatch_kl"] / mismatch_tokens,
             }
+        means: dict[str, float] = {}
+        if updates := len(grad_norms):
+            means = {name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")}
+            means["grad_norm"] = sum(grad_norms) / updates
+            means["branch_positions_per_trajectory"] = sums["branch_positions"] / sums["trajectories"]
         return {
-            **{name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")},
+            **means,
             **policy,
             **mismatch,
-            "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "branch_positions": sums["branch_positions"],
-            "branch_positions_per_trajectory": sums["branch_positions"] / sums["trajectories"],
             "trajectories": sums["trajectories"],
             "tokens": sums["tokens"],
             "updates": float(updates),

@@ -104,7 +104,10 @@ class StudentTrainer:
         )
 
     def train(self, batch: Batch) -> TrainReport:
-        """One iteration: every mini-batch once, then publish. Iteration i makes the weights of step i + 1."""
+        """One iteration: every mini-batch once, then publish. Iteration i makes the weights of step i + 1.
+
+        A batch without samples makes no update, and the weights are published as they are.
+        """
         started = time.perf_counter()
         iteration, training = batch.iteration, self._training
         self._check(batch)
@@ -121,12 +124,7 @@ class StudentTrainer:
             norms.append(self._update(mini_batch, share, tally, where, has_moved=number > 1))
         self._strategy.sum(tally.sums)
         self._strategy.max(tally.maxima)
-        metrics = tally.report(
-            updates=len(updates),
-            grad_norm=sum(norms) / len(norms),
-            learning_rate=rate,
-            train_s=time.perf_counter() - started,
-        )
+        metrics = tally.report(grad_norms=norms, learning_rate=rate, train_s=time.perf_counter() - started)
         started = time.perf_counter()
         snapshot = self._publish(step=iteration + 1)
         if self._settings.shares_devices and self._device.type == "cuda":
@@ -134,8 +132,6 @@ class StudentTrainer:
         return TrainReport(snapshot=snapshot, metrics={**metrics, "publish_s": time.perf_counter() - started})
 
     def _check(self, batch: Batch) -> None:
-        if not batch.samples:
-            raise TrainerError(f"iteration {batch.iteration + 1} has no samples: none of its prompts was supervised")
         for sample in batch.samples:
             check_sample(
                 sample,
