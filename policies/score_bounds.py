@@ -159,7 +159,7 @@ class ScoreRule:
 def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
     """Rows of a student that was asked for the exact log-probabilities (T, L) of tokens (T, L)."""
     values = np.asarray(logprobs, dtype=np.float64)
-    missing = probability_interval(np.exp(values).sum(axis=-1), 0.0).complement().upper
+    missing = _left_by(np.exp(values).sum(axis=-1), 0.0)
     return StudentRows(np.asarray(ids, dtype=np.int64), values, np.zeros(values.shape), missing, missing)
 
 
@@ -179,9 +179,14 @@ def served_student(
     ids = np.concatenate([ids, sampled[:, None]], axis=-1)
     logprobs = np.concatenate([logprobs, np.asarray(sampled_logprobs, dtype=np.float64)[:, None]], axis=-1)
     seen = np.where(ids >= 0, np.exp(logprobs), 0.0).sum(axis=-1)
-    missing = probability_interval(seen, noise_nats).complement().upper
+    missing = _left_by(seen, noise_nats)
     cap = np.minimum(np.exp(np.minimum(last + noise_nats + rounding_nats(last), 0.0)), missing)
     return StudentRows(ids, logprobs, np.full(ids.shape, noise_nats), cap, missing)
+
+
+def _left_by(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Float64Array:
+    """What a set of tokens leaves to all others at most. Rows in float32 sum to 1 up to their rounding."""
+    return np.minimum(probability_interval(mass, noise_nats).complement().upper + MASS_ROUNDING, 1.0)
 
 
 def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *, shape: bool = True) -> ScoreBounds:
@@ -285,7 +290,7 @@ def _student_at_candidates(
     coverage_lower = np.where(alike, together.lower, lower[:, :k].sum(axis=-1))
     elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are no candidates
     others = probability_interval(np.exp(student.logprobs), student.noise_nats).lower
-    left = 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + MASS_ROUNDING  # rounded rows do not sum to 1
+    left = 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + MASS_ROUNDING  # as `_left_by`
     coverage_upper = np.minimum(known_upper + unseen, left) + OUTWARD
 
     # Where the noise leaves open which tokens are the candidates, a rank may be any of them.
