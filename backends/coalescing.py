@@ -1,6 +1,7 @@
 """Generate requests of one session that are made in the same turn of the event loop leave as one.
 
-A policy asks for all probes of a prompt at once; as one HTTP request they cost little more than one of them.
+A policy asks for all probes of a prompt at once; as one HTTP request they cost little more than one of them. More than
+a server takes leave as several.
 Nothing here knows how the requests are sent. There is no task either: whoever asked first carries the others
 and hands out replies as they come. When the carrier is cancelled or its time is over, those still without a reply
 ask again; equal seeds give them the same responses.
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from spot_async.errors import DeadlineExceededError, RequestError
-from spot_async.serving.api import GenerateRequest
+from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
 from spot_async.types import Generation
 
 Outcome = Generation | RequestError
@@ -51,7 +52,7 @@ class Coalescer:
         while True:
             member = _Member(request, asyncio.get_running_loop().create_future())
             forming = self._forming.get(session)
-            if forming is None:
+            if forming is None or len(forming) == MAX_TOGETHER:
                 return await self._carry(session, member, deadline)
             forming.append(member)
             try:
@@ -68,7 +69,8 @@ class Coalescer:
             try:
                 await asyncio.sleep(0)  # everyone who is to ask in this turn does so now
             finally:
-                del self._forming[session]
+                if self._forming.get(session) is members:
+                    del self._forming[session]
             members[:] = [member for member in members if not member.reply.done()]
             await self._send(
                 [member.request for member in members],

@@ -75,6 +75,10 @@ class PermanentError(RequestError):
     """The same request would fail again (bad input, unknown model, vocabulary mismatch): never retried."""
 
 
+class RequestTooLargeError(PermanentError):
+    """The request has more bytes than the server reads."""
+
+
 class VersionMismatchError(PermanentError):
     """The server no longer holds the weight version that the request asked for."""
 

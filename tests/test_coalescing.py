@@ -10,7 +10,7 @@ import pytest
 
 from spot_async.backends.coalescing import Coalescer, Outcome
 from spot_async.errors import DeadlineExceededError, PermanentError, TransientError
-from spot_async.serving.api import GenerateRequest
+from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, SamplingSettings
 
@@ -59,6 +59,15 @@ async def test_one_turn_of_one_session_is_one_batch() -> None:
     server.open.set()
     assert [int((await task).token_ids[0]) for task in first + second + other] == [1, 2, 3, 4, 5]
     assert server.batches == [[1, 2, 3], [4], [5]]
+
+
+async def test_more_than_a_server_takes_at_once_leave_as_several() -> None:
+    server = Server()
+    seeds = range(2 * MAX_TOGETHER + 1)
+    tasks = await asked(Coalescer(server.send), *seeds)
+    server.open.set()
+    assert [int((await task).token_ids[0]) for task in tasks] == [*seeds]
+    assert [len(batch) for batch in server.batches] == [MAX_TOGETHER, MAX_TOGETHER, 1]
 
 
 async def test_an_error_is_its_own_request_s() -> None:

@@ -76,7 +76,7 @@ async def test_more_than_the_server_can_take_is_told_to_come_back(server: Served
             await running
     await asyncio.to_thread(server.until_idle)
     assert complete(max_tokens=2).usage.completion_tokens == 2
-    with pytest.raises(openai.BadRequestError, match="asks for 9 choices; this server works on 8 at most"):
+    with pytest.raises(openai.BadRequestError, match="9 choices are asked for; this server works on 8 at most"):
         complete(n=9)
 
 
@@ -122,7 +122,12 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(complete):
         ({"max_tokens": 0}, "max_tokens", "needs echo"),
         ({"max_tokens": "many"}, "max_tokens", "expected `int"),
         ({"logprobs": 301}, "logprobs", "at most 300"),
+        ({"logprobs": 300, "n": 2, "max_tokens": 19000}, "logprobs", "at most 4,194,304 are served"),
         ({"stop": ["a", ""]}, "stop", "empty string"),
+        ({"stop": "a" * 257}, "stop", "length <= 256"),
+        ({"stop": ["a"] * 33}, "stop", "length <= 32"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids", "length <= 1024"),
+        ({"n": 1_000_000_000}, "n", "of all prompts, 1000000000 choices are asked for; this server works on 8 at most"),
         ({"stop_token_ids": [300]}, None, "stop_token_ids holds 300: the vocabulary has 300 tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"prompt": []}, "prompt", "not empty or mixed"),
@@ -154,6 +159,8 @@ def test_what_cannot_be_served_is_refused_by_name(
         (b"{prompt: 1}", "not valid JSON: JSON is malformed: "),
         (b"[1]", "expected `object`, got `array`"),
         (b'"\xff"', ""),
+        (b'{"prompt":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "it is nested too deep"),
+        (b'{"prompt": [5], "user":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "it is nested too deep"),
     ],
 )
 def test_a_body_that_is_no_request_is_a_bad_request(server: ServedModel, body: bytes, message: str):

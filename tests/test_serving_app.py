@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,19 @@ import numpy as np
 import pytest
 import torch
 from starlette.applications import Starlette
+from starlette.requests import Request
 
 from spot_async import wire
+from spot_async.errors import ThrottledError
 from spot_async.serving import api
 from spot_async.serving.app import build_app
-from spot_async.serving.completion import ServedModel
+from spot_async.serving.bodies import MAX_BYTES, MAX_JSON_BYTES, MIB, Bodies
+from spot_async.serving.completion import ServedModel, read_prompt
 from spot_async.serving.credentials import Credentials
 from spot_async.serving.detokenizer import TokenTexts
 from spot_async.serving.engine import Engine
 from spot_async.serving.model import load_model
+from spot_async.serving.openai_api import ApiError, CompletionRequest
 from spot_async.serving.openai_app import openai_routes
 from spot_async.serving.replies import TOGETHER_S, Replies
 from spot_async.serving.server import _run
@@ -62,6 +67,20 @@ def worker(random_model: Callable[..., Path]) -> EngineWorker:
     return EngineWorker(Engine(load_model(random_model(max_position_embeddings=20000), settings), settings))
 
 
+@pytest.fixture
+def served(worker: EngineWorker) -> ServedModel:
+    name = worker._engine._model.name
+    tokenizer = load_tokenizer(Path(name))
+    return ServedModel("m", name, 20000, VOCAB, (), tokenizer, TokenTexts(tokenizer))
+
+
+@pytest.fixture
+def open_app(worker: EngineWorker, served: ServedModel) -> Starlette:
+    """Without a key, and with `/v1`."""
+    routes = [openai_routes(worker, served, max_completions=8)]
+    return build_app(worker, CAPABILITIES, credentials=Credentials(), more_routes=routes)
+
+
 async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorker) -> None:
     transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials(api_key="secret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
@@ -71,7 +90,14 @@ async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorke
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\xc1", wire.encode({"prompt_ids": 3}), wire.encode({"prompt_ids": ["|O", [1], b"x"], "top_k": 1})]
+    "body",
+    [
+        b"",
+        b"\xc1",
+        wire.encode({"prompt_ids": 3}),
+        wire.encode({"prompt_ids": ["|O", [1], b"x"], "top_k": 1}),
+        b"\x81\xa1x" + b"\x91" * 10_000 + b"\xc0",  # nested 10,000 deep
+    ],
 )
 async def test_a_body_that_is_no_request_is_a_bad_request(body: bytes, worker: EngineWorker) -> None:
     transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials()))
@@ -79,6 +105,91 @@ async def test_a_body_that_is_no_request_is_a_bad_request(body: bytes, worker: E
         reply = await client.post(api.SCORE, content=body, headers={"Content-Type": api.CONTENT_TYPE})
     assert reply.status_code == 400
     assert wire.decode(reply.content, api.ErrorReply).error == "PermanentError"
+
+
+async def test_a_body_that_is_too_large_is_refused_before_it_is_read(open_app: Starlette) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += MIB
+            yield bytes(MIB)
+
+    routes = (
+        (api.SCORE, api.CONTENT_TYPE, MAX_BYTES),
+        ("/v1/completions", "application/json", MAX_JSON_BYTES),
+    )
+    transport = httpx.ASGITransport(app=open_app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        for path, kind, limit in routes:
+            sent = 0
+            for size in ({"Content-Length": str(limit + 1)}, {"Transfer-Encoding": "chunked"}):
+                headers = size | {"Content-Type": kind}
+                reply = await client.post(path, content=endless(), headers=headers)
+                assert reply.status_code == 413
+                assert f"more than {limit // MIB} MiB" in reply.text
+                assert reply.headers["Connection"] == "close"
+            assert sent <= limit + 2 * MIB
+
+
+async def test_bodies_that_come_in_slowly_take_no_more_memory_than_they_may() -> None:
+    bodies = Bodies(max_held_bytes=6)
+
+    def request(*parts: bytes) -> Request:
+        messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        return Request({"type": "http", "headers": []}, receive)
+
+    async with bodies.read(request(b"123", b"4"), 4) as first:
+        assert first == b"1234"
+        with pytest.raises(ThrottledError):
+            async with bodies.read(request(b"12", b"3"), 4):
+                pass
+    async with bodies.read(request(b"123"), 4) as second:
+        assert second == b"123"
+
+
+async def test_the_server_answers_while_a_text_is_tokenized(worker: EngineWorker, served: ServedModel) -> None:
+    answered, seen = threading.Event(), []
+
+    class Slow:
+        is_fast = False
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            seen.append(answered.wait(timeout=60))
+            return []
+
+    routes = [openai_routes(worker, dataclasses.replace(served, tokenizer=Slow()), max_completions=8)]
+    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials(), more_routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client, asyncio.TaskGroup() as group:
+        completion = group.create_task(client.post("/v1/completions", json={"prompt": "w3"}))
+        await asyncio.sleep(0.01)
+        assert (await client.get(api.HEALTH)).status_code == 200
+        answered.set()
+        assert (await completion).status_code == 400  # it has no tokens
+    assert seen == [True]
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(served: ServedModel) -> None:
+    read = []
+
+    class Counting:
+        is_fast = False
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            read.append(len(text))
+            return [5] * len(text)
+
+    model = dataclasses.replace(served, tokenizer=Counting())
+    with pytest.raises(ApiError, match="the prompt has more than") as refused:
+        read_prompt("w" * 10_000_000, CompletionRequest(prompt=""), model)
+    assert refused.value.code == "context_length_exceeded"
+    assert sum(read) <= 3 * model.max_context_tokens
+    assert len(read_prompt("w" * 19_000, CompletionRequest(prompt=""), model).token_ids) == 19_000
 
 
 async def test_an_engine_that_crashes_ends_the_server(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +255,9 @@ def test_tokens_are_reported_once_each_also_across_an_update(running: EngineWork
         np.testing.assert_array_equal(parts, getattr(whole, name)[:count])
 
 
-async def test_a_failure_in_a_stream_is_an_event_of_it(running: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_in_a_stream_is_an_event_of_it(
+    running: EngineWorker, open_app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, steps = running._engine._model, itertools.count()
     decode = model.decode
 
@@ -154,10 +267,7 @@ async def test_a_failure_in_a_stream_is_an_event_of_it(running: EngineWorker, mo
         return decode(*arguments)
 
     monkeypatch.setattr(model, "decode", failing)
-    tokenizer = load_tokenizer(Path(model.name))
-    served = ServedModel("m", model.name, 20000, VOCAB, (), tokenizer, TokenTexts(tokenizer))
-    routes = [openai_routes(running, served, max_completions=8)]
-    transport = httpx.ASGITransport(app=build_app(running, CAPABILITIES, credentials=Credentials(), more_routes=routes))
+    transport = httpx.ASGITransport(app=open_app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         body = {"prompt": "w3 w4", "max_tokens": 60, "stream": True}
         reply = await client.post("/v1/completions", json=body)

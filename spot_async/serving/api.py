@@ -20,6 +20,7 @@ from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
     PoisonedReplyError,
+    RequestTooLargeError,
     ServerRestartedError,
     SpotError,
     ThrottledError,
@@ -43,10 +44,12 @@ CONTENT_TYPE = "application/msgpack"
 INSTANCE_HEADER = "X-Spot-Async-Instance"
 UPDATE_TOKEN_HEADER = "X-Spot-Async-Update-Token"  # shown with new weights; see `credentials`
 FRAME_HEADER = struct.Struct(">II")  # bytes of the frame, and their CRC-32
+MAX_TOGETHER = 64  # requests of one `GenerateManyRequest`
 DIGEST_HEADER = "Content-Digest"  # of RFC 9530: what lies between server and client may not change a number unseen
 
 STATUS: dict[type[SpotError], int] = {
     PermanentError: 400,
+    RequestTooLargeError: 413,
     DataError: 422,
     VersionMismatchError: 409,
     ThrottledError: 503,
@@ -90,7 +93,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateManyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answered with a frame per request as each is done: its `FRAME_HEADER`, then a `GenerateReply`."""
 
-    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
+    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
 
 
 class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,25 +11,29 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async import wire
-from spot_async.errors import DeadlineExceededError, PermanentError, ServerRestartedError, SpotError
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    RequestTooLargeError,
+    ServerRestartedError,
+    SpotError,
+)
 from spot_async.serving import api
 from spot_async.serving.access import Access, RefuseStrangers, answer
+from spot_async.serving.bodies import MAX_BYTES, UNREADABLE, Bodies
 from spot_async.serving.credentials import Credentials
-from spot_async.serving.disconnect import ClientGone, while_connected
+from spot_async.serving.disconnect import ClientGone, no_reply, while_connected
 from spot_async.serving.replies import Replies
 from spot_async.serving.worker import EngineWorker
 from spot_async.types import Capabilities
-
-CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
 
 T = TypeVar("T")
 
@@ -46,6 +50,14 @@ def build_app(
     access = Access(credentials, is_local)
     updating = asyncio.Lock()
     instance = uuid.uuid4().hex
+    bodies = Bodies()
+
+    async def decode(request: Request, kind: type[T]) -> T:
+        async with bodies.read(request, MAX_BYTES) as body:
+            try:
+                return wire.decode(body, kind)
+            except UNREADABLE as error:
+                raise PermanentError(f"{request.url.path}: cannot read the request: {error}") from error
 
     async def health(request: Request) -> Response:
         return _reply(api.HealthReply(version=worker.version, instance=instance))
@@ -58,18 +70,18 @@ def build_app(
 
     def submit(kind: type[Any]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            message = await _decode(request, kind)
+            message = await decode(request, kind)
             return await _outcome(request, worker.submit(message), message.timeout_s)
 
         return endpoint
 
     async def generate_many(request: Request) -> Response:
-        return Replies(worker, (await _decode(request, api.GenerateManyRequest)).requests)
+        return Replies(worker, (await decode(request, api.GenerateManyRequest)).requests)
 
     async def update_weights(request: Request) -> Response:
         if (refusal := access.refusal_of_update(request.headers)) is not None:
             return answer(api.UPDATE_WEIGHTS, refusal)
-        message = await _decode(request, api.UpdateRequest)
+        message = await decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:  # so that versions arrive in the order they were sent
             tensors = await asyncio.to_thread(worker.read_weights, directory)
@@ -88,14 +100,8 @@ def build_app(
         *more_routes,
     ]
     guards = [Middleware(RefuseStrangers, access=access), Middleware(_RefuseOthersRequests, instance=instance)]
-    return Starlette(routes=routes, middleware=guards, exception_handlers={SpotError: _error_reply})
-
-
-async def _decode(request: Request, kind: type[T]) -> T:
-    try:
-        return wire.decode(await request.body(), kind)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
-        raise PermanentError(f"{request.url.path}: cannot read the request: {error}") from error
+    handlers: dict[Any, Any] = {SpotError: _error_reply, ClientGone: no_reply, ClientDisconnect: no_reply}
+    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
 async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> Response:
@@ -103,8 +109,6 @@ async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> R
     try:
         async with asyncio.timeout(timeout_s):
             return _reply(await while_connected(request.receive, asyncio.wrap_future(future)))
-    except ClientGone:
-        return Response(status_code=CLIENT_GONE)
     except TimeoutError:
         raise DeadlineExceededError(f"{request.url.path}: not answered in {timeout_s:.3g} s") from None
 
@@ -116,7 +120,10 @@ def _reply(message: object, status: int = 200) -> Response:
 
 
 def _error_reply(request: Request, error: Exception) -> Response:
-    return _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), api.status_of(error))
+    reply = _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), api.status_of(error))
+    if isinstance(error, RequestTooLargeError):
+        reply.headers["Connection"] = "close"  # the rest of the body is not waited for
+    return reply
 
 
 class _RefuseOthersRequests:

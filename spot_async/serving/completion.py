@@ -18,13 +18,14 @@ from msgspec import UNSET
 
 from spot_async.seeds import derive_seed
 from spot_async.serving.api import GenerateRequest, ScoreRequest
-from spot_async.serving.detokenizer import IncrementalText, StopStrings, TokenTexts, decoder
+from spot_async.serving.detokenizer import CONTEXT_TOKENS, IncrementalText, StopStrings, TokenTexts, decoder
 from spot_async.serving.openai_api import LOWEST_LOGPROB, ApiError, Choice, CompletionRequest, Logprobs
 from spot_async.serving.tasks import Tokens
 from spot_async.types import FinishReason, FloatArray, IntArray, SamplingSettings, TokenScores
 
 # Below it the likeliest token is taken, as at 0: such a number stands for "almost 0", and float32 divides by it.
 GREEDY_TEMPERATURE = 1e-4
+MAX_REPLY_LOGPROBS = 1 << 22  # of 100 bytes each while a reply is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +49,17 @@ class Prompt:
 
 
 class Plan:
-    """One request, checked and ready for the engine. Raises `ApiError`."""
+    """One request, checked and ready for the engine; `prompts` are its own, read. Raises `ApiError`."""
 
-    def __init__(self, asked: CompletionRequest, model: ServedModel) -> None:
-        if asked.model not in (None, model.name):
-            message = f"the model `{asked.model}` does not exist; this server has `{model.name}`"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        if asked.logprobs is not None and asked.logprobs > model.max_logprobs:
-            message = f"logprobs={asked.logprobs}: at most {model.max_logprobs} are served"
-            raise ApiError(400, message, param="logprobs")
+    def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> None:
         self.asked = asked
-        self.prompts = [_read_prompt(prompt, asked, model) for prompt in _prompts(asked.prompt)]
+        self.prompts = prompts
         self._model = model
         self._seed = secrets.randbits(63) if asked.seed is None else asked.seed
         self._greedy = asked.temperature is not None and asked.temperature < GREEDY_TEMPERATURE
         ends = () if asked.ignore_eos else model.end_token_ids
         self._stop_token_ids = tuple(dict.fromkeys([*ends, *(asked.stop_token_ids or ())]))
-        for prompt in self.prompts:
-            self._check_length(prompt)
+        self._check_reply()
 
     @property
     def choices(self) -> int:
@@ -104,24 +98,25 @@ class Plan:
         )
 
     def requests(self) -> Iterable[GenerateRequest | ScoreRequest]:
-        """All that will be asked of the engine."""
+        """What will be asked of the engine; of the samples of a prompt, which differ in their seeds only, the first."""
         if self.asked.token_budget:
-            yield from map(self.generation, range(self.choices))
+            yield from map(self.generation, range(0, self.choices, self.asked.samples))
         yield from filter(None, map(self.scoring, self.prompts))
 
     def writer(self, index: int) -> ChoiceWriter:
         return ChoiceWriter(index, self.prompts[index // self.asked.samples], self.asked, self._model)
 
-    def _check_length(self, prompt: Prompt) -> None:
-        length, budget, limit = len(prompt.token_ids), self.asked.token_budget, self._model.max_context_tokens
-        if not length:
-            raise ApiError(400, "prompt: has no tokens; give at least one, such as the begin token", param="prompt")
-        if length + budget > limit:
+    def _check_reply(self) -> None:
+        """So that a reply fits the memory of both sides, and is written while others are answered."""
+        echoed = sum(len(prompt.token_ids) for prompt in self.prompts) if self.asked.echo else 0
+        tokens = self.asked.samples * (echoed + len(self.prompts) * self.asked.token_budget)
+        numbers = tokens * (self.asked.logprobs or 0)
+        if numbers > MAX_REPLY_LOGPROBS:
             message = (
-                f"the model's context is {limit} tokens, but the prompt has {length} and max_tokens asks for "
-                f"{budget} more: shorten one of them"
+                f"logprobs={self.asked.logprobs}: of up to {tokens:,} tokens that makes a reply of {numbers:,} "
+                f"numbers; at most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer, or for fewer choices at a time"
             )
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+            raise ApiError(400, message, param="logprobs")
 
 
 class ChoiceWriter:
@@ -136,7 +131,7 @@ class ChoiceWriter:
         self._texts = model.token_texts
         skip = asked.skip_special_tokens is not False
         decode = decoder(model.tokenizer, skip_special_tokens=skip)
-        self._text = IncrementalText(decode, prompt.token_ids.tolist())
+        self._text = IncrementalText(decode, prompt.token_ids[-CONTEXT_TOKENS:].tolist())
         self._stop = StopStrings(asked.stop_strings)
         self._offset = len(prompt.text)
         self._first = True
@@ -253,8 +248,19 @@ def _finite(logprobs: FloatArray) -> list[float]:
     return values
 
 
-def _prompts(given: str | list[Any]) -> list[str | list[int]]:
-    """One text, several, one list of ids, or several."""
+def check_served(asked: CompletionRequest, model: ServedModel) -> None:
+    """Raises `ApiError` for what can be refused before a prompt is read."""
+    if asked.model not in (None, model.name):
+        message = f"the model `{asked.model}` does not exist; this server has `{model.name}`"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    if asked.logprobs is not None and asked.logprobs > model.max_logprobs:
+        message = f"logprobs={asked.logprobs}: at most {model.max_logprobs} are served"
+        raise ApiError(400, message, param="logprobs")
+
+
+def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
+    """One text, several, one list of ids, or several. Raises `ApiError`."""
+    given: str | list[Any] = asked.prompt
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -265,18 +271,51 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     raise ApiError(400, "prompt: must be a text, token ids, or a list of either, not empty or mixed", param="prompt")
 
 
-def _read_prompt(given: str | list[int], asked: CompletionRequest, model: ServedModel) -> Prompt:
-    """Token ids and, for an echo, the text: as it was given, or the text of the ids."""
+def needs_tokenizer(given: str | list[int], asked: CompletionRequest) -> bool:
+    """Whether `read_prompt` may take long."""
+    return isinstance(given, str) or bool(asked.echo)
+
+
+def read_prompt(given: str | list[int], asked: CompletionRequest, model: ServedModel) -> Prompt:
+    """Token ids and, for an echo, the text: as it was given, or the text of the ids. Raises `ApiError`."""
     if isinstance(given, list):
+        _check_length(len(given), asked, model)
         text, offsets = _text_of(given, model) if asked.echo else ("", [])
         return Prompt(np.array(given, np.int32), text, offsets)
+    _check_not_far_too_long(given, asked, model)
     special = asked.add_special_tokens is not False
     if not asked.echo or not model.tokenizer.is_fast:
         token_ids = model.tokenizer.encode(given, add_special_tokens=special)
-        return _read_prompt(token_ids, asked, model)
+        return read_prompt(token_ids, asked, model)
     encoded = model.tokenizer(given, add_special_tokens=special, return_offsets_mapping=True)
+    _check_length(len(encoded["input_ids"]), asked, model)
     ends = accumulate((end for _, end in encoded["offset_mapping"]), max)  # special tokens that were added end at 0
     return Prompt(np.array(encoded["input_ids"], np.int32), given, [0, *ends][:-1])
+
+
+def _check_length(length: int, asked: CompletionRequest, model: ServedModel, *, least: bool = False) -> None:
+    budget, limit = asked.token_budget, model.max_context_tokens
+    if not length:
+        raise ApiError(400, "prompt: has no tokens; give at least one, such as the begin token", param="prompt")
+    if length + budget > limit:
+        message = (
+            f"the model's context is {limit} tokens, but the prompt has {'more than ' * least}{length} and max_tokens "
+            f"asks for {budget} more: shorten one of them"
+        )
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+
+
+def _check_not_far_too_long(text: str, asked: CompletionRequest, model: ServedModel) -> None:
+    """Refuse a text of more than about twice the context without reading all of it.
+
+    It is read in parts, so that a text of any length takes no more time and memory than one that fits. A part may have
+    some tokens more than its text has within the whole: hence twice.
+    """
+    context, tokens = model.max_context_tokens, 0
+    for start in range(0, len(text), context) if len(text) > context else ():
+        tokens += len(model.tokenizer.encode(text[start : start + context], add_special_tokens=False))
+        if tokens > 2 * context:
+            _check_length(tokens, asked, model, least=True)
 
 
 def _text_of(token_ids: Sequence[int], model: ServedModel) -> tuple[str, list[int]]:

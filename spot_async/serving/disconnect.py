@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import NoReturn, TypeVar
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive
 
 from spot_async.concurrency import while_alive
+
+CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
 
 T = TypeVar("T")
 
 
 class ClientGone(Exception):
     """The client hung up: there is nobody left to answer."""
+
+
+def no_reply(request: Request, error: Exception) -> Response:
+    """What a client gets that has hung up, while it sent its request or after."""
+    return Response(status_code=CLIENT_GONE)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from spot_async.serving.bodies import UNREADABLE
 from spot_async.types import FinishReason
 
 COMPLETIONS = "/completions"
@@ -22,6 +23,10 @@ PREFIX = "/v1"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 # JSON has no infinity: what vLLM sends for a token that the model rules out.
 LOWEST_LOGPROB = -9999.0
+# Stop strings are looked for in every piece of text, so all together they must be short.
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 1024
 
 # Fields that would change the result, with the values under which they do not. None never does.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -52,6 +57,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _INSTEAD = {"prompt_logprobs": " and ask for echo with logprobs"}
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
+
+# Of the fields above, and of nothing else that a request may hold.
+_Unserved = msgspec.defstruct("_Unserved", [(name, Any, None) for name in _NEUTRAL])
 
 
 class ApiError(Exception):
@@ -86,8 +95,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -164,13 +173,12 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[Model]
 
 
-def read_completion_request(body: bytes) -> CompletionRequest:
+def read_completion_request(body: bytes | memoryview) -> CompletionRequest:
     """Decode a request; raises `ApiError` for one that is malformed or asks for what is not served."""
     try:
-        fields: dict[str, Any] = msgspec.json.decode(body, type=dict)
-        _refuse_unserved(fields)
-        asked = msgspec.convert(fields, CompletionRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _refuse_unserved(msgspec.json.decode(body, type=_Unserved))
+        asked = msgspec.json.decode(body, type=CompletionRequest)
+    except UNREADABLE as error:
         raise _malformed(error) from None
     if asked.best_of not in (None, asked.samples):
         raise ApiError(400, f"best_of={asked.best_of}: is not served; leave it out or equal to n", param="best_of")
@@ -183,15 +191,17 @@ def read_completion_request(body: bytes) -> CompletionRequest:
     return asked
 
 
-def _refuse_unserved(fields: dict[str, Any]) -> None:
-    for name in _NEUTRAL.keys() & fields.keys():
-        value = fields[name]
-        if value is not None and value not in _NEUTRAL[name]:
+def _refuse_unserved(fields: msgspec.Struct) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
             raise ApiError(400, f"{name}: is not served here; leave it out{_INSTEAD.get(name, '')}", param=name)
 
 
 def _malformed(error: Exception) -> ApiError:
     """One line from msgspec's message, which ends with the place of the error: "... - at `$.name[0]`"."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, "cannot read the request: it is nested too deep")
     if not isinstance(error, msgspec.ValidationError):
         return ApiError(400, f"cannot read the request: not valid JSON: {error}")
     what, _, place = str(error).partition(" - at ")

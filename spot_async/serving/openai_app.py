@@ -11,12 +11,13 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
@@ -25,16 +26,31 @@ from spot_async.concurrency import gather
 from spot_async.errors import SpotError
 from spot_async.serving import openai_api
 from spot_async.serving.api import GenerateRequest, status_of
-from spot_async.serving.completion import Plan, ServedModel, joined
-from spot_async.serving.disconnect import ClientGone, while_connected
-from spot_async.serving.openai_api import ApiError, Choice, Completion, Usage
+from spot_async.serving.bodies import MAX_JSON_BYTES, Bodies
+from spot_async.serving.completion import (
+    Plan,
+    Prompt,
+    ServedModel,
+    check_served,
+    joined,
+    needs_tokenizer,
+    prompts_of,
+    read_prompt,
+)
+from spot_async.serving.disconnect import ClientGone, no_reply, while_connected
+from spot_async.serving.openai_api import ApiError, Choice, Completion, CompletionRequest, Usage
 from spot_async.serving.tasks import Tokens
 from spot_async.serving.worker import EngineWorker
-from spot_async.types import FinishReason, Generation
+from spot_async.types import FinishReason, Generation, TokenScores
 
 JSON = "application/json"
-RETRY_AFTER_S = 1
+_HEADERS = {
+    413: {"Connection": "close"},  # the rest of the body is not waited for
+    503: {"Retry-After": "1"},
+}
 DONE = b"[DONE]"
+
+NUMBERS_OF_A_MOMENT = 1 << 14  # that are written in about 10 ms
 
 Emit = Callable[[Choice], Awaitable[None]]
 
@@ -46,6 +62,8 @@ def openai_routes(worker: EngineWorker, model: ServedModel, *, max_completions: 
         id=model.name, created=created, root=model.directory, max_model_len=model.max_context_tokens
     )
     room = _Room(max_completions)
+    bodies = Bodies()
+    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one, so that texts leave the engine its core
 
     async def models(request: Request) -> Response:
         return _reply(openai_api.ModelList(data=[listed]))
@@ -57,19 +75,40 @@ def openai_routes(worker: EngineWorker, model: ServedModel, *, max_completions: 
         return _reply(listed)
 
     async def completions(request: Request) -> Response:
-        plan = Plan(openai_api.read_completion_request(await request.body()), model)
+        async with bodies.read(request, MAX_JSON_BYTES) as body:
+            asked = openai_api.read_completion_request(body)
+            check_served(asked, model)
+            given = prompts_of(asked)
+            with room.hold(len(given) * asked.samples):
+                prompts = await while_connected(request.receive, read_prompts(given, asked))
+        plan = Plan(asked, prompts, model)
         for needed in plan.requests():
             worker.limits.check(needed)
-        room.check(plan.choices)
         answer = _Answer(worker, plan, model.name)
         return _CompletionResponse(answer, room)
+
+    async def read_prompts(given: list[str | list[int]], asked: CompletionRequest) -> list[Prompt]:
+        """Texts are read beside the event loop, one by one: so requests take turns, and one given up stops."""
+        loop = asyncio.get_running_loop()
+        return [
+            await loop.run_in_executor(tokenizing, read_prompt, each, asked, model)
+            if needs_tokenizer(each, asked)
+            else read_prompt(each, asked, model)
+            for each in given
+        ]
 
     routes = [
         Route(openai_api.MODELS, models),
         Route(f"{openai_api.MODELS}/{{name:path}}", one_model),
         Route(openai_api.COMPLETIONS, completions, methods=["POST"]),
     ]
-    handlers: dict[Any, Any] = {ApiError: _error_reply, SpotError: _error_reply, HTTPException: _no_route}
+    handlers: dict[Any, Any] = {
+        ApiError: _error_reply,
+        SpotError: _error_reply,
+        HTTPException: _no_route,
+        ClientGone: no_reply,
+        ClientDisconnect: no_reply,
+    }
     return Mount(openai_api.PREFIX, app=Starlette(routes=routes, exception_handlers=handlers))
 
 
@@ -80,16 +119,15 @@ class _Room:
         self._places = places
         self._taken = 0
 
-    def check(self, choices: int) -> None:
-        """Raise `ApiError` when there is no room for so many."""
+    @contextlib.contextmanager
+    def hold(self, choices: int) -> Iterator[None]:
+        """Places for so many; raises `ApiError` when there is no room."""
         if choices > self._places:
-            raise ApiError(400, f"asks for {choices} choices; this server works on {self._places} at most", param="n")
+            message = f"n: of all prompts, {choices} choices are asked for; this server works on {self._places} at most"
+            raise ApiError(400, message, param="n")
         if self._taken + choices > self._places:
             busy = f"{self._taken} of {self._places} choices are being worked on: try again later"
             raise ApiError(503, busy, code="server_overloaded")
-
-    @contextlib.contextmanager
-    def hold(self, choices: int) -> Iterator[None]:
         self._taken += choices
         try:
             yield
@@ -129,17 +167,25 @@ class _Answer:
         async def choice(index: int) -> None:
             writer = self._writers[index]
             if self.plan.asked.echo:
-                await emit(writer.echo(scores))
+                await emit(await _written(writer.echo, scores))
             if not self.plan.asked.token_budget:
                 return
             live = bool(self.plan.asked.stream or self.plan.asked.stop_strings)
             async with contextlib.aclosing(_sampled(self._worker, self.plan.generation(index), live=live)) as parts:
                 async for tokens, finish_reason in parts:
-                    await emit(writer.push(tokens, finish_reason))
+                    await emit(await _written(writer.push, tokens, finish_reason))
                     if writer.stopped:
                         return
 
         await gather(choice(index) for index in range(number * samples, (number + 1) * samples))
+
+
+async def _written(write: Callable[..., Choice], scored: Tokens | TokenScores | None, *rest: Any) -> Choice:
+    """`write(scored, *rest)`; in a thread where that takes so long that the event loop would stand still."""
+    ids = scored.topk_ids if scored is not None else None
+    if ids is None or ids.size < NUMBERS_OF_A_MOMENT:
+        return write(scored, *rest)
+    return await asyncio.to_thread(write, scored, *rest)
 
 
 async def _sampled(
@@ -227,8 +273,7 @@ def _reply(message: object) -> Response:
 
 
 def _error_response(error: ApiError) -> Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else None
-    return Response(error.body(), status_code=error.status, media_type=JSON, headers=headers)
+    return Response(error.body(), status_code=error.status, media_type=JSON, headers=_HEADERS.get(error.status))
 
 
 def _api_error(error: Exception) -> ApiError:
