@@ -28,6 +28,8 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from aiohttp.http_exceptions import BadStatusLine
 
 from spot_async.errors import (
+    LONG_PAUSE_S,
+    LONGEST_PAUSE_S,
     DeadlineExceededError,
     PermanentError,
     PoisonedReplyError,
@@ -36,6 +38,7 @@ from spot_async.errors import (
     TransientError,
     UnreachableError,
 )
+from spot_async.text import rough_time
 
 from .advice import TLS_ALERT, Access, of_handshake, of_reply
 from .pages import is_page, page_text
@@ -111,7 +114,11 @@ def _of_status(request: str, reply: FailedReply, now_s: float, access: Access) -
     if status == NO_CREDIT or (status == 429 and not SPENT.isdisjoint(_codes(reply.body))):
         return PermanentError(f"{message}; the account has no credit left")
     if status in THROTTLED:
-        return ThrottledError(message, retry_after_s(reply.headers, now_s))
+        pause_s = retry_after_s(reply.headers, now_s)
+        if pause_s is not None and pause_s >= LONG_PAUSE_S:
+            message += f"; it asks to be left alone for {rough_time(pause_s)}"
+            message += ", which is too long to wait for" if pause_s > LONGEST_PAUSE_S else ""
+        return ThrottledError(message, pause_s)
     if status in TRANSIENT or (status == 400 and STILL_THERE in reply.body):
         return TransientError(message)
     if status < 500 or status in NOT_IMPLEMENTED:

@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from spot_async.errors import DeadlineExceededError, FailureClass, RequestError, ThrottledError
+from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
 from spot_async.mailbox import Mailbox, Priority
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
-from spot_async.retry import RetryPolicy
+from spot_async.retry import RETRY_AFTER_SPREAD, RetryPolicy
 from spot_async.spending.hedging import WasSent, hedged
 from spot_async.timeline import RequestSpan, Timeline, Timelines
 
@@ -60,6 +60,7 @@ class OpenRequest:
     started_s: float | None = None  # when its first lease was granted
     deadline: float = 0.0
     longest_retry_after_s: float = 0.0  # that an endpoint has asked for
+    paused_s: float = 0.0  # altogether, since it was asked to
     attempts: int = 0  # so far
     replica: str | None = None  # the one that has it: None while it waits for one, empty where the role has only one
 
@@ -72,7 +73,7 @@ class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
     `timeout_s` does not count the time that a request waits: for its turn, for a server, or because an endpoint asked
-    for a pause (Retry-After). Waiting is back-pressure, and takes as long as it must.
+    for a pause (Retry-After). Waiting is back-pressure, and takes as long as it must; pauses no more than a day.
     """
 
     def __init__(
@@ -192,6 +193,9 @@ class Stage(Generic[S]):
                 if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
                     pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
                     pending.longest_retry_after_s = max(pending.longest_retry_after_s, delay_s)
+                    pending.paused_s += delay_s
+                    if pending.paused_s > (1.0 + RETRY_AFTER_SPREAD) * LONGEST_PAUSE_S:
+                        raise
                 if delay_s is None or asyncio.get_running_loop().time() + delay_s >= pending.deadline:
                     raise
                 count = failures[error.failure_class]

@@ -17,6 +17,7 @@ from spot_async.errors import (
     RequestError,
     SpotError,
     StalledError,
+    ThrottledError,
     TrainerError,
 )
 from spot_async.retry import RetryPolicy
@@ -130,7 +131,8 @@ async def sent_again(
         except RequestError as error:
             failures[error.failure_class] += 1
             delay_s = retry.delay_s(error, failures[error.failure_class], jitter())
-            if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
+            asked_s = error.asked_s if isinstance(error, ThrottledError) else None
+            if delay_s is None or asyncio.get_running_loop().time() + max(delay_s, asked_s or 0.0) >= deadline:
                 raise
             structlog.get_logger().warning("retry", stage=what, attempt=failures.total(), error=str(error))
         await asyncio.sleep(delay_s)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
+LONG_PAUSE_S = 60.0  # people are told of pauses from this on
+LONGEST_PAUSE_S = 86_400.0  # that is kept: no quota that could be waited for is longer than a day's
+
 
 class SpotError(Exception):
     """Root of everything spot-async raises on purpose."""
@@ -84,13 +87,19 @@ class VersionMismatchError(PermanentError):
 
 
 class ThrottledError(RequestError):
-    """The endpoint asks to be left alone for a while (429, 503, 529)."""
+    """The endpoint asks to be left alone for a while (429, 503, 529).
+
+    A pause of a year would only be a run that ended without a word. So one of more than `LONGEST_PAUSE_S` is not kept:
+    `asked_s` is what was asked for, `retry_after_s` what is waited for.
+    """
 
     failure_class = FailureClass.THROTTLED
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.asked_s = retry_after_s
+        is_kept = retry_after_s is not None and retry_after_s <= LONGEST_PAUSE_S
+        self.retry_after_s = retry_after_s if is_kept else None
 
 
 class TransientError(RequestError):

@@ -18,7 +18,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     """Each class of failure has a budget of its own, and failures are counted by class:
 
     * permanent: sent once.
-    * throttled: without limit, after as long as the endpoint asks for.
+    * throttled: without limit, after as long as the endpoint asks for (at most `LONGEST_PAUSE_S`: `ThrottledError`).
     * transient: at most `attempts` times, with delays that grow exponentially, with jitter.
     * poisoned: once more, elsewhere where there is another server.
 

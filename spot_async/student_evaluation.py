@@ -55,6 +55,7 @@ async def evaluate_student(
     cores = core_shares({"student": config.student})
     student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory, account, cores)
     student.wait_for_servers(screen.say)
+    student.tell_of_limits(screen.warn)
     result: EvaluationResult | None = None
     spent: BudgetSpentError | None = None
     with ExitStack() as stack:

@@ -19,6 +19,15 @@ def with_error(share: float, standard_error: float | None, *, signed: bool = Fal
     return f"{text} ±{100 * standard_error:.1f}"
 
 
+def rough_time(seconds: float) -> str:
+    """`45 s`, `30 min`, `8 h`, `365 days`."""
+    for unit, length_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            number = seconds / length_s
+            return f"{number:,.0f} {unit}" if number < 1e7 else f"{number:.0e} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def shortened(text: str, characters: int) -> str:
     """The text's first `characters`, with an ellipsis where there are more."""
     return text if len(text) <= characters else f"{text[:characters]}…"

@@ -188,6 +188,26 @@ def test_an_endpoint_that_asks_for_longer_than_the_deadline_is_left_alone_for_as
     run_on_virtual_time(scenario())
 
 
+@pytest.mark.parametrize(("pause_s", "sent", "ends_s"), [(3600.0, 25, 24 * 3600.0), (366 * 86_400.0, 156, 600.0)])
+def test_pauses_that_an_endpoint_asks_for_have_an_end(pause_s, sent, ends_s):
+    """Each hour for another one: a day altogether. For a year at once: as if it had said nothing of how long."""
+
+    async def scenario():
+        probe, asked = stage(timeout_s=600.0), 0
+
+        async def closed(_, deadline):
+            nonlocal asked
+            asked += 1
+            raise ThrottledError("429: come again", retry_after_s=pause_s)
+
+        with pytest.raises(ThrottledError, match="come again"):
+            await probe.ask((0,), closed)
+        assert asked == pytest.approx(sent, abs=2)
+        assert asyncio.get_running_loop().time() == pytest.approx(ends_s, rel=0.1)
+
+    run_on_virtual_time(scenario())
+
+
 def test_a_request_that_is_throttled_for_long_is_logged_ever_less_often():
     async def scenario():
         probe = stage(timeout_s=600.0)

@@ -23,7 +23,7 @@ from spot_async.replicas.service_pool import pool_of
 from spot_async.retry import RetryPolicy
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.stages import STAGE_SERVERS
-from spot_async.telemetry.live_verdict import LiveVerdict
+from spot_async.telemetry.live_verdict import LiveVerdict, replica_lines
 from spot_async.timeline import PhaseSpan, Timelines
 from spot_async.types import Traffic
 
@@ -299,3 +299,22 @@ def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_coun
     assert "1 of 3 in flight" in verdict.brief
     assert "1 of 2 replicas of the teacher are down" in verdict.brief
     assert "the teacher's 1 slots were full" in verdict.advice[1]
+
+
+def test_where_the_endpoint_asked_for_a_pause_the_verdict_says_so_and_no_more_of_them_are_advised():
+    paused = ReplicaStatus("a", State.SERVING, 0, 64, 0, 0, None, Traffic(), held_s=3540.0)
+
+    async def main():
+        run = Run(concurrency=64, latency_s=30.0)
+        verdict = LiveVerdict(
+            run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: {"teacher": [paused]},
+            roles_with_room=("teacher",),
+        )  # fmt: skip
+        await run.ask(0)
+        return verdict.judge()
+
+    brief = run_on_virtual_time(main()).brief
+    assert "1 of 1 replicas of the teacher asked to be left alone, for another 59 min: a higher rate limit" in brief
+    assert "more teacher replicas" not in brief
+    pool = SimpleNamespace(replicas=[paused])
+    assert replica_lines({"teacher": pool}) == ["a: serving, 0 of 64 in flight, left alone for another 59 min"]

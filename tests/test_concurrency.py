@@ -91,3 +91,16 @@ def test_a_request_outside_of_stages_is_not_sent_again_past_its_deadline():
     with pytest.raises(ThrottledError):
         run_on_virtual_time(sent_again(ask, RetryPolicy(1), 10.0, jitter=lambda: 0.0, what="a test"))
     assert asked_s == [0.0, 4.0, 8.0]
+
+
+def test_a_request_outside_of_stages_does_not_wait_where_it_is_told_to_come_back_in_a_year():
+    asked = 0
+
+    async def ask():
+        nonlocal asked
+        asked += 1
+        raise ThrottledError("closed", retry_after_s=366 * 86_400.0)
+
+    with pytest.raises(ThrottledError, match="closed"):
+        run_on_virtual_time(sent_again(ask, RetryPolicy(1), 300.0, jitter=lambda: 0.0, what="a test"))
+    assert asked == 1

@@ -129,6 +129,26 @@ def test_an_address_where_nothing_listens_is_said_in_plain_words() -> None:
     assert not isinstance(later, errors.UnreachableError)  # it may come back
 
 
+@pytest.mark.parametrize(
+    ("header", "kept_s", "said"),
+    [
+        ("7", 7.0, ""),
+        ("1800", 1800.0, "; it asks to be left alone for 30 min"),
+        ("31536000", None, "; it asks to be left alone for 365 days, which is too long to wait for"),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", None, "; it asks to be left alone for 2,923,822 days, which is too long to "
+         "wait for"),
+        ("1" * 300, None, "; it asks to be left alone for 1e+294 days, which is too long to wait for"),
+    ],
+)  # fmt: skip
+def test_who_asks_for_a_long_pause_is_told_to_people_and_a_year_is_not_waited(
+    header: str, kept_s: float | None, said: str
+) -> None:
+    reply = FailedReply(429, b"slow down", {"retry-after": header})
+    error = classify("teacher/x", reply, now_s=SENT_S)
+    assert isinstance(error, errors.ThrottledError)
+    assert (error.retry_after_s, str(error)) == (kept_s, f"teacher/x: HTTP 429: slow down{said}")
+
+
 NGINX = (
     b"<html>\r\n<head><title>%s</title></head>\r\n<body>\r\n<center><h1>%s</h1></center>\r\n<hr><center>nginx/1.24.0"
     b"</center>\r\n</body>\r\n</html>\r\n<!-- a padding to disable MSIE and Chrome friendly error page -->\r\n"

@@ -389,6 +389,25 @@ def test_a_server_that_hangs_ends_the_run_with_the_stage_named():
     assert "score: no answer within 60 s" in str(leaves(stopped.value)[0])
 
 
+def test_an_endpoint_that_asks_for_a_year_ends_the_run_with_its_own_words():
+    class Closed(SimulatedTeacher):
+        async def score(self, *args, **rest):
+            raise ThrottledError("teacher: HTTP 429: closed for a year", retry_after_s=366 * 86_400.0)
+
+    async def run():
+        orchestrator, _, _ = build(teacher=Closed())
+        try:
+            await orchestrator.run()
+        finally:
+            ended_s.append(asyncio.get_running_loop().time())
+
+    ended_s = []
+    with pytest.raises(ExceptionGroup) as stopped:
+        run_on_virtual_time(run())
+    assert "3 prompts in a row went unanswered, the last one: teacher: HTTP 429: closed" in str(leaves(stopped.value))
+    assert ended_s[0] < 120.0  # its stage allows a minute
+
+
 @pytest.mark.parametrize("moment_s", [0.001, 0.05, 0.3, 1.0, 2.5, 4.0])
 def test_cancelling_at_any_moment_leaves_no_task_behind(moment_s):
     async def cancel_midway():

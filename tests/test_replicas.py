@@ -302,7 +302,7 @@ def test_refusals_and_failures_are_known_to_the_replica():
                     raise error
 
         lines: list[str] = []
-        pool.limit_lowered = lines.append
+        pool.warn = lines.append
         await fail(ThrottledError("429"))
         assert lines == ["r0 gets 1 request at a time for now, not 99, more again as it answers: 429"]
         assert (replica.limit.value, replica.life.state) == (1, State.SERVING)
@@ -335,6 +335,34 @@ def test_a_replica_that_asked_to_be_left_alone_gets_nothing_until_then():
         replicas[int(sent[1][1][1])].life.move(State.SUSPECT, 50.0)
         await ask()
         assert sent[-1] == (900.0, sent[0][1])
+
+    run_on_virtual_time(scenario())
+
+
+def test_people_are_told_once_who_asks_for_a_long_pause_and_a_year_holds_up_nobody():
+    async def scenario():
+        pool, (replica,) = dispatcher(most=3)
+        lines: list[str] = []
+        pool.warn = lines.append
+
+        async def ask(pause_s=None):
+            async with await pool.lease(Errand("score", (0,))):
+                await asyncio.sleep(1.0)
+                if pause_s is not None:
+                    raise ThrottledError("429: daily limit", retry_after_s=pause_s)
+
+        await asyncio.gather(*(ask(1800.0) for _ in range(3)), return_exceptions=True)
+        assert [line for line in lines if "gets nothing" in line] == [
+            "r0 gets nothing for 30 min, as it asks: 429: daily limit"
+        ]
+        assert replica.status.held_s == 1800.0
+        await ask()
+        assert asyncio.get_running_loop().time() == 1802.0
+        assert replica.status.held_s == 0.0
+        with pytest.raises(ThrottledError):
+            await ask(366 * 86_400.0)
+        await ask()
+        assert asyncio.get_running_loop().time() == 1804.0
 
     run_on_virtual_time(scenario())
 

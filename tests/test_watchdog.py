@@ -215,6 +215,16 @@ def test_a_run_that_waits_as_an_endpoint_told_it_to_has_not_stalled(tmp_path):
     assert not (tmp_path / "stall-report.txt").exists()
 
 
+def test_a_run_that_is_told_to_wait_again_and_again_ends_and_says_by_whom(tmp_path):
+    class Closed(SimulatedTeacher):
+        async def score(self, *args, **rest):
+            raise ThrottledError("429", retry_after_s=3600.0)
+
+    line, _ = stalled(tmp_path, teacher=Closed())
+    assert "stage score of the teacher has not answered for" in line
+    assert re.search(r"sent 2 x, paused for up to 6\d min at a time as it asked", line), line
+
+
 def test_a_process_that_did_not_run_has_not_been_silent():
     progress = Progress(now_s=0.0)
     progress.commit(Commit.PROMPT_QUEUED, "prompt 1", 100.0)

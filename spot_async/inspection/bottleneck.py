@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spot_async.stages import STAGE_SERVERS
+from spot_async.text import rough_time
 
 TRAINER_BOUND = 0.5  # from this share of the time on, training itself is the bottleneck
 UPDATE_BOUND = 0.25
@@ -63,6 +64,8 @@ class ServerUse:
     replicas: int
     down: int  # of them, serve nothing
     let_in: int  # requests that they are sent at a time at most, by what they showed that they can take
+    held: int = 0  # of them, asked to be left alone
+    held_s: float = 0.0  # for this long at least
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,17 @@ def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
 
 
 def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
-    """Servers that are down, and refusals: what no limit of ours would help against."""
+    """Servers that are down or asked for a pause, and refusals: what no limit of ours would help against."""
     server = STAGE_SERVERS[stage]
     servers, use = times.servers.get(server), times.stages.get(stage)
     found = []
     if servers is not None and servers.down:
         found.append(f"{servers.down} of {servers.replicas} replicas of the {server} are down: see logs/ for why")
+    if servers is not None and servers.held:
+        found.append(
+            f"{servers.held} of {servers.replicas} replicas of the {server} asked to be left alone, for another "
+            f"{rough_time(servers.held_s)}: a higher rate limit there, or another endpoint in {server}.backend.url"
+        )
     if use is not None and use.throttled_share >= THROTTLED and server != "verifier":  # which is no endpoint
         let_in = f", which lets in {servers.let_in} at a time" if servers is not None else ""
         found.append(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic
 
 import structlog
 
 from spot_async.errors import (
+    LONG_PAUSE_S,
     DeadlineExceededError,
     PoisonedReplyError,
     RequestError,
@@ -29,7 +31,7 @@ from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import RateLimiter
-from spot_async.text import counted
+from spot_async.text import counted, rough_time
 from spot_async.types import WeightVersion
 
 HTTP_ERROR = 400
@@ -43,12 +45,11 @@ class Dispatcher(Generic[B]):
         self._replicas = replicas
         self._rate_limit = rate_limit
         self._timer: asyncio.TimerHandle | None = None
-        self._held_until_s: dict[str, float] = {}  # replicas that asked to be left alone
         self._router = Router()
         self._mailbox = Mailbox(sys.maxsize)  # stages let in no more than they have places for
         self._waiting: dict[int, tuple[Errand, asyncio.Future[HeldLease[B]]]] = {}
-        self._lowered = 0  # limits
-        self.limit_lowered: Callable[[str], None] = lambda line: None  # a line for people, of the first and ever fewer
+        self._said: Counter[str] = Counter()  # what there was to say, by kind
+        self.warn: Callable[[str], None] = lambda line: None  # lines for people: the first of a kind and ever fewer
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -103,7 +104,7 @@ class Dispatcher(Generic[B]):
     def _grant(self, errand: Errand) -> HeldLease[B] | None:
         now_s = asyncio.get_running_loop().time()
         serving = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
-        held_s = [self._held_s(each, now_s) for each in serving]
+        held_s = [each.held_s(now_s) for each in serving]
         serving = [each for each, left_s in zip(serving, held_s, strict=True) if left_s <= 0]
         if errand.is_suspected:
             serving = [each for each in serving if not each.has_suspected_request]
@@ -140,11 +141,12 @@ class Dispatcher(Generic[B]):
             self._timer.cancel()
         self._timer = loop.call_later(delay_s, self._timer_ran_out)
 
-    def _held_s(self, replica: Replica[B], now_s: float) -> float:
-        return self._held_until_s.get(replica.name, now_s) - now_s
-
-    def _hold(self, replica: Replica[B], seconds: float, now_s: float) -> None:
-        self._held_until_s[replica.name] = now_s + max(seconds, self._held_s(replica, now_s))
+    def _hold(self, replica: Replica[B], error: ThrottledError, seconds: float, now_s: float) -> None:
+        longer_s = seconds - replica.held_s(now_s)
+        replica.held_until_s = max(replica.held_until_s, now_s + seconds)
+        if longer_s >= LONG_PAUSE_S:  # not for each of the requests that were refused together
+            structlog.get_logger().warning("left alone", replica=replica.name, seconds=seconds, error=str(error))
+            self._say("pause", f"{replica.name} gets nothing for {rough_time(seconds)}, as it asks: {error}")
 
     def _timer_ran_out(self) -> None:
         self._timer = None
@@ -172,7 +174,7 @@ class Dispatcher(Generic[B]):
                 pass
             case ThrottledError():
                 if error.retry_after_s is not None:
-                    self._hold(replica, error.retry_after_s, now_s)
+                    self._hold(replica, error, error.retry_after_s, now_s)
                 replica.answered(now_s)
                 lowered = replica.limit.refused(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case DeadlineExceededError():
@@ -192,13 +194,17 @@ class Dispatcher(Generic[B]):
         tell("limit lowered", replica=replica, stage=stage, **lowered._asdict())
         if lowered.by_latency:  # normal operation, and nothing for people to do: log and report have it
             return
-        self._lowered += 1
-        if self._lowered & (self._lowered - 1) == 0:  # an endpoint that refuses for hours would fill the screen
-            most = counted(lowered.after, "request")
-            self.limit_lowered(
-                f"{replica} gets {most} at a time for now, not {lowered.before}, more again as it answers: "
-                f"{lowered.reason}"
-            )
+        most = counted(lowered.after, "request")
+        self._say(
+            "limit",
+            f"{replica} gets {most} at a time for now, not {lowered.before}, more again as it answers: "
+            f"{lowered.reason}",
+        )
+
+    def _say(self, kind: str, line: str) -> None:
+        self._said[kind] += 1
+        if self._said[kind] & (self._said[kind] - 1) == 0:  # an endpoint that refuses for hours would fill the screen
+            self.warn(line)
 
 
 def _is_refusal(error: RequestError) -> bool:

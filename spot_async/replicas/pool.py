@@ -131,8 +131,8 @@ class ReplicaPool(Generic[B]):
         return total
 
     def tell_of_limits(self, tell: Callable[[str], None]) -> None:
-        """`tell` gets a line for people when a server's limit is lowered."""
-        self._dispatcher.limit_lowered = tell
+        """`tell` gets a line for people when a server's limit is lowered, or it asks to be left alone for long."""
+        self._dispatcher.warn = tell
 
     def wait_for_servers(self, tell: Callable[[str], None]) -> None:
         """At the start, wait `recovery_timeout_s` for servers at an address to be there; `tell` gets a line for people.

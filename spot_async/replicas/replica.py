@@ -55,6 +55,7 @@ class ReplicaStatus(NamedTuple):
     requests: int = 0  # that it was leased for, whatever came of them
     busy_s: float = 0.0  # summed over them: mean in flight = busy_s / elapsed
     away_s: float = 0.0  # out of rotation
+    held_s: float = 0.0  # for which it still asks to be left alone
 
 
 class Replica(Generic[B]):
@@ -83,6 +84,7 @@ class Replica(Generic[B]):
         self.limit = ConcurrencyLimit(max_in_flight)
         self.leases: dict[HeldLease[B], None] = {}  # oldest first: a seed replays a run, whatever their addresses
         self.last_error: SpotError | None = None
+        self.held_until_s = now_s  # it asked to be left alone until then
         self.restarts = 0
         self.occupancy = Occupancy()  # by the leases, without those that are the pool's own
         self._requests_sent = 0
@@ -132,7 +134,12 @@ class Replica(Generic[B]):
             self._requests_sent,
             self.occupancy.busy_s(now_s),
             life.away_s(now_s),
+            self.held_s(now_s),
         )
+
+    def held_s(self, now_s: float) -> float:
+        """Seconds for which it still asks to be left alone."""
+        return max(0.0, self.held_until_s - now_s)
 
     # What the leases say
 

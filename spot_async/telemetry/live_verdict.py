@@ -15,12 +15,14 @@ from typing import Any
 import structlog
 
 from spot_async.actor import Stage
+from spot_async.errors import LONG_PAUSE_S
 from spot_async.inspection.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.stages import STAGE_SERVERS
 from spot_async.telemetry.replica_metrics import Pool
+from spot_async.text import rough_time
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
 
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
@@ -36,6 +38,7 @@ def replica_lines(backends: Mapping[str, object]) -> list[str]:
     return [
         f"{each.name}: {each.state}, {each.in_flight} of {each.limit} in flight"
         + (f", restarted {each.restarts} x" if each.restarts else "")
+        + (f", left alone for another {rough_time(each.held_s)}" if each.held_s >= LONG_PAUSE_S else "")
         for states in replica_states(backends).values()
         for each in states
     ]
@@ -205,4 +208,7 @@ class LiveVerdict:
 def server_use(replicas: Sequence[ReplicaStatus]) -> ServerUse:
     """How one role's servers are used, all together."""
     up = [each for each in replicas if each.state not in DOWN]
-    return ServerUse(len(replicas), len(replicas) - len(up), sum(each.limit for each in up))
+    held_s = [each.held_s for each in up if each.held_s > 0]
+    return ServerUse(
+        len(replicas), len(replicas) - len(up), sum(each.limit for each in up), len(held_s), min(held_s, default=0.0)
+    )

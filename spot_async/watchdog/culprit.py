@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spot_async.actor import OpenRequest
+from spot_async.errors import LONG_PAUSE_S
 from spot_async.stages import STAGE_SERVERS
+from spot_async.text import rough_time
 from spot_async.timeline import Phase
 from spot_async.watchdog.stacks import TaskView
 
@@ -77,9 +79,11 @@ def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:
             f"stage {stage} of the {server} has given {whose} no turn for {look.now_s - request.asked_s:,.0f} s "
             f"({busy}{limit} requests in flight)"
         )
+    asked_s = request.longest_retry_after_s
+    pause = f", paused for up to {rough_time(asked_s)} at a time as it asked" if asked_s >= LONG_PAUSE_S else ""
     return (
         f"stage {stage} of the {server}{at} has not answered for {look.now_s - request.started_s:,.0f} s: "
-        f"{whose}, sent {request.attempts} x"
+        f"{whose}, sent {request.attempts} x{pause}"
     )
 
 
