@@ -14,6 +14,7 @@ from spot_async.trainer.loss import (
     LossTerms,
     clipped_policy_loss,
     minibatch_share,
+    mismatch_statistics,
     ratio_statistics,
     reference_kl,
     soft_target_loss,
@@ -119,6 +120,24 @@ def test_ratio_statistics_describe_the_unpadded_tokens_and_add_up():
     assert [part.item() for part in empty] == [0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_log_ratios_are_limited_as_in_verl_so_that_an_overflow_gives_no_nan(dual_clip):
+    """A token that the server called next to impossible: its ratio exceeds float32."""
+    old, advantages = torch.tensor([-95.0, -95.0, -0.5, -0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    new = torch.tensor([-0.5, -0.5, -95.0, -95.0], requires_grad=True)
+    loss = clipped_policy_loss(new, old, advantages, clip=CLIP, dual_clip=dual_clip)
+    largest = math.exp(20.0)
+    expected = [-1.0 - CLIP, min(largest, dual_clip or largest), -1.0 / largest, 1.0 - CLIP]
+    np.testing.assert_allclose(loss.detach(), expected, rtol=1e-5)
+    assert gradient(loss.sum(), new).tolist() == [0.0] * 4
+    mask = torch.ones(4, dtype=torch.bool)
+    statistics = ratio_statistics(new, old, advantages, mask, clip=CLIP, dual_clip=dual_clip)
+    assert statistics.clipped_tokens == 4
+    assert statistics.ratio_max.item() == pytest.approx(largest)
+    for value in (*statistics, *mismatch_statistics(new.detach(), old, mask)):
+        assert torch.isfinite(value)
+
+
 def test_clipped_tokens_are_exactly_those_without_a_gradient():
     generator = torch.Generator().manual_seed(1)
     old, new = -3.0 * torch.rand(2, 1, 300, generator=generator, dtype=torch.float64)
@@ -167,6 +186,12 @@ def test_reference_kl_is_the_k3_estimate_and_averages_to_the_kl():
     kl = (student * (student / reference).log()).sum()
     assert (student * estimates).sum().item() == pytest.approx(kl.item(), abs=1e-12)
     assert torch.autograd.gradcheck(reference_kl, (student.log().requires_grad_(), reference.log()))
+    # Its gradient over tokens of the student is that of the other direction.
+    logits = student.log().requires_grad_()
+    logprobs = logits.log_softmax(dim=-1)
+    penalty = (student * reference_kl(logprobs, reference.log())).sum()  # the student's tokens are given
+    forward = (reference * (reference.log() - logprobs)).sum()
+    np.testing.assert_allclose(gradient(penalty, logits), gradient(forward, logits), atol=1e-12)
     # Close policies: 1e-5 nats apart is a KL of 5e-11, which naive float32 arithmetic loses altogether.
     close = reference_kl(torch.tensor([-0.5]), torch.tensor([-0.5 + 2**-16]))
     assert close.item() == pytest.approx(2**-33, rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, Gra
 import spot_async.trainer.model as trainer_model
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError, DataError, TrainerError
+from spot_async.trainer.loss import clipped_policy_loss
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import METRICS
 from spot_async.trainer.model import load_student
@@ -159,6 +161,17 @@ def test_metrics_of_the_policy_term_are_left_out_where_there_is_none(
     assert metrics["loss"] == metrics["loss_branch"] > 0
 
 
+def test_a_token_that_the_server_called_next_to_impossible_does_not_spoil_the_gradient(
+    student: Path, make_trainer: MakeTrainer, supervision: Callable[..., Supervision], tmp_path: Path
+) -> None:
+    sample = supervision(3, 8)
+    sample.behavior_logprobs[1] = -95.0
+    trainer = make_trainer(student, tmp_path, mini_batch_size=2)
+    metrics = trainer.train(Batch(0, (sample, supervision(4, 5)))).metrics
+    assert metrics["grad_norm"] > 0
+    assert all(map(math.isfinite, metrics.values()))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
@@ -167,7 +180,6 @@ def test_metrics_of_the_policy_term_are_left_out_where_there_is_none(
         ("teacher_logprobs", np.inf, "non-finite policy loss"),
         ("probabilities", np.nan, "non-finite branch loss"),
         ("reference_logprobs", np.nan, "non-finite reference loss"),
-        # The clip keeps the loss finite, but 0 times an infinite ratio is still the gradient.
         ("behavior_logprobs", -200.0, "non-finite gradient"),
     ],
 )
@@ -177,10 +189,19 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
     supervision: Callable[..., Supervision],
     soft_targets: Callable[..., SoftTargets],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     value: float,
     what: str,
 ) -> None:
+    def spoiled(logprobs: torch.Tensor, behavior: torch.Tensor, *rest: torch.Tensor, **limits: Any) -> torch.Tensor:
+        """A loss of finite values whose gradient at a behaviour of -200 is not finite: that of a root at 0."""
+        zero = logprobs - logprobs.detach()
+        root = torch.where(behavior == -200.0, zero, torch.ones_like(zero)).sqrt()
+        return clipped_policy_loss(logprobs, behavior, *rest, **limits) + root
+
+    if what == "non-finite gradient":
+        monkeypatch.setattr("spot_async.trainer.rank.clipped_policy_loss", spoiled)
     poisoned = supervision(3, 8, targets=soft_targets([2], 4))
     assert poisoned.soft_targets is not None
     array = poisoned.soft_targets.probabilities[0] if name == "probabilities" else getattr(poisoned, name)

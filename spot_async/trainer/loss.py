@@ -19,8 +19,16 @@ from torch import Tensor
 
 from spot_async.config import LossAggregation
 
-MAX_LOG_RATIO_NATS = 20.0  # both limits are verl's (`kl_penalty` of its core_algos.py)
+MAX_LOG_RATIO_NATS = 20.0  # both limits are verl's (`compute_policy_loss` and `kl_penalty` of its core_algos.py)
 MAX_REFERENCE_KL_NATS = 10.0  # per token
+
+
+def limited_log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
+    """`logprobs - others`, limited to `MAX_LOG_RATIO_NATS` either way, beyond which it has no gradient.
+
+    Without the limit a ratio may overflow, and then the zero gradient of a clip is NaN.
+    """
+    return (logprobs - others).clamp(-MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
 
 
 def clipped_policy_loss(
@@ -29,9 +37,10 @@ def clipped_policy_loss(
     """`-min(r a, clamp(r, 1 - clip, 1 + clip) a)` per token, with `r = pi_theta / pi_old`.
 
     All shapes equal; only `logprobs` carries a gradient. `dual_clip` (> 1) also caps the loss of
-    tokens with a negative advantage at `-dual_clip * a`, however far the ratio has grown.
+    tokens with a negative advantage at `-dual_clip * a`, however far the ratio has grown. Without it
+    the ratio is still limited to e^20 (`limited_log_ratio`).
     """
-    ratio = torch.exp(logprobs - behavior_logprobs)
+    ratio = torch.exp(limited_log_ratio(logprobs, behavior_logprobs))
     objective = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
@@ -64,7 +73,7 @@ def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask:
         tokens=mask.sum(),
         difference_sum=log_ratio.abs().sum(),
         difference_max=torch.cat([log_ratio.abs(), log_ratio.new_zeros(1)]).max(),
-        kl_sum=(torch.expm1(log_ratio) - log_ratio).sum(),
+        kl_sum=k3(limited_log_ratio(trainer_logprobs, served_logprobs)[mask]).sum(),
     )
 
 
@@ -77,7 +86,7 @@ class RatioStatistics(NamedTuple):
     tokens: Tensor
     ratio_sum: Tensor
     ratio_max: Tensor  # 0 when there is no token
-    clipped_tokens: Tensor  # tokens whose gradient the clip, or the dual clip, has removed
+    clipped_tokens: Tensor  # tokens whose gradient the clip, the dual clip or the limit of the ratio has removed
     behavior_kl_sum: Tensor  # k3 estimates of KL(pi_old || pi_theta), nats
 
 
@@ -92,18 +101,19 @@ def ratio_statistics(
     dual_clip: float | None = None,
 ) -> RatioStatistics:
     """Statistics of `clipped_policy_loss` over the tokens where `mask` (same shape, bool) is true."""
-    log_ratio = (logprobs - behavior_logprobs)[mask]
+    log_ratio = limited_log_ratio(logprobs, behavior_logprobs)[mask]
     advantage = advantages[mask]
     ratio = log_ratio.exp()
     clipped = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
     if dual_clip is not None:
         clipped |= (advantage < 0) & (ratio > dual_clip)
+    clipped |= (advantage != 0) & (log_ratio.abs() == MAX_LOG_RATIO_NATS)
     return RatioStatistics(
         tokens=mask.sum(),
         ratio_sum=ratio.sum(),
         ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
         clipped_tokens=clipped.sum(),
-        behavior_kl_sum=(torch.expm1(log_ratio) - log_ratio).sum(),
+        behavior_kl_sum=k3(log_ratio).sum(),
     )
 
 
@@ -121,10 +131,14 @@ def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
     Non-negative token by token, and unbiased for tokens sampled from pi_theta, up to `MAX_REFERENCE_KL_NATS`. A token
     beyond it (`log r` above 2.6 or below -11) counts as that much and has no gradient, as in verl's `low_var_kl`.
+    Its gradient, averaged over such tokens, is that of KL(pi_ref || pi_theta) and not of what it estimates.
     """
-    # The first limit changes no value: without it an overflow would turn the zero gradient into NaN.
-    log_ratio = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
-    return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_REFERENCE_KL_NATS)
+    return k3(limited_log_ratio(reference_logprobs, logprobs)).clamp(max=MAX_REFERENCE_KL_NATS)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """The estimate `r - 1 - log r` of a KL divergence, never negative, from log-ratios."""
+    return torch.expm1(log_ratio) - log_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
