@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
 import json
@@ -191,6 +192,16 @@ def test_wandb_gets_the_metrics_the_configuration_and_the_name_of_the_run(tmp_pa
         time.sleep(0.05)
     assert b"my-run" in file.read_bytes()
     assert b"learning_rate" in file.read_bytes()
+
+
+def test_wandb_prints_no_trace_of_a_run_that_ends_early(tmp_path, capfd):
+    """Why it does is the command's to say, in one line."""
+    with (
+        pytest.raises(asyncio.CancelledError),
+        open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path, []),
+    ):
+        raise asyncio.CancelledError
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):

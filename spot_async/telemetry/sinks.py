@@ -89,8 +89,12 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
             run.log(dict(metrics), step=iteration)
 
-    with run:
+    try:
         yield Sink()
+    except BaseException:  # its own `__exit__` would print the trace; the command says in a line what it was
+        run.finish(exit_code=1)
+        raise
+    run.finish()
 
 
 @contextmanager
