@@ -82,7 +82,7 @@ def response_record(prompt: Prompt, stages: PromptStages, response: Generation, 
     """The problem, the response and its verdict: what every line of `samples.jsonl` starts with."""
     return {
         "problem_id": prompt.problem.id,
-        "problem": prompt.problem.text,
+        "problem": prompt.problem.shown,
         "answer": prompt.problem.answer,
         "tier": prompt.problem.tier,
         "response": stages.decode(response.token_ids),
@@ -98,12 +98,16 @@ def oldest_version(rollout: Generation) -> WeightVersion:
 
 
 def rollout_metrics(rollout: Generation, verdict: Verdict) -> dict[str, float]:
-    """Accuracy counts outcomes only: a verdict that is missing evidence says nothing of the answer."""
+    """Accuracy counts outcomes only: a verdict that is missing evidence says nothing of the answer.
+
+    Of a problem without an answer there is neither accuracy nor a share that could not be judged.
+    """
     metrics = {
         "rollout/tokens": float(len(rollout.token_ids)),
         "rollout/truncated": float(rollout.finish_reason == "length"),
-        "rollout/unverified": float(verdict.reward is None),
     }
+    if verdict is not Verdict.UNJUDGED:
+        metrics["rollout/unverified"] = float(verdict.is_missing)
     if verdict.reward is not None:
         metrics["rollout/accuracy"] = verdict.reward
     return metrics

@@ -40,6 +40,7 @@ class EopdPolicy:
         self.needs = PolicyNeeds(
             teacher_top_k=settings.top_k,
             teacher_top_k_key="top_k",
+            outcomes=False,
             soft_target_bytes_per_token=12 + 8 * settings.top_k,
         )
 

@@ -78,6 +78,7 @@ class KdPolicy:
             teacher_top_k=self._top_k if asks_teacher else 0,
             teacher_top_k_key="top_k",
             teacher_responses=asks_teacher,
+            outcomes=False,
             soft_target_bytes_per_token=12 + 8 * (1 + self._top_k),
         )
 

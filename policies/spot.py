@@ -158,6 +158,7 @@ class SpotPolicy:
         self.needs = PolicyNeeds(
             teacher_top_k=settings.score_top_k if probing else 1,
             teacher_top_k_key="score_top_k" if probing else None,
+            outcomes=settings.verifier_guidance,
             probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
             soft_target_bytes=settings.positions * (8 + 8 * settings.probe_top_k),
         )

@@ -35,7 +35,7 @@ _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
 
 
 class PromptRenderer:
-    """Renders problems with a chat template: one user message, the instruction behind the problem.
+    """Renders problems with a chat template: one user message, the instruction behind the problem, after what was said.
 
     The template is the tokenizer's own, or the Jinja file that `config.template` names.
     """
@@ -97,9 +97,10 @@ class PromptRenderer:
     def _apply(self, problem: Problem, **arguments: Any) -> Any:
         parts = (problem.text.strip(), self._config.instruction.strip())
         content = self._config.separator.join(filter(None, parts))
+        history = [{"role": turn.role, "content": turn.content} for turn in problem.history]
         try:
             return self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}],
+                [*history, {"role": "user", "content": content}],
                 add_generation_prompt=True,
                 **{**self._arguments, **arguments},
             )

@@ -357,7 +357,7 @@ async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Probl
             )
         except DeadlineExceededError:
             verdict = Verdict.TIMEOUT
-        if verdict.reward is not None:
+        if not verdict.is_missing:
             break
     return verdict
 

@@ -50,32 +50,51 @@ class WeightVersion(NamedTuple):
 
 
 class Verdict(StrEnum):
-    """What a verifier found. The first three are outcomes, the last two are missing evidence."""
+    """What a verifier found. The first three are outcomes, the next two are missing evidence."""
 
     CORRECT = "correct"
     WRONG = "wrong"
     NO_ANSWER = "no_answer"
     TIMEOUT = "timeout"
     ERROR = "error"
+    UNJUDGED = "unjudged"  # the problem has no answer to judge by
 
     @property
     def reward(self) -> float | None:
-        """1, 0 or, where the verifier could not decide, None (method.md section 2)."""
-        if self in (Verdict.TIMEOUT, Verdict.ERROR):
+        """1, 0 or, where the verifier could not or need not decide, None (method.md section 2)."""
+        if self.is_missing or self is Verdict.UNJUDGED:
             return None
         return 1.0 if self is Verdict.CORRECT else 0.0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is missing evidence, which may be there if it is asked for once more."""
+        return self in (Verdict.TIMEOUT, Verdict.ERROR)
+
+
+class ChatTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a conversation, as chat templates know them."""
+
+    role: str  # system, user or assistant
+    content: str
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a problem file."""
 
     id: str
-    text: str
-    answer: str  # with choices the letter of the right one; empty where a judge decides
+    text: str  # in a conversation what the user says last
+    answer: str  # with choices the letter of the right one; empty where there is none, or a judge decides
     tier: str | None = None  # group that evaluation tables report apart (difficulty, subject, ...)
     category: str | None = None  # subject or source, by which examples are matched
     choices: tuple[str, ...] = ()  # in the file's order, A first; not part of the text
     solution: str | None = None  # a worked one, where examples are made of it
+    history: tuple[ChatTurn, ...] = ()  # what was said before the text: a system message, earlier turns
+
+    @property
+    def shown(self) -> str:
+        """All that is asked, for people."""
+        return "\n".join([*(f"[{turn.role}] {turn.content}" for turn in self.history), self.text])
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +220,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False
     candidate_logprobs: bool = False
+    outcomes: bool = True  # whether responses are right, so that problems must have answers
     samples_per_prompt: int = 1  # trajectories, at most
     probes_per_prompt: int = 0  # at most
     soft_target_bytes: int = 0  # at most, per trajectory on the wire

@@ -32,6 +32,7 @@ from spot_async.types import (
     Verdict,
     WeightVersion,
 )
+from spot_async.verification import BoxedMatch
 
 
 def grpo(**settings):
@@ -112,6 +113,30 @@ def test_a_batch_in_which_every_prompt_was_left_out_makes_no_step_says_so_and_th
         "the weights stay as they are"
     )
     assert ["loss" in line for line in (first, second, third)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: OpdPolicy(OpdPolicy.Settings(), context()),
+        lambda: EopdPolicy(EopdPolicy.Settings(), context()),
+        lambda: SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), context()),
+        kd,
+    ],
+)
+def test_problems_without_answers_train_and_say_nothing_of_accuracy(policy):
+    """Neither that all is wrong nor that nothing could be verified."""
+    verifier = BoxedMatch(BoxedMatch.Settings())
+    trainer, journal, stages = run(policy(), verifier=verifier, answer="")
+    judged, _, _ = run(policy(), verifier=verifier)
+    responses = [[s.response_ids.tolist() for s in batch] for batch in trainer.batches]
+    assert responses == [[s.response_ids.tolist() for s in batch] for batch in judged.batches]
+    assert stages.verify.counters.failed == 0
+    assert stages.verify.counters.completed == 2 * 16  # asked once
+    samples = [sample for result in journal.results for sample in result.samples]
+    assert {sample.record["verdict"] for sample in samples} == {"unjudged"}
+    names = {name for sample in samples for name in sample.metrics}
+    assert not names & {"rollout/accuracy", "rollout/unverified", "teacher/accuracy", "probe/accuracy"}
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 1.0, 1.0], [0.0, 0.0]])

@@ -226,8 +226,9 @@ def test_mathematics_is_not_forgiven(gold: str, answer: str) -> None:
     [
         ("5", "it is 5", Verdict.NO_ANSWER),
         ("5", r"\boxed{}", Verdict.NO_ANSWER),
-        ("", r"\boxed{}", Verdict.NO_ANSWER),
-        ("", r"\boxed{\,}", Verdict.NO_ANSWER),
+        ("", r"\boxed{}", Verdict.UNJUDGED),
+        ("", r"\boxed{\,}", Verdict.UNJUDGED),
+        (r"\,", r"\boxed{\,}", Verdict.NO_ANSWER),
         ("0" * (MAX_ANSWER_CHARS + 1), rf"\boxed{{{'0' * (MAX_ANSWER_CHARS + 1)}}}", Verdict.WRONG),
         ("5", rf"\boxed{{{'0' * (MAX_ANSWER_CHARS - 1)}5}}", Verdict.CORRECT),
         ("5", rf"\boxed{{{'(' * (MAX_NESTING + 1)}5{')' * (MAX_NESTING + 1)}}}", Verdict.WRONG),
@@ -236,6 +237,17 @@ def test_mathematics_is_not_forgiven(gold: str, answer: str) -> None:
 async def test_boxed_match_verdicts(gold: str, text: str, verdict: Verdict) -> None:
     async with BoxedMatch(BoxedMatch.Settings()) as verifier:
         assert await verifier.verify(problem(gold), text, deadline=0.0) is verdict
+
+
+@pytest.mark.parametrize("kind", ["boxed_match", "math_verify", "multiple_choice"])
+@pytest.mark.parametrize("text", [r"\boxed{5}", "no box"])
+async def test_nothing_is_judged_without_an_answer(kind: str, text: str) -> None:
+    verifier = registry.load("verifiers", kind)
+    async with verifier(verifier.Settings()) as judge:
+        verdict = await judge.verify(problem(""), text, deadline=FAR)
+    assert verdict is Verdict.UNJUDGED
+    assert verdict.reward is None
+    assert not verdict.is_missing  # so that it is not asked for again
 
 
 @pytest.mark.parametrize(

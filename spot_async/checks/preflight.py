@@ -16,7 +16,7 @@ import msgspec
 from spot_async import registry
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
 from spot_async.config import Config, ModelConfig, Place
-from spot_async.data import load_problem_set
+from spot_async.data import load_problem_set, require_answers
 from spot_async.data.overlap import count_identical
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
@@ -83,7 +83,9 @@ def plan_training(config: Config) -> TrainPlan:
         raise ConfigError(CANNOT_SUM)
     check_places(config, policy.needs)
     _check_sleep(config)
-    training_set = load_problem_set(config.data.train, "data.train")
+    training_set = load_problem_set(config.data.train, "data.train", needs_answers=policy.needs.outcomes)
+    if policy.needs.outcomes:
+        require_answers(training_set, "data.train")
     problems = training_set.problems
     renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)

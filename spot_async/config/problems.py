@@ -16,6 +16,7 @@ Thinking = Annotated[
 Layout: TypeAlias = Literal[
     "auto",
     "plain",
+    "messages",
     "math",
     "dapo",
     "math500",
@@ -42,7 +43,9 @@ class ProblemSetConfig(Section):
     split: str | None = Field(None, description="of a data set on the hub that has several")
     revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
     fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str] = Field(
-        {}, description="columns that hold a problem's parts, where the layout has others; `a.b` is b inside a"
+        {},
+        description="columns that hold a problem's parts, where the layout has others; `a.b` is b inside a. Of chat "
+        "messages `answer` is the box in the assistant's last one",
     )
     duplicates: Duplicates | None = Field(
         None,

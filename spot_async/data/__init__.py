@@ -4,6 +4,6 @@
 model is `prompts.py`, what makes an answer right is `verification/`.
 """
 
-from spot_async.data.problem_set import ProblemSet, load_problem_set
+from spot_async.data.problem_set import ProblemSet, load_problem_set, require_answers
 
-__all__ = ["ProblemSet", "load_problem_set"]
+__all__ = ["ProblemSet", "load_problem_set", "require_answers"]

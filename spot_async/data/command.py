@@ -14,14 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async import registry
+from spot_async.checks.preflight import make_policy
 from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptConfig
 from spot_async.config.loading import apply_override, load_config, parse_yaml, validate_as
 from spot_async.data.check import GoldCheck, Spread, answer_type, check_golds, count_by, find_repeated
 from spot_async.data.keys import about, setting
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
-from spot_async.data.problem_set import ProblemSet, load_problem_set
+from spot_async.data.problem_set import ProblemSet, load_problem_set, require_answers
 from spot_async.errors import ConfigError
-from spot_async.model_files import no_directory
+from spot_async.model_files import no_directory, read_model
 from spot_async.prompts import PromptRenderer, render_all
 from spot_async.protocols import Verifier
 from spot_async.text import counted, shortened, visible
@@ -54,6 +55,7 @@ class Check:
     model: str | None  # whose tokenizer renders prompts
     prompt: PromptConfig
     max_prompt_tokens: int | None
+    run: Config | None = None  # whose policy may need answers; None where there is no configuration
 
 
 def check_of_config(path: Path, overrides: Sequence[str], against: Sequence[str], verifier: str | None) -> Check:
@@ -71,6 +73,7 @@ def check_of_config(path: Path, overrides: Sequence[str], against: Sequence[str]
         model=owner.model,
         prompt=config.prompt,
         max_prompt_tokens=config.sampling.max_prompt_tokens,
+        run=config,
     )
 
 
@@ -126,8 +129,10 @@ def run(screen: Console, check: Check) -> bool:
 
     Raises ConfigError and DataError for what cannot be read.
     """
-    found = load_problem_set(check.problems, check.key)
-    others = [load_problem_set(each.problems, each.key) for each in check.against]
+    found = _load_training(check)
+    others = [
+        load_problem_set(each.problems, each.key, needs_answers=each.verifier is not None) for each in check.against
+    ]
     renderer = PromptRenderer(Vocabulary.load(Path(check.model)), check.prompt) if check.model else None
     tokens = [len(each.token_ids) for each in render_all(found.problems, renderer)] if renderer else None
     answers = [(check.key, found, check.verifier)]
@@ -136,6 +141,11 @@ def run(screen: Console, check: Check) -> bool:
     screen.print(shown(f"layout: {found.layout}"))
     screen.print(_rows_table(found, tokens, check.max_prompt_tokens))
     screen.print(_problems_table(found.problems, tokens))
+    if check.run is None and found.unanswered:
+        field = setting(check.key, "fields.answer")
+        _warn(
+            screen, f"no run that learns from outcomes, and no evaluation, takes those without an answer; see {field}"
+        )
     _show_samples(screen, found.problems, renderer)
     for key, checked, kind in golds:
         _show_golds(screen, key, checked, kind, setting(key, "fields.answer"))
@@ -143,6 +153,18 @@ def run(screen: Console, check: Check) -> bool:
         overlaps = [find_overlaps(found.problems, each.problems) for each in others]
         _show_overlaps(screen, list(zip([each.name for each in check.against], others, overlaps, strict=True)))
     return not any(checked.unverifiable for _, checked, _ in golds)
+
+
+def _load_training(check: Check) -> ProblemSet:
+    """The problems as the run would read them. Whether its policy needs answers is asked only where some have none."""
+    found = load_problem_set(check.problems, check.key, needs_answers=False)
+    if check.run is None or all(problem.answer for problem in found.problems):
+        return found
+    role, model = ("teacher", check.run.teacher) if check.run.teacher is not None else ("student", check.run.student)
+    if make_policy(check.run, read_model(role, model.model)).needs.outcomes:
+        found = load_problem_set(check.problems, check.key)
+        require_answers(found, check.key)
+    return found
 
 
 async def _check_golds(problems: Sequence[Problem], settings: PluginSettings) -> GoldCheck:
@@ -186,7 +208,7 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
 def _show_samples(screen: Console, problems: Sequence[Problem], renderer: PromptRenderer | None) -> None:
     for problem in problems[:: max(1, len(problems) // SAMPLES)][:SAMPLES]:
         screen.rule(shown(f"problem {problem.id}"), align="left")
-        screen.print(shown(shortened(problem.text, SHOWN_CHARS)))
+        screen.print(shown(shortened(problem.shown, SHOWN_CHARS)))
         for letter, choice in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", problem.choices, strict=False):
             screen.print(shown(f"({letter}) {shortened(choice, SHOWN_CHARS)}"))
         screen.print(shown(f"answer: {problem.answer or '(none)'}"))
@@ -204,11 +226,11 @@ def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str, column: 
         screen.print(shown(f"  {problem.id}: {shortened(problem.answer, SHOWN_CHARS)!r} is {verdict}"))
     if golds.prose:
         ids = _ids([problem.id for problem in golds.prose])
-        warning = (
-            f"warning: {counted(len(golds.prose), 'answer')} in prose, which a response would have to repeat word for "
-            f"word: {ids}; name the column of short answers in {column}"
+        _warn(
+            screen,
+            f"{counted(len(golds.prose), 'answer')} in prose, which a response would have to repeat word for word: "
+            f"{ids}; name the column of short answers in {column}",
         )
-        screen.print(Text(visible(warning), style="yellow"), soft_wrap=True)
     if golds.spelling_only:
         ids = _ids([problem.id for problem in golds.spelling_only])
         screen.print(shown(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
@@ -237,6 +259,10 @@ def _show_overlaps(screen: Console, found: Sequence[tuple[str, ProblemSet, Seque
 def shown(text: str) -> Text:
     """What files hold goes to the terminal without the power to command it."""
     return Text(visible(text))
+
+
+def _warn(screen: Console, words: str) -> None:
+    screen.print(Text(visible(f"warning: {words}"), style="yellow"), soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -81,6 +81,12 @@ def _is_within_sentence(before: str, instruction: str) -> bool:
     return begins_small and before.rstrip(" \t")[-1:].replace(",", "a").isalnum()
 
 
+def last_turn_only(draft: Draft) -> str | None:
+    """Files of one question each, which trainers wrote as chat messages: what stands before it is their own."""
+    had, draft.history = bool(draft.history), ()
+    return "messages before the user's last one left out" if had else None
+
+
 def narrow_digits(draft: Draft) -> str | None:
     """Full-width digits and signs, which no verifier reads."""
     narrow = draft.gold.translate(_FULL_WIDTH)
@@ -225,11 +231,13 @@ _COLUMNS: dict[Part, tuple[str, ...]] = {
     "category": ("category", "subject", "type", "problem_type"),
 }  # fmt: skip
 _WITH_SOLUTION: dict[Part, tuple[str, ...]] = {**_COLUMNS, "solution": _SOLUTION}
-_TEXT = (remove_instruction, narrow_digits, behind_hashes, unboxed, tidy_answer)
+_ANSWER = (narrow_digits, behind_hashes, unboxed, tidy_answer)
+_TEXT = (last_turn_only, remove_instruction, *_ANSWER)
 
 LAYOUTS: dict[str, Layout] = {
     "plain": Layout({part: (part,) for part in ("problem", "answer", "id", "tier", "category")}),
     "columns": Layout(_COLUMNS, (*_TEXT, letter_of_choice)),
+    "messages": Layout({**_COLUMNS, "problem": ("messages",)}, (*_ANSWER, letter_of_choice)),
     "math": Layout(
         _WITH_SOLUTION,
         (*_TEXT, answer_in_solution, empty_box_is_zero, name_level, forget_solution),
@@ -298,4 +306,4 @@ def recognise(columns: Columns) -> str:
         return "math" if "level" in names else "minerva"
     if {"problem", "answer", "subject", "level"} <= names:
         return "math500"
-    return "columns"
+    return "messages" if "messages" in names and names.isdisjoint(_COLUMNS["problem"]) else "columns"

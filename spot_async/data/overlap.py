@@ -41,15 +41,21 @@ def runs_of_words(text: str) -> set[int]:
     return {hash(tuple(words[i : i + WORDS_PER_RUN])) for i in range(len(words) - WORDS_PER_RUN + 1)}
 
 
-def identity(problem: Problem) -> object:
+def identity(problem: Problem, *, with_system: bool = True) -> object:
     """Equal for problems that ask the same but for white space; one stem with other choices is another problem."""
-    return " ".join(problem.text.split()), problem.choices
+    turns = [(each.role, " ".join(each.content.split())) for each in problem.history]
+    said = tuple(turn for turn in turns if with_system or turn[0] != "system")
+    return " ".join(problem.text.split()), problem.choices, said
 
 
 def count_identical(training: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
     """How many of `evaluation` stand in `training` too, whatever their length."""
-    trained = {identity(problem) for problem in training}
-    return sum(identity(problem) in trained for problem in evaluation)
+    trained = {_question(problem) for problem in training}
+    return sum(_question(problem) in trained for problem in evaluation)
+
+
+def _question(problem: Problem) -> object:
+    return identity(problem, with_system=False)  # which is no part of what is known once the answer is
 
 
 def find_overlaps(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[Overlap]:
@@ -62,7 +68,7 @@ def find_overlaps(training: Sequence[Problem], evaluation: Sequence[Problem]) ->
     best: dict[int, tuple[int, Problem]] = {}
     twins: dict[object, Problem] = {}
     for problem in training:
-        twins.setdefault(identity(problem), problem)
+        twins.setdefault(_question(problem), problem)
         shared = Counter(index for run in runs_of_words(problem.text) for index in holders.get(run, ()))
         for index, count in shared.items():
             if count > best.get(index, (0, problem))[0]:
@@ -73,7 +79,7 @@ def find_overlaps(training: Sequence[Problem], evaluation: Sequence[Problem]) ->
         if count >= SHARE * len(runs[index])
     }
     for index, problem in enumerate(evaluation):
-        if (twin := twins.get(identity(problem))) is not None:
+        if (twin := twins.get(_question(problem))) is not None:
             found[index] = Overlap(problem, twin, 1.0, is_identical=True)
     return [found[index] for index in sorted(found)]
 

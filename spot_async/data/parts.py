@@ -12,11 +12,13 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from spot_async.data.chat import Messages, asked, is_chat, last_of_assistant
 from spot_async.data.keys import setting
 from spot_async.data.rows import Columns, Row
 from spot_async.errors import DataError
 from spot_async.text import shortened
-from spot_async.types import Problem
+from spot_async.types import ChatTurn, Problem
+from spot_async.verification.extraction import extract_boxed
 
 Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution"]
 EXACT_FLOATS = 1e15  # whole floats below it are the integers they were
@@ -46,6 +48,8 @@ class Draft(msgspec.Struct, kw_only=True):
     category: str | None = None
     choices: tuple[str, ...] = ()
     solution: str | None = None
+    history: tuple[ChatTurn, ...] = ()
+    lacks_box: bool = False  # the answer is asked of the assistant's last message, which has no box
 
     @property
     def gold(self) -> str:
@@ -62,6 +66,7 @@ class Draft(msgspec.Struct, kw_only=True):
             category=self.category,
             choices=self.choices,
             solution=self.solution,
+            history=self.history,
         )
 
 
@@ -88,7 +93,9 @@ def read_draft(
                 f"{row.where}: no column {chosen[part]!r}, which {setting(key, f'fields.{part}')} names; {_has(row)}"
             )
         name = next((name for name, value in found.items() if not _is_empty(value)), None)
-        if name is not None:
+        if name is not None and is_chat(found[name]) and part in ("problem", "answer", "solution"):
+            parts |= _of_chat(part, found[name], name, row)
+        elif name is not None:
             parts[part] = _typed(part, found[name], name, row, key)
         elif part in needs and found:
             raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
@@ -99,16 +106,44 @@ def read_draft(
         elif part in needs:
             raise DataError(
                 f"{row.where}: no `{part}`, for which this layout takes {' or '.join(map(repr, names))}; {_has(row)}: "
-                f"name its column in {setting(key, f'fields.{part}')}, or another {setting(key, 'layout')}"
+                f"{_remedy(part, row, key)}"
             )
     return Draft(**parts)
+
+
+def _remedy(part: Part, row: Row, key: str) -> str:
+    """What to do about a part for which the layout found no column."""
+    field, layout = setting(key, f"fields.{part}"), setting(key, "layout")
+    if part != "answer":
+        return f"name its column in {field}, or another {layout}"
+    chat = next((name for name, value in row.columns.items() if is_chat(value)), None)
+    box = f" ({chat}: the box in the assistant's last message)" if chat is not None else ""
+    return (
+        f"name its column in {field}{box}, or another {layout}; only policies that learn from no outcome, such as opd, "
+        "train without"
+    )
+
+
+def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, Any]:
+    """A part where its column holds chat messages: the last of a user asks, the last of the assistant answers."""
+    if part == "problem":
+        try:
+            text, history = asked(messages)
+        except ValueError as error:
+            raise DataError(f"{row.where}: column {name!r} {error}; correct or remove the row") from None
+        return {"problem": text, "history": history}
+    said = last_of_assistant(messages)
+    if part == "solution":
+        return {"solution": said}
+    box = extract_boxed(said)
+    return {"answer": box or "", "lacks_box": not box}
 
 
 def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int | float | tuple[str, ...]:
     """`value` of the column `name` as a draft holds `part`."""
     types, words = _ACCEPTED[part]
     try:
-        found = msgspec.convert(_message(value) if part == "problem" else value, types)
+        found = msgspec.convert(value, types)
     except msgspec.ValidationError:
         shown = shortened(_shown.repr(value), SHOWN_CHARS)
         raise DataError(
@@ -139,14 +174,6 @@ def _look_up(columns: Columns, name: str) -> Any:
         if isinstance(inside, dict):
             return _look_up(inside, rest)
         return None if head in columns and inside is None else _ABSENT
-    return value
-
-
-def _message(value: Any) -> Any:
-    """What the user says last, where a column holds chat messages; anything else as it is."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-        said = [each.get("content") for each in value if each.get("role") == "user"]
-        return said[-1] if said else value
     return value
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
 from spot_async.config.evaluation import ALL_TIERS, ONLY
-from spot_async.data import load_problem_set
+from spot_async.data import load_problem_set, require_answers
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, gold_index, order_choices, with_options
 from spot_async.model_files import ModelFiles
@@ -65,13 +65,15 @@ def _plan(
     name: str, settings: BenchmarkConfig, config: Config, evaluation: EvaluationConfig, student: ModelFiles
 ) -> Benchmark:
     key = evaluation.key_of(name)
-    found = load_problem_set(settings, key)
+    is_judged = settings.format != "alpaca_eval"
+    found = load_problem_set(settings, key, needs_answers=is_judged)
+    if is_judged:
+        require_answers(found, key)
     if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
         raise DataError(
             f"{key}: problem {named_all.id!r} has the tier {ALL_TIERS!r}, as results call all problems: rename it, or "
             f"choose another column with {key}.fields.tier"
         )
-    is_judged = settings.format != "alpaca_eval"
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
     native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
     prompt = config.prompt.model_copy(update=native)

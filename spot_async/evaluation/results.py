@@ -217,9 +217,9 @@ def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def verdict_counts(responses: Sequence[JudgedResponse]) -> dict[str, int]:
-    """How often each verdict came up, those that never did included; empty where nothing was judged."""
+    """How often each verdict of a judged response came up, those that never did included; empty where none was."""
     counts = Counter(response.verdict for response in responses if response.verdict is not None)
-    return {verdict.value: counts[verdict] for verdict in Verdict} if counts else {}
+    return {verdict.value: counts[verdict] for verdict in Verdict if verdict is not Verdict.UNJUDGED} if counts else {}
 
 
 def truncated_share(responses: Sequence[JudgedResponse]) -> float:

@@ -261,7 +261,7 @@ def probability(value: float | None) -> str:
     return f"{100 * value:.2g} %" if value < 0.095 else f"{100 * value:.0f} %"
 
 
-VERDICT_SYMBOLS = {"correct": "✓", "wrong": "✗", "no_answer": "∅", "timeout": "⧖", "error": "!"}
+VERDICT_SYMBOLS = {"correct": "✓", "wrong": "✗", "no_answer": "∅", "timeout": "⧖", "error": "!", "unjudged": "·"}
 
 
 def verdict_tone(verdict: str) -> str:

@@ -39,7 +39,9 @@ class BoxedMatch:
         self.settings = settings
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-        """Immediate, whatever the deadline."""
+        """Immediate, whatever the deadline. UNJUDGED where the problem has no answer."""
+        if not problem.answer:
+            return Verdict.UNJUDGED
         return boxed_match(problem.answer, response_text)
 
     async def __aenter__(self) -> Self:

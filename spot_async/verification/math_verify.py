@@ -69,9 +69,12 @@ class MathVerify:
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         """Judge the response's last box against `problem.answer`.
 
-        NO_ANSWER without a box or with an empty one, TIMEOUT when the comparison was killed for its time, ERROR when
-        its worker died. Raises `DeadlineExceededError` when the deadline passes before a worker was free.
+        UNJUDGED where that is empty, NO_ANSWER without a box or with an empty one, TIMEOUT when the comparison was
+        killed for its time, ERROR when its worker died. Raises `DeadlineExceededError` when the deadline passes before
+        a worker was free.
         """
+        if not problem.answer:
+            return Verdict.UNJUDGED
         answer = extract_boxed(response_text)
         if not answer:
             return Verdict.NO_ANSWER

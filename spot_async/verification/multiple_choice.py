@@ -44,7 +44,12 @@ class MultipleChoice:
         self.settings = settings
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-        """Immediate, whatever the deadline. NO_ANSWER without a box or with an empty one."""
+        """Immediate, whatever the deadline.
+
+        NO_ANSWER without a box or with an empty one, UNJUDGED where the problem has no answer.
+        """
+        if not problem.answer:
+            return Verdict.UNJUDGED
         answer = extract_boxed(response_text)
         if not answer:
             return Verdict.NO_ANSWER

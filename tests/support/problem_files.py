@@ -21,8 +21,8 @@ def write(tmp_path, rows, name="problems.jsonl") -> str:
     return str(path)
 
 
-def read(path, **more) -> ProblemSet:
-    return load_problem_set(ProblemSetConfig(path=str(path), **more), "data.train")
+def read(path, needs_answers=True, **more) -> ProblemSet:
+    return load_problem_set(ProblemSetConfig(path=str(path), **more), "data.train", needs_answers=needs_answers)
 
 
 def load(tmp_path, rows, **more) -> ProblemSet:

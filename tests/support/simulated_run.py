@@ -91,16 +91,25 @@ def context(**settings):
     return PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=PlainTokenizer(), **settings)
 
 
-def prompts():
+def prompts(answer="1"):
     """Every problem again in each epoch."""
     for ordinal in range(100 * PROBLEMS):
         index = ordinal % PROBLEMS
-        problem = Problem(id=f"p{index}", text=f"problem {index}", answer="1")
+        problem = Problem(id=f"p{index}", text=f"problem {index}", answer=answer)
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 2 + 5 + index, dtype=np.int32))
 
 
 def run(
-    policy, *, iterations=2, batch_size=16, capacity=16, narrow=None, verifier=None, end_token=END_TOKEN, **services
+    policy,
+    *,
+    iterations=2,
+    batch_size=16,
+    capacity=16,
+    narrow=None,
+    verifier=None,
+    end_token=END_TOKEN,
+    answer="1",
+    **services,
 ):
     """Run on virtual time; returns trainer, journal, stages. One request at a time of the `narrow` stage;
     `end_token` is the student's."""
@@ -138,7 +147,7 @@ def run(
             weight_update_timeout_s=60.0,
             max_dead_share=0.1,
         ),
-        prompts=prompts(),
+        prompts=prompts(answer),
         policy=policy,
         stages=stages,
         trainer=trainer,

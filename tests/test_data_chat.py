@@ -1,0 +1,209 @@
+"""Chat data and problems without answers: what becomes the prompt, where answers come from, and who may do without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow
+import pytest
+from problem_files import load, read, write
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from spot_async.checks.preflight import plan_training
+from spot_async.cli import app
+from spot_async.config import PromptConfig
+from spot_async.config.loading import load_config
+from spot_async.data.check import find_repeated
+from spot_async.data.overlap import count_identical
+from spot_async.errors import DataError
+from spot_async.prompts import PromptRenderer
+from spot_async.types import ChatTurn, Problem
+from spot_async.vocabulary import Vocabulary
+
+
+def said(*turns, **more):
+    """A row of OpenAI's messages: each turn as `role: text`."""
+    return {"messages": [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns], **more}
+
+
+ASKED = said("system: Be brief.", "user: What is 1+2?", r"assistant: Three: \boxed{3}, or $\boxed{{03}.}$.", id="a")
+TALKED = said("user: Hi", "assistant: Hello", "user: 2+2?", "assistant: I do not know.", id="b")
+
+
+def turn(role, content):
+    return ChatTurn(role=role, content=content)
+
+
+# Messages
+
+
+def test_system_and_user_messages_become_the_prompt_and_the_last_answer_does_not(tmp_path):
+    expected = [
+        Problem(id="a", text="What is 1+2?", answer="", history=(turn("system", "Be brief."),)),
+        Problem(id="b", text="2+2?", answer="", history=(turn("user", "Hi"), turn("assistant", "Hello"))),
+    ]
+    found = load(tmp_path, [ASKED, TALKED], needs_answers=False)
+    assert (found.layout, found.problems) == ("messages", expected)
+    parquet.write_table(pyarrow.Table.from_pylist([ASKED, TALKED]), tmp_path / "p.parquet")
+    assert read(tmp_path / "p.parquet", needs_answers=False).problems == expected
+    renamed = [{"chat": row["messages"], "id": row["id"]} for row in (ASKED, TALKED)]
+    assert (
+        load(tmp_path, renamed, layout="messages", fields={"problem": "chat"}, needs_answers=False).problems == expected
+    )
+
+
+def test_a_template_renders_the_conversation_with_the_instruction_behind_it(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
+    config = PromptConfig(template=str(template), instruction="Box it.", thinking=None)
+    renderer = PromptRenderer(Vocabulary.load(Path("examples/running_sum/student")), config)
+    asked, talked = load(tmp_path, [ASKED, TALKED], needs_answers=False).problems
+    assert renderer.text(asked) == "<system>Be brief.<user>What is 1+2? Box it.<assistant>"
+    assert renderer.text(talked) == "<user>Hi<assistant>Hello<user>2+2? Box it.<assistant>"
+
+
+def test_the_answer_is_a_column_or_where_asked_the_box_in_the_assistants_last_message(tmp_path):
+    with_column = [{**ASKED, "answer": 4}, {**TALKED, "answer": "7"}]
+    assert [p.answer for p in load(tmp_path, with_column).problems] == ["4", "7"]
+    found = load(tmp_path, [ASKED, TALKED], fields={"answer": "messages"})
+    assert [(p.id, p.answer) for p in found.problems] == [("a", "03")]
+    assert found.dropped == {"no box in the assistant's last message": 1}
+    found = load(tmp_path, [ASKED, TALKED], fields={"answer": "messages"}, needs_answers=False)
+    assert [(p.id, p.answer) for p in found.problems] == [("a", "03"), ("b", "")]
+    assert found.counts["without an answer"] == 1
+    with pytest.raises(
+        DataError, match=r"fields\.answer \(messages: the box in the assistant's last message\), or another"
+    ):
+        load(tmp_path, [ASKED])
+
+
+def test_parts_of_text_are_one_message_and_a_developer_is_the_system(tmp_path):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    row = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]}
+    (problem,) = load(tmp_path, [row], needs_answers=False).problems
+    assert (problem.text, problem.history) == ("1+1?", (turn("system", "Be brief."),))
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([{"role": "system", "content": "s"}], "column 'messages' has no message of a user; correct or remove the row"),
+        (
+            [{"role": "tool", "content": "4"}, {"role": "user", "content": "u"}],
+            "column 'messages' has message 1 of another role than system, user or assistant",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "column 'messages' has message 1 with a content that is not text",
+        ),
+        ([{"role": "user", "content": None}], "column 'messages' has message 1 with a content that is not text"),
+        ([{"from": "human", "value": "u"}], "column 'messages' is [{'from': 'human', 'value': 'u'}], but `problem` is"),
+        ([{"role": "user", "content": " "}], "`problem` is empty"),
+    ],
+)
+def test_messages_that_cannot_be_asked_are_one_line(tmp_path, messages, complaint):
+    with pytest.raises(DataError) as raised:
+        load(tmp_path, [{"messages": messages}], needs_answers=False)
+    assert str(raised.value).startswith(f"{tmp_path / 'problems.jsonl'}:1: {complaint}")
+
+
+def test_files_with_a_problem_keep_it_and_count_the_messages_that_they_leave_out(tmp_path):
+    """Of a file such as NuminaMath, and of those that trainers wrote with a system message of their own."""
+    (problem,) = load(tmp_path, [{**ASKED, "problem": "1+2", "answer": 3}]).problems
+    assert (problem.text, problem.history) == ("1+2", ())
+    found = load(tmp_path, [{"prompt": ASKED["messages"], "answer": 3}])
+    assert (found.problems[0].text, found.problems[0].history) == ("What is 1+2?", ())
+    assert found.mended == {"messages before the user's last one left out": 1}
+
+
+def test_one_question_in_another_conversation_is_another_problem_and_under_another_system_none(tmp_path):
+    rows = [
+        said("user: Hi", "assistant: Hello", "user: Why?", answer=1),
+        said("user: Bye", "assistant: So long", "user: Why?", answer=2),
+        said("system: In base 2.", "user: 1+1?", answer=10),
+        said("system: In base 10.", "user: 1+1?", answer=2),
+    ]
+    training = load(tmp_path, rows, duplicates="exact").problems
+    assert len(training) == 4
+    assert find_repeated(training).rows == 0
+    held_out = load(tmp_path, [said("user: 1+1?", answer=2), said("user: Why?", answer=1)]).problems
+    assert count_identical(training, held_out) == 1
+
+
+def test_the_check_shows_conversations_and_names_what_answers_are_needed_for(tmp_path):
+    few = write(tmp_path, [ASKED, TALKED])
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["data", "check", few])
+    assert shown.exit_code == 0, shown.output
+    assert "[system] Be brief.\nWhat is 1+2?" in shown.output
+    assert "warning: no run that learns from outcomes, and no evaluation, takes those without an answer" in shown.output
+    asked = ["data", "check", "configs/quickstart.yaml", f"data.train={few}", "evaluation=null"]
+    shown = CliRunner().invoke(app, asked)
+    assert (shown.exit_code, "no `answer`" in shown.output) == (2, True), shown.output
+    shown = CliRunner().invoke(app, [*asked, "policy.kind=opd"])
+    assert shown.exit_code == 0, shown.output
+
+
+# Without answers
+
+
+def test_rows_without_an_answer_are_taken_where_none_is_needed_and_counted(tmp_path):
+    rows = [{"problem": "a"}, {"problem": "b", "answer": None}, {"problem": "c", "answer": 1}]
+    for layout in ("plain", "auto"):
+        found = load(tmp_path, rows, layout=layout, needs_answers=False)
+        assert [p.answer for p in found.problems] == ["", "", "1"]
+        assert found.counts == {"read": 3, "problems": 3, "without an answer": 2}
+        with pytest.raises(DataError, match="only policies that learn from no outcome, such as opd, train without"):
+            load(tmp_path, rows, layout=layout)
+    assert load(tmp_path, rows, layout="dapo", needs_answers=False).dropped == {"no answer": 2}  # for all methods alike
+
+
+def test_a_row_without_an_answer_contradicts_none(tmp_path):
+    rows = [{"problem": "a"}, {"problem": "a", "answer": 1}, {"problem": "b"}, {"problem": "b", "answer": 1}]
+    rows.append({"problem": "b", "answer": 2})
+    found = load(tmp_path, rows, needs_answers=False)
+    assert ([p.id for p in found.problems], found.dropped) == (["row-1", "row-2"], {"conflicting answers": 3})
+
+
+@pytest.fixture
+def unanswered(tmp_path):
+    return write(tmp_path, [{"problem": f"a{i}+2b"} for i in range(1, 65)])
+
+
+def plan(train, *overrides):
+    return plan_training(load_config(Path("configs/quickstart.yaml"), [f"data.train={train}", *overrides]))
+
+
+@pytest.mark.parametrize("kind", ["opd", "eopd", "kd", "{kind: spot, verifier_guidance: false}"])
+def test_methods_that_need_no_outcome_train_on_problems_without_answers(unanswered, kind):
+    planned = plan(unanswered, "evaluation=null", f"policy={kind}")
+    assert planned.rows == {"read": 64, "problems": 64, "without an answer": 64}
+    assert planned.filtered == 0
+    assert plan(unanswered, f"policy={kind}").evaluation  # of problems that have answers
+
+
+@pytest.mark.parametrize("overrides", [["policy=spot"], ["policy=grpo", "prompt.template=student"]])
+def test_methods_that_learn_from_outcomes_refuse_problems_without_answers(unanswered, overrides):
+    with pytest.raises(
+        DataError, match=r":1: no `answer`, for which .* name its column in data\.train\.fields\.answer"
+    ):
+        plan(unanswered, "evaluation=null", *overrides)
+
+
+def test_an_evaluation_that_is_judged_needs_answers_and_one_that_is_not_does_without(tmp_path, unanswered):
+    with pytest.raises(
+        DataError, match=r":1: no `answer`, for which .* name its column in evaluation\.problems\.fields"
+    ):
+        plan(unanswered, "policy=opd", f"evaluation.problems={unanswered}")
+    rows = write(tmp_path, [{"instruction": "a1+2b", "dataset": "x"}], "alpaca.jsonl")
+    with pytest.raises(
+        DataError, match=r"evaluation\.problems: problem 'row-1' has no answer, which layout alpaca_eval"
+    ):
+        plan(unanswered, "policy=opd", f"evaluation.problems={rows}")
+    with pytest.raises(
+        DataError, match=r"data\.train: problem 'row-1' has no answer, which layout alpaca_eval does not"
+    ):
+        plan(rows, "evaluation=null", "policy=spot")
+    for path in (rows, unanswered):
+        outputs = f"evaluation={{benchmarks: {{x: {{path: {path}, format: alpaca_eval}}}}, max_response_tokens: 90}}"
+        assert plan(unanswered, "policy=opd", outputs).evaluation[0].verifier is None
