@@ -24,10 +24,13 @@ import pydantic
 import structlog
 from pydantic import Field
 
+from spot_async.addresses import LOOPBACK
 from spot_async.concurrency import while_alive
 from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.processes.child import ChildProcess, foreign_environment
+from spot_async.processes.private_directory import check_length, private_directory
+from spot_async.serving.credentials import new_secret
 
 LOG_LINES = 10  # shown of a server that failed, from the end of its log
 LOG_ERRORS = 3  # and what exceptions said before
@@ -62,7 +65,9 @@ class LaunchSettings(Section):
     """A server to start. It needs nothing of this package in its environment."""
 
     python: str = Field(description="interpreter of the environment that the server is installed in")
-    port: int | None = Field(None, ge=1, le=65535, description="loopback port; default: a free one")
+    port: int | None = Field(
+        None, ge=1, le=65535, description="loopback port; default: a private socket (vLLM), else a free one"
+    )
     devices: Annotated[str | None, pydantic.BeforeValidator(_numbers_too)] = Field(
         None, description="CUDA_VISIBLE_DEVICES of the server, such as `0,1`; default: all"
     )
@@ -143,9 +148,25 @@ class Command:
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     package: str | None = None  # module that the interpreter must be able to import; None: not looked for
+    uds: str | None = None  # Unix socket that it listens on; None: the port on loopback
 
 
-MakeCommand = Callable[[LaunchSettings, Path, int], Command]  # of the settings, the model directory and the port
+@dataclass(frozen=True)
+class Doorway:
+    """How a server is to be reached. By its key alone where it listens on a port, since every user can reach that."""
+
+    port: int  # on loopback
+    directory: Path  # nobody else can enter it: for a socket, or for a file of what a command line would show to all
+    key: str = field(repr=False)
+
+    @property
+    def uds(self) -> str:
+        """A Unix socket in place of the port, for a server that can listen on one."""
+        check_length(self.directory)
+        return str(self.directory / "http")
+
+
+MakeCommand = Callable[[LaunchSettings, Path, Doorway], Command]  # of the settings, the model directory and the way in
 Ask = Callable[[float], Awaitable[object]]  # until a deadline; raises a `RequestError` while the server is not ready
 
 
@@ -160,6 +181,7 @@ class LaunchedServer:
         model: Path,
         log_path: Path,
         make_command: MakeCommand,
+        key: str | None = None,
         name: str | None = None,
         cores: frozenset[int] | None = None,
     ) -> None:
@@ -171,30 +193,39 @@ class LaunchedServer:
         self._log_path = log_path
         self._make_command = make_command
         self._child: ChildProcess
+        self._exit_stack: contextlib.AsyncExitStack
+        self.key = key or new_secret()  # one that its user knows, or this object's alone
         self.url: str
+        self.uds: str | None
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` for an interpreter, package or port that cannot be used."""
         self._settings.check_machine(f"{self._role}.backend.launch")
-        try:
-            port, command = await asyncio.to_thread(self._prepare)
-        except ConfigError as error:
-            raise ConfigError(f"{self._role}.backend.{error}") from None
-        self.url = f"http://127.0.0.1:{port}"
-        self._child = await ChildProcess.start_foreign(
-            self._name,
-            command.argv,
-            log_path=self._log_path,
-            environment=command.environment,
-            cores=self._cores,
-        )
+        async with contextlib.AsyncExitStack() as stack:
+            directory = stack.enter_context(private_directory("spot-server-"))
+            try:
+                port, command = await asyncio.to_thread(self._prepare, directory)
+            except ConfigError as error:
+                raise ConfigError(f"{self._role}.backend.{error}") from None
+            self.uds = command.uds
+            self.url = f"http://{LOOPBACK}:{port}" if command.uds is None else "http://localhost"
+            self._child = await ChildProcess.start_foreign(
+                self._name,
+                command.argv,
+                log_path=self._log_path,
+                environment=command.environment,
+                cores=self._cores,
+                secret=self.key,
+            )
+            stack.push_async_callback(self._child.stop)
+            self._exit_stack = stack.pop_all()
         return self
 
-    def _prepare(self) -> tuple[int, Command]:
+    def _prepare(self, directory: Path) -> tuple[int, Command]:
         """The port, and the command with its whole environment. Runs the interpreter, so not in the event loop."""
         settings = self._settings.model_copy(update={"python": self._settings.interpreter})
         port = free_port() if settings.port is None else check_port(settings.port)
-        command = self._make_command(settings, self._model, port)
+        command = self._make_command(settings, self._model, Doorway(port, directory, self.key))
         if command.package is not None:
             version = installed_version(settings, command.package)
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
@@ -204,7 +235,7 @@ class LaunchedServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._child.stop()
+        await self._exit_stack.__aexit__(kind, error, trace)
 
     async def watch(self) -> None:
         """Run for as long as it lives; raise `ProcessDiedError`, the log's last lines as its note, when it ends."""
@@ -301,7 +332,7 @@ def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no listeners
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((LOOPBACK, port))
         except OSError:
             return False
         return True

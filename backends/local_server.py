@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
-import os
 import re
 import socket
 import sys
@@ -26,13 +25,12 @@ from spot_async.concurrency import while_alive
 from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.processes.child import ChildProcess
-from spot_async.processes.private_directory import private_directory
+from spot_async.processes.private_directory import check_length, private_directory
 from spot_async.serving.credentials import Credentials
 from spot_async.serving.settings import EngineSettings
 
 from .connection import Url, address_of, check_different
 
-SOCKET_PATH_BYTES = 100  # the operating systems' limits are 104 to 108
 READY_MESSAGE_BYTES = 256
 
 
@@ -137,7 +135,7 @@ class LocalServer:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> Address:
         directory = stack.enter_context(private_directory("spot-async-"))
-        _check_length(directory)
+        check_length(directory)
         uds = None if self._settings.port else str(directory / "http")
         credentials = Credentials.of_new_server()
         notifications = stack.enter_context(_notification_socket(directory / "ready"))
@@ -198,11 +196,6 @@ def torch_has_gpus() -> bool:
     if version is None or not version.is_file():
         return True  # nobody can say
     return re.search(r"^(cuda|hip)\b.*= '", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
-
-
-def _check_length(directory: Path) -> None:
-    if len(os.fsencode(directory)) + len("/ready") > SOCKET_PATH_BYTES:
-        raise ConfigError(f"{directory} is too long for a socket's path: set TMPDIR to a shorter directory")
 
 
 @contextlib.contextmanager

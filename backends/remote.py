@@ -51,7 +51,9 @@ class AttachedSettings(MeteredSettings):
         None, description="of a server that runs already, such as http://10.0.0.5:8000; a list for several"
     )
     served_model: str | None = Field(None, description="model name that requests carry; default: the one it serves")
-    api_key_env: str | None = Field(None, description="environment variable with the server's key")
+    api_key_env: str | None = Field(
+        None, description="environment variable with the server's key; default under launch: a random one"
+    )
     headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
     secret_headers: dict[str, str] = Field({}, description="request headers whose values are environment variables")
     proxy: str | None = Field(None, description="proxy's URL; default: that of HTTPS_PROXY or HTTP_PROXY")
@@ -188,11 +190,9 @@ class RemoteServer:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            url = self._where
-            if not isinstance(url, str):
-                self._launched = await stack.enter_async_context(self._launch(url))
-                url = self._launched.url
-            self.endpoint = await stack.enter_async_context(self._connection(url))
+            if not isinstance(self._where, str):
+                self._launched = await stack.enter_async_context(self._launch(self._where))
+            self.endpoint = await stack.enter_async_context(self._connection())
             if self._launched is not None:
                 await self._launched.until_ready(
                     lambda deadline: self.endpoint.get(self._ready_path, deadline=deadline)
@@ -308,20 +308,28 @@ class RemoteServer:
             model=self.files.directory,
             log_path=self._run_directory / "logs" / f"{self.name}.log",
             make_command=self._make_command,
+            key=self._configured_key,
             cores=self.settings.cores,
         )
 
-    def _connection(self, url: str) -> HttpEndpoint:
-        settings, section = self.settings, f"{self.role}.backend"
+    @property
+    def _configured_key(self) -> str | None:
+        variable = self.settings.api_key_env
+        return read_secret(f"{self.role}.backend", variable) if variable is not None else None
+
+    def _connection(self) -> HttpEndpoint:
+        settings, section, launched = self.settings, f"{self.role}.backend", self._launched
+        url = launched.url if launched is not None else str(self._where)
         return HttpEndpoint(
             self.name,
             url,
-            api_key=read_secret(section, settings.api_key_env) if settings.api_key_env is not None else None,
+            uds=launched.uds if launched is not None else None,
+            api_key=launched.key if launched is not None else self._configured_key,
             headers=settings.headers,
             secret_headers={name: read_secret(section, each) for name, each in settings.secret_headers.items()},
             read_error=self._read_error,
             verify=tls_context(self.role, settings.ca_certificates),
-            proxy=proxy_for(self.role, url, settings.proxy),
+            proxy=proxy_for(self.role, url, settings.proxy) if launched is None else None,
             access=access(section, url, settings.api_key_env, settings.secret_headers),
         )
 

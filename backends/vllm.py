@@ -37,6 +37,7 @@ from spot_async.types import (
 from . import vllm_health, vllm_sleeping
 from .health import Standstill
 from .held_weights import INITIAL, WeightNames
+from .launch import LaunchSettings
 from .limits import Limits
 from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation
@@ -67,6 +68,11 @@ class VllmBackend(RemoteBackend):
         self._settings = settings
         self._name = settings.server_name(role)
         self._is_student = role == "student"
+        if self._is_student and isinstance(settings.where, LaunchSettings) and settings.where.port is not None:
+            raise ConfigError(
+                f"student.backend.launch.port={settings.where.port}: vLLM asks for no key before it takes weights, so "
+                "every user of the machine could replace the student there: remove it, for a private socket"
+            )
         # One more than is asked for: the sampled token takes a place among those of its position.
         make_command = functools.partial(
             vllm_command,

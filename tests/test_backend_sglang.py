@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import stat
 import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from sglang_stand_in import (
     soon,
 )
 
-from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.launch import Doorway, LaunchSettings
 from spot_async.backends.local import LocalBackend
 from spot_async.backends.sglang import _prefixes
 from spot_async.backends.sglang_checks import check_ready, check_vocabulary
@@ -218,18 +219,31 @@ async def test_a_ping_asks_the_scheduler_and_which_weights_there_are(model: Path
             await backend.ping(deadline=soon(0.2))
 
 
-def test_a_server_of_ours_listens_on_loopback_and_names_its_first_weights() -> None:
+def test_a_server_of_ours_listens_on_loopback_with_its_key_in_a_file_and_names_its_first_weights(
+    tmp_path: Path,
+) -> None:
     launch = LaunchSettings(
         python="/env/bin/python", dtype="bfloat16", tensor_parallel_size=2, memory_fraction=0.7,
         arguments=["--enable-deterministic-inference"], environment={"X": "1"},
     )  # fmt: skip
-    command = sglang_command(launch, Path("/m"), 3000, sleeps=True)
+    command = sglang_command(launch, Path("/m"), Doorway(3000, tmp_path, "secret"), sleeps=True)
     text = " ".join(command.argv)
     assert text.startswith("/env/bin/python -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 3000 ")
     for part in ("--tp-size 2", "--mem-fraction-static 0.7", "--weight-version 0.0", "--enable-memory-saver"):
         assert part in text
     assert text.endswith(" --enable-deterministic-inference")  # what users add comes last
     assert command.environment["X"] == "1"
+    file = tmp_path / "flags.yaml"
+    assert f"--config {file}" in text
+    assert "secret" not in text
+    assert file.read_text() == "api-key: secret\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_file_of_flags_besides_ours_is_refused_before_the_server_refuses_it(tmp_path: Path) -> None:
+    launch = LaunchSettings(python="/env/bin/python", arguments=["--config", "mine.yaml"])
+    with pytest.raises(ConfigError, match=r"launch\.arguments: --config names the file with the server's key: give"):
+        sglang_command(launch, Path("/m"), Doorway(3000, tmp_path, "secret"))
 
 
 def test_prefixes_of_many_positions_take_the_memory_of_one_sequence():

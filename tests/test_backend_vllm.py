@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from vllm_stand_in import (
 )
 
 from spot_async.backends import vllm_health, vllm_launch
-from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.launch import Doorway, LaunchSettings
+from spot_async.backends.vllm import VllmBackend
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -195,12 +197,13 @@ def test_the_command_has_the_flags_that_the_installed_version_knows(
         arguments=["--max-model-len", "5121"],
         environment={"VLLM_LOGGING_LEVEL": "ERROR"},
     )
-    command = vllm_launch.vllm_command(settings, Path("/models/student"), 8123, max_logprobs=65, takes_weights=True)
+    doorway = Doorway(8123, Path("/tmp/spot-server-x"), "secret")
+    command = vllm_launch.vllm_command(settings, Path("/models/student"), doorway, max_logprobs=65, takes_weights=True)
     given = " ".join(command.argv)
     assert ("--enable-scale-out" in command.argv) == flag
     for part in (
         "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --model /models/student",
-        "--host 127.0.0.1 --port 8123",
+        "--uds /tmp/spot-server-x/http",
         "--max-logprobs 65 --dtype bfloat16 --tensor-parallel-size 2",
         "--enable-prompt-tokens-details --gpu-memory-utilization 0.5",
     ):
@@ -208,5 +211,22 @@ def test_the_command_has_the_flags_that_the_installed_version_knows(
     assert list(command.argv[-2:]) == ["--max-model-len", "5121"]
     assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert command.environment["VLLM_LOGGING_LEVEL"] == "ERROR"
-    teacher = vllm_launch.vllm_command(settings, Path("/models/teacher"), 8124, max_logprobs=65, takes_weights=False)
+    assert command.uds == "/tmp/spot-server-x/http"
+    settings = settings.model_copy(update={"port": 8123})
+    teacher = vllm_launch.vllm_command(settings, Path("/models/teacher"), doorway, max_logprobs=65, takes_weights=False)
     assert "VLLM_SERVER_DEV_MODE" not in teacher.environment
+    assert "--host 127.0.0.1 --port 8123" in " ".join(teacher.argv)
+    assert teacher.uds is None
+    for each in (command, teacher):
+        assert each.environment["VLLM_API_KEY"] == "secret"
+        assert not any("secret" in word for word in each.argv)
+
+
+def test_a_student_of_ours_listens_at_no_port_where_every_user_could_replace_it(
+    random_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    settings = VllmBackend.Settings(launch=LaunchSettings(python=sys.executable, port=8123))
+    given = {"model": str(random_model()), "run_directory": tmp_path}
+    with pytest.raises(ConfigError, match=r"student\.backend\.launch\.port=8123: vLLM asks for no key before it"):
+        VllmBackend(settings, role="student", **given)
+    VllmBackend(settings, role="teacher", **given)  # which takes none

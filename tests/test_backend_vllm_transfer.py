@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from spot_async.backends import vllm_launch
-from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.launch import Doorway, LaunchSettings
 from spot_async.backends.remote import RemoteServer
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm_client import read_error
@@ -224,9 +224,8 @@ async def test_a_server_whose_weights_may_be_mixed_stays_paused(connect: Connect
 def test_a_students_server_of_ours_is_started_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_launch, "installed_version", lambda *_: "0.32.0")
     config = transfer_config(WeightSettings(transport="distributed"))
-    command = partial(
-        vllm_launch.vllm_command, LaunchSettings(python="python"), Path("m"), 1, max_logprobs=1, weight_transfer=config
-    )
+    launch, doorway = LaunchSettings(python="python"), Doorway(1, Path("/tmp/x"), "secret")
+    command = partial(vllm_launch.vllm_command, launch, Path("m"), doorway, max_logprobs=1, weight_transfer=config)
     student = list(command(takes_weights=True).argv)
     assert json.loads(student[student.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
     assert "--weight-transfer-config" not in command(takes_weights=False).argv

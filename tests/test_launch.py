@@ -36,7 +36,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(7)
         ready = self.path != "/health" or time.monotonic() > started + 0.5
         told = {"pid": os.getpid(), "worker": worker.pid, "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-                "own": os.environ.get("OWN"), "model": sys.argv[2]}
+                "own": os.environ.get("OWN"), "model": sys.argv[2], "key": self.headers["Authorization"]}
         self.send_response(200 if ready else 503)
         self.end_headers()
         self.wfile.write(json.dumps(told).encode())
@@ -45,8 +45,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def serve(settings, model, port):
-    return Command([settings.python, "-c", SERVER, str(port), str(model)], {"OWN": "adapter"}, "json")
+def serve(settings, model, doorway):
+    return Command([settings.python, "-c", SERVER, str(doorway.port), str(model)], {"OWN": "adapter"}, "json")
 
 
 # As vLLM's log: what went wrong in its engine comes long before what its server says of it.
@@ -59,11 +59,11 @@ raise SystemExit("\x1b[31mRuntimeError: the engine failed, see above\x1b[0m\ncle
 """
 
 
-def crash(settings, model, port):
+def crash(settings, model, doorway):
     return Command([settings.python, "-c", CRASH])
 
 
-def hang(settings, model, port):
+def hang(settings, model, doorway):
     return Command([settings.python, "-c", "import time; print('loading', flush=True); time.sleep(600)"])
 
 
@@ -101,6 +101,55 @@ async def test_a_server_is_started_waited_for_spoken_to_and_stopped_with_its_wor
     assert not is_alive(told["pid"])
     assert not is_alive(told["worker"])
     assert (tmp_path / "logs" / "student.log").exists()
+
+
+# Says its key as SGLang does, in two writes too, and as its last words.
+TALKATIVE = """
+import os, sys, time
+key = open(sys.argv[1]).read()
+print(f"args=(api_key='{key}')")
+sys.stdout.write("again: " + key[:7])
+sys.stdout.flush()
+time.sleep(0.1)
+print(key[7:], "SPOT_ASYNC_SECRET" in os.environ, flush=True)
+sys.stderr.write(f"ValueError: no key like {key}")
+sys.exit(1)
+"""
+
+
+async def test_a_key_that_a_server_says_is_in_no_log_and_no_error(tmp_path):
+    told = []
+
+    def talk(settings, model, doorway):
+        told.append(doorway)
+        (doorway.directory / "key").write_text(doorway.key)
+        return Command([settings.python, "-c", TALKATIVE, str(doorway.directory / "key")])
+
+    with pytest.raises(ProcessDiedError, match=r"exited with code 1: ValueError: no key like \*\*\* \(log") as raised:
+        await server(tmp_path, talk).__aenter__()
+    (doorway,) = told
+    log = (tmp_path / "logs" / "student.log").read_text()
+    assert log == "args=(api_key='***')\nagain: *** False\nValueError: no key like ***"  # it was not told to hide it
+    for said in (log, str(raised.value), *raised.value.__notes__, repr(doorway)):
+        assert doorway.key not in said
+    assert not doorway.directory.exists()
+
+
+async def test_a_server_is_asked_with_the_key_that_its_user_chose_or_one_of_its_own(tmp_path, monkeypatch):
+    def keyed(settings, model, doorway):
+        keys.append(doorway.key)
+        return serve(settings, model, doorway)
+
+    keys = []
+    monkeypatch.setenv("CHOSEN", "a key")
+    for variable in ("CHOSEN", None):
+        settings = RemoteSettings(kind="fake", launch=LaunchSettings(python=sys.executable), api_key_env=variable)
+        running = RemoteServer(settings, role="student", model=STUDENT, run_directory=tmp_path, make_command=keyed)
+        async with running:
+            told = await running.get("/told", dict, deadline=soon())
+            assert told["key"] == f"Bearer {keys[-1]}"
+    assert keys[0] == "a key"
+    assert len(keys[1]) == 64
 
 
 async def test_a_server_that_ends_by_itself_is_named_and_explained_by_its_log(tmp_path):

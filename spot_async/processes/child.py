@@ -74,13 +74,16 @@ class ChildProcess:
         log_path: Path,
         environment: Mapping[str, str] | None = None,
         cores: Collection[int] | None = None,
+        secret: str | None = None,
     ) -> ChildProcess:
         """Start a program that knows nothing of us, so that nothing of it outlives its end, `stop` or our own death.
 
-        `pid` is the guard's. What Python modules are found by comes from `environment` alone.
+        `pid` is the guard's. What Python modules are found by comes from `environment` alone. Where the program says
+        `secret`, its log has asterisks.
         """
+        hidden = {guard.SECRET_VARIABLE: secret} if secret is not None else {}
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
-        process = await _spawn(guarded, log_path, foreign_environment(environment or {}), cores)
+        process = await _spawn(guarded, log_path, foreign_environment({**(environment or {}), **hidden}), cores)
         return cls(name, process, log_path, is_foreign=True)
 
     @property

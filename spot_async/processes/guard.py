@@ -19,6 +19,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,9 @@ from typing import NoReturn
 
 LEFTOVER_GRACE_S = 5.0  # how long what the program left behind gets to remove its shared memory and files
 TRACKER_GRACE_S = 1.0
+LOG_GRACE_S = 5.0  # for the rest of a log, where not all that might add to it can be seen to have ended
+SECRET_VARIABLE = "SPOT_ASYNC_SECRET"  # what the program's log must not show, such as a key that the program prints
+REDACTED = b"***"
 CORES_VARIABLE = "SPOT_ASYNC_CORES"  # numbers of the cores that our parent wants us on
 KILL_INTERVAL_S = 0.05  # pause between two looks for processes that were started while others were killed
 
@@ -45,13 +49,21 @@ class Guard:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.environ.pop("SPOT_ASYNC_PARENT", str(os.getppid())) != str(os.getppid()):
             raise SystemExit("the orchestrator died before its server was started")
+        secret = os.environ.pop(SECRET_VARIABLE, None)
         take_given_cores()  # before there is anything that would not follow
 
         def before_exec() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
 
-        self._program = subprocess.Popen(command, preexec_fn=before_exec)  # kept: when deleted it would wait by itself
+        said, output = os.pipe() if secret else (None, None)
+        # Kept: when deleted it would wait by itself.
+        self._program = subprocess.Popen(command, preexec_fn=before_exec, stdout=output, stderr=output)
+        self._log: threading.Thread | None = None
+        if secret and said is not None and output is not None:
+            os.close(output)  # the program's; what it says ends with the last process that has it
+            self._log = threading.Thread(target=_copy_without, args=(secret.encode(), said), daemon=True)
+            self._log.start()
         self.status: int | None = None  # of the program, once it ended
         self._has_children = True
 
@@ -71,6 +83,8 @@ class Guard:
             self._signal_tree(signal.SIGKILL)
             self._wait(lambda: not self._has_children, KILL_INTERVAL_S)
         assert self.status is not None
+        if self._log is not None:
+            self._log.join(LOG_GRACE_S)
         return self.status
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> int | None:
@@ -109,6 +123,14 @@ class Guard:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 if spared is None or spared.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, number)
+
+
+def _copy_without(secret: bytes, source: int) -> None:
+    """Write what is said to our own output, line by line. What cannot be written is lost: no reason to hold it up."""
+    with open(source, "rb") as lines:
+        for line in lines:
+            with contextlib.suppress(OSError):
+                os.write(sys.stdout.fileno(), line.replace(secret, REDACTED))
 
 
 def take_given_cores() -> None:

@@ -6,12 +6,15 @@ Of a process that is killed they stay: nobody is left to remove them.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spot_async.errors import StorageError
+from spot_async.errors import ConfigError, StorageError
+
+SOCKET_PATH_BYTES = 100  # the operating systems' limits are 104 to 108
 
 _open: set[Path] = set()
 
@@ -41,3 +44,9 @@ def remove_private_directories() -> None:
     """Remove those that are still open: for a process that is about to end without leaving anything in order."""
     for path in list(_open):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def check_length(directory: Path) -> None:
+    """Raises `ConfigError` for a directory whose path is too long for a socket in it."""
+    if len(os.fsencode(directory)) + len("/ready") > SOCKET_PATH_BYTES:
+        raise ConfigError(f"{directory} is too long for a socket's path: set TMPDIR to a shorter directory")

@@ -38,5 +38,5 @@ class Credentials:
 
 
 def new_secret() -> str:
-    """What nobody guesses, and any header can carry."""
-    return secrets.token_urlsafe(32)
+    """What nobody guesses, any header can carry, and no command line takes for an option."""
+    return secrets.token_hex(32)

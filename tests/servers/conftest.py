@@ -22,7 +22,7 @@ import pytest
 from server_process import RunningServer, run_server
 from tiny_models import make_model
 
-from spot_async.backends.launch import LaunchSettings, free_port
+from spot_async.backends.launch import Doorway, LaunchSettings, free_port
 from spot_async.backends.sglang_launch import sglang_command
 from spot_async.backends.vllm_launch import vllm_command
 
@@ -54,6 +54,9 @@ SGLANG_ARGUMENTS = [
 # So many seconds pass before it looks whether a client has hung up: places that become free before were freed by the
 # adapter.
 SGLANG_ENVIRONMENT = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "600"}
+
+
+NO_KEY = ""  # for servers that tests attach to, as one asks an operator's
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,14 @@ def start_vllm(vllm_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFac
         scale_out: bool = True,
         port: int | None = None,
     ) -> Iterator[RunningServer]:
-        settings = vllm_launch.model_copy(update={"arguments": [*VLLM_ARGUMENTS, *arguments]})
         port = port or free_port()
-        command = vllm_command(settings, model, port, max_logprobs=max_logprobs, takes_weights=takes_weights)
+        settings = vllm_launch.model_copy(update={"arguments": [*VLLM_ARGUMENTS, *arguments], "port": port})
+        directory = tmp_path_factory.mktemp("vllm")
+        doorway = Doorway(port, directory, NO_KEY)
+        command = vllm_command(settings, model, doorway, max_logprobs=max_logprobs, takes_weights=takes_weights)
         argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
-        log_path = tmp_path_factory.mktemp("vllm") / "log"
-        with run_server(argv, environment=command.environment, port=port, model=model, log_path=log_path) as server:
+        environment, log_path = command.environment, directory / "log"
+        with run_server(argv, environment=environment, port=port, model=model, log_path=log_path) as server:
             yield server
 
     return start
@@ -148,8 +153,9 @@ def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPat
     def start(model: Path, *arguments: str, port: int | None = None) -> Iterator[RunningServer]:
         settings = sglang_launch.model_copy(update={"arguments": [*SGLANG_ARGUMENTS, *arguments]})
         port = port or free_port()
-        command = sglang_command(settings, model, port)
-        log_path = tmp_path_factory.mktemp("sglang") / "log"
+        directory = tmp_path_factory.mktemp("sglang")
+        command = sglang_command(settings, model, Doorway(port, directory, NO_KEY))
+        log_path = directory / "log"
         with run_server(
             command.argv,
             environment=command.environment,
