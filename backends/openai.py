@@ -20,13 +20,13 @@ from pydantic import Field
 
 from spot_async.concurrency import gather
 from spot_async.config import OneOrMore
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError, TransientError
 from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
 
 from .connection import Url
 from .openai_billing import request_size
 from .openai_chat import ChatReply, user_message
-from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, read_error
+from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, failed_at, read_error
 from .openai_probes import probe
 from .openai_replies import (
     Completion,
@@ -120,12 +120,14 @@ class OpenAIBackend(RemoteBackend):
         await self._server.watch()
 
     async def ping(self, *, deadline: float) -> None:
-        """What costs nothing: the list of models, and any refusal but "unavailable". An endpoint whose front answers
-        for an engine that does not is found by the requests' own deadlines only."""
+        """What costs nothing: the list of models, and any refusal but "unavailable"; a 5xx of one that lists none.
+        An endpoint whose front answers for an engine that does not is found by the requests' own deadlines only."""
         try:
             await self._server.endpoint.get(MODELS, deadline=deadline)
-        except (PermanentError, ThrottledError) as error:
-            if error.exchange is not None and error.exchange.status == UNAVAILABLE:
+        except (PermanentError, ThrottledError, TransientError) as error:
+            status = error.exchange.status if error.exchange is not None else None
+            never_listed = self._found is not None and not self._dialect.lists_models
+            if status == UNAVAILABLE or (isinstance(error, TransientError) and not (failed_at(error) and never_listed)):
                 raise
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
@@ -203,6 +205,7 @@ class OpenAIBackend(RemoteBackend):
             score_temperature=dialect.score_temperature,
             generation_temperature=dialect.generation_temperature,
             server=dialect.description,
+            unscored=dialect.unscored,
         )
 
     async def _honours_seeds(self, ids: IntArray, deadline: float) -> bool:
@@ -219,6 +222,10 @@ class OpenAIBackend(RemoteBackend):
             first, *others = await gather(sample(seed) for seed in range(3))
             again = await sample(0)
         except (PermanentError, PoisonedReplyError):  # such as an end token of its own
+            return False
+        except TransientError as error:
+            if not failed_at(error):
+                raise
             return False
         return first == again and any(other != first for other in others)
 

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from spot_async.errors import PermanentError, RequestError
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    PoisonedReplyError,
+    RequestError,
+    TransientError,
+)
 from spot_async.types import LogprobTemperature, SamplingSettings
 
 from .advice import wants_tls
@@ -28,6 +34,7 @@ TEXT_EXTENSIONS: Mapping[str, Any] = {"add_special_tokens": False}
 # What vLLM and SGLang else take from the model's generation_config.json, beside what every request says.
 UNTRUNCATED: Mapping[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 MAX_STOP_TEXTS = 4  # of OpenAI's API
+ANSWER_CHARACTERS = 160  # of each answer in a refusal that names several
 
 Scoring = Literal["prompt_logprobs", "echo", "echo_and_generate"]
 
@@ -42,6 +49,7 @@ class Dialect:
 
     model: str
     max_context_tokens: int | None = None  # as it says itself
+    lists_models: bool = True
     chat_length_key: str | None = None  # of an endpoint that only chats: its name for max_tokens
     token_id_prompts: bool = False
     prepends_start: bool = False  # puts its start token before a text
@@ -50,6 +58,7 @@ class Dialect:
     sampled_token_ids: bool = False
     generation_logprobs: bool = False
     scoring: Scoring | None = None  # None: it scores no given tokens
+    unscored: str = ""  # why: what it was asked, and what it answered
     keyed_by_text: bool = False  # its top log-probabilities
     max_top_k: int = 0  # of scores
     score_temperature: LogprobTemperature = "one"
@@ -120,6 +129,35 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     if status == 404 and "model" in reply.said.lower():
         return PermanentError(f"{message}; set {role}.backend.served_model to a model that it serves")
     return UnsupportedError(message) if status in (400, 404, 405, 422, 501) else None
+
+
+def failed_at(error: RequestError) -> bool:
+    """Whether the endpoint failed over a request: a 5xx, or a reply that cannot be read.
+
+    To a question of the start that may be the answer, or trouble that passes.
+    """
+    status = error.exchange.status if error.exchange is not None else None
+    is_5xx = isinstance(error, TransientError) and status is not None and status >= 500
+    return isinstance(error, PoisonedReplyError) or (is_5xx and not isinstance(error, DeadlineExceededError))
+
+
+def question(path: str, body: Mapping[str, Any] | None = None) -> str:
+    """A request of the start, for people: its path and what decides whether it is understood."""
+    said = {name: value for name, value in (body or {}).items() if name not in ("model", "messages")}
+    if "prompt" in said:
+        said["prompt"] = "text" if isinstance(said["prompt"], str) else "token ids"
+    fields = ", ".join(
+        f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in said.items()
+    )
+    return f"{path} {{{fields}}}" if fields else path
+
+
+def as_said(answers: Sequence[tuple[str, str]]) -> str:
+    """Questions and their answers as one line; each answer once."""
+    asked: dict[str, list[str]] = {}
+    for each, answer in answers:
+        asked.setdefault(answer[:ANSWER_CHARACTERS], []).append(each)
+    return "; ".join(f"asked {' and '.join(each)}: {answer}" for answer, each in asked.items())
 
 
 def _stop_texts(sampling: SamplingSettings, tokenizer: PreTrainedTokenizerBase) -> list[str]:

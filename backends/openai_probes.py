@@ -1,27 +1,46 @@
 """Finds out what an OpenAI-compatible endpoint understands, by asking it at start-up. Nothing is assumed.
 
 Every probe is a real request of a few tokens. A refusal of a request's form (400, 404, 422) means that the endpoint
-does not speak so. An endpoint that asks to be left alone is asked again later; every other failure is its trouble and
-stops the start. Probes of generation are sent as generations are, so that no field is refused only later.
+does not speak so. So does a 5xx or a reply that cannot be read, since gateways answer so what they cannot pass on. But
+it may be trouble that passes as well, and then everything is asked once more. An endpoint that asks to be left alone is
+asked again later; every other failure is its trouble and stops the start. Probes of generation are sent as generations
+are, so that no field is refused only later.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, DeadlineExceededError, RequestError, TransientError
 from spot_async.types import LogprobTemperature, SamplingSettings
 
 from .openai_billing import request_size
-from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, UNTRUNCATED, Dialect, Scoring, UnsupportedError
+from .openai_chat import ChatReply
+from .openai_dialect import (
+    CHAT,
+    COMPLETIONS,
+    MODELS,
+    PROBE_TEXT,
+    UNTRUNCATED,
+    Dialect,
+    Scoring,
+    UnsupportedError,
+    as_said,
+    failed_at,
+    question,
+)
 from .openai_replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
 from .remote import RemoteServer
+from .replies import only
 from .throttling import when_free
 from .token_texts import TOKEN_ID_PREFIX
 
@@ -29,6 +48,11 @@ LARGEST_K_ASKED = 256
 OTHER_TEMPERATURE = 0.5
 SAME_NATS = 0.1  # more than noise, less than another temperature changes
 CHAT_PROBE_TOKENS = 16
+NO_SUCH_PATH = ("HTTP 404", "HTTP 405")
+PAUSE_S = 0.5  # before everything is asked once more
+
+T = TypeVar("T")
+R = TypeVar("R", Completion, ChatReply)
 
 
 async def probe(server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping[str, Any], deadline: float) -> Dialect:
@@ -46,10 +70,36 @@ class _Prober:
         self._deadline = deadline
         ends = tuple(server.files.vocabulary.end_token_ids)
         self._sampling = SamplingSettings(max_tokens=1, stop_token_ids=ends, seed=1)
+        self._refused: list[tuple[str, str]] = []  # questions that were not understood, with their answers
+        self._has_failed = False  # at one of them
 
     async def find(self) -> Dialect:
-        model, context = await self._model()
-        dialect = Dialect(model=model, max_context_tokens=context)
+        """Where the endpoint failed at a question, what it says to all of them the second time."""
+        try:
+            found = await self._interview()
+            if not self._has_failed:
+                return found
+        except DeadlineExceededError:
+            raise
+        except (ConfigError, TransientError, UnsupportedError):
+            if not self._has_failed:
+                raise
+        await asyncio.sleep(PAUSE_S)
+        found = await self._interview()
+        if self._has_failed:
+            log = structlog.get_logger()
+            log.warning("an endpoint failed twice at questions, so it is not asked so", said=as_said(self._refused))
+        return found
+
+    async def _interview(self) -> Dialect:
+        self._refused, self._has_failed = [], False
+        try:
+            return await self._questions()
+        except DeadlineExceededError as error:
+            raise error.reworded(f"{error}; {as_said(self._refused)}") if self._refused else error from None
+
+    async def _questions(self) -> Dialect:
+        dialect = await self._model()
         found = await self._completions(dialect)
         if found is None:
             return await self._chat(dialect)
@@ -60,43 +110,60 @@ class _Prober:
             dialect = replace(dialect, generation_temperature=await self._generation_temperature(dialect))
         return dialect
 
-    async def _model(self) -> tuple[str, int | None]:
+    async def _model(self) -> Dialect:
         """The model's name, and the context that the endpoint states (vLLM and SGLang do)."""
         wanted, role = self._server.settings.served_model, self._server.role
+        get = functools.partial(self._server.get, MODELS, _Models, deadline=self._deadline)
         try:
-            get = functools.partial(self._server.get, MODELS, _Models, deadline=self._deadline)
-            listed = await when_free(get, self._deadline)
+            listed: _Models | None = await self._understood(question(MODELS), get)
         except UnsupportedError:
-            listed = _Models(data=[])
-        names = [each.id for each in listed.data]
+            listed = None
+        models = listed.data if listed is not None else []
+        names = [each.id for each in models]
         if wanted is None and len(names) != 1:
             known = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            raise ConfigError(f"{role}.backend.served_model: required, since the endpoint serves {known or 'no list'}")
+            if listed is None:
+                known = f"no list ({as_said(self._refused)})"
+            raise ConfigError(f"{role}.backend.served_model: required, since the endpoint serves {known or 'no model'}")
         name = wanted or names[0]
-        return name, next((each.max_model_len for each in listed.data if each.id == name), None)
+        context = next((each.max_model_len for each in models if each.id == name), None)
+        return Dialect(model=name, max_context_tokens=context, lists_models=listed is not None)
 
     async def _completions(self, dialect: Dialect) -> Dialect | None:
         """The best form of request that it takes; None when it has no completions."""
         for token_id_prompts in (True, False):
-            for extensions in (True, False):
-                for logprobs in (True, False):
-                    asked = replace(dialect, token_id_prompts=token_id_prompts, extensions=extensions)
-                    reply = await self._tried(asked, {"logprobs": 1} if logprobs else {})
-                    if reply is not None:
-                        choice = reply.only
-                        return replace(
-                            asked,
-                            prepends_start=_prompt_tokens(reply) == len(self._prompt_ids) + 1,
-                            generation_logprobs=choice.logprobs is not None,
-                            sampled_token_ids=_names_ids(choice) and choice.logprobs is not None,
-                        )
+            asked = replace(dialect, token_id_prompts=token_id_prompts)
+            if (best := await self._form(asked, extensions=True, logprobs=True)) is not None:
+                return best
+            if (plainest := await self._form(asked, extensions=False, logprobs=False)) is None:
+                continue  # nor anything between the two
+            for extensions, logprobs in ((True, False), (False, True)):
+                if (better := await self._form(asked, extensions=extensions, logprobs=logprobs)) is not None:
+                    return better
+            return plainest
         return None
+
+    async def _form(self, dialect: Dialect, *, extensions: bool, logprobs: bool) -> Dialect | None:
+        """The dialect with what is found of it by a completion of this form; None when that is not understood."""
+        asked = replace(dialect, extensions=extensions)
+        reply = await self._tried(asked, {"logprobs": 1} if logprobs else {})
+        if reply is None:
+            return None
+        choice = reply.only
+        return replace(
+            asked,
+            prepends_start=_prompt_tokens(reply) == len(self._prompt_ids) + 1,
+            generation_logprobs=choice.logprobs is not None,
+            sampled_token_ids=_names_ids(choice) and choice.logprobs is not None,
+        )
 
     async def _tried(self, asked: Dialect, more: Mapping[str, Any]) -> Completion | None:
         prompt = self._prompt(asked)
         body = {"model": asked.model, "prompt": prompt, "max_tokens": 1, **asked.extra, **more}
         reply = await self._ask(body)
         if reply is not None and asked.token_id_prompts and _prompt_tokens(reply) not in (None, len(self._prompt_ids)):
+            read = f"read {_prompt_tokens(reply)} tokens where {len(self._prompt_ids)} were sent"
+            self._refused.append((question(COMPLETIONS, body), read))
             return None  # it took the list for something else
         return reply
 
@@ -106,11 +173,12 @@ class _Prober:
         async def ask(asked: Dialect) -> None:
             await self._post(asked.generate_body(self._prompt(asked), self._sampling, self._tokenizer))
 
+        before = len(self._refused)
         try:
             return await self._untruncated(dialect, ask)
-        except UnsupportedError as error:
-            role = self._server.role
-            raise ConfigError(f"{role}.backend.url: refuses to sample as a run asks it: {error}") from None
+        except UnsupportedError:
+            said = as_said(self._refused[before:])
+            raise ConfigError(f"{self._server.role}.backend.url: refuses to sample as a run asks it: {said}") from None
 
     async def _untruncated(self, dialect: Dialect, ask: Callable[[Dialect], Awaitable[None]]) -> Dialect:
         """The dialect with the fields that switch truncation off, as far as the endpoint takes them.
@@ -133,6 +201,7 @@ class _Prober:
 
     async def _scoring(self, dialect: Dialect) -> Dialect:
         ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")
+        before = len(self._refused)
         for way in ways:
             asked = replace(dialect, scoring=way)
             choice = await self._scored(asked, 1)
@@ -147,7 +216,9 @@ class _Prober:
                 by_text = not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens)
                 asked = replace(asked, keyed_by_text=by_text)
                 return replace(asked, max_top_k=await self._largest_k(asked))
-        return dialect
+            body = asked.score_body(self._prompt(asked), 1)
+            self._refused.append((question(COMPLETIONS, body), "no log-probabilities of the prompt in the answer"))
+        return replace(dialect, unscored=as_said(self._refused[before:]))
 
     async def _scored(self, dialect: Dialect, k: int) -> Choice | None:
         reply = await self._ask(dialect.score_body(self._prompt(dialect), k))
@@ -169,25 +240,27 @@ class _Prober:
 
     async def _counted(self, dialect: Dialect, k: int) -> int:
         """How many of K it really gave: some endpoints cut without a word. Texts that collide are no cut."""
-        choice = await self._scored(dialect, k)
-        assert choice is not None
+        choice = (await self._post(dialect.score_body(self._prompt(dialect), k))).only
         given = max(map(len, _rows(choice)))
         return k if given >= k or (dialect.keyed_by_text and given > k // 2) else max(1, given - 1)
 
     async def _score_temperature(self, dialect: Dialect) -> LogprobTemperature:
+        """A refusal of another temperature than 1 means 1."""
         prompt = self._prompt(dialect)
         one, other = [
-            (await self._post(dialect.score_body(prompt, 1, temperature=temperature))).only
+            await self._ask(dialect.score_body(prompt, 1, temperature=temperature))
             for temperature in (1.0, OTHER_TEMPERATURE)
         ]
-        return "one" if _same_numbers(one, other) else "request"
+        return "one" if one is None or other is None or _same_numbers(one.only, other.only) else "request"
 
     async def _generation_temperature(self, dialect: Dialect) -> LogprobTemperature:
+        """Likewise."""
         found = []
         for temperature in (1.0, OTHER_TEMPERATURE):
             sampling = msgspec.structs.replace(self._sampling, temperature=temperature)
             body = dialect.generate_body(self._prompt(dialect), sampling, self._tokenizer)
-            logprobs = (await self._post({**body, "logprobs": 2})).only.logprobs
+            reply = await self._ask({**body, "logprobs": 2})
+            logprobs = reply.only.logprobs if reply is not None else None
             rows = logprobs.top_logprobs if logprobs is not None else None
             found.append(read_echoed_row(rows[0]) if rows else {})
         one, other = found
@@ -198,20 +271,16 @@ class _Prober:
         sampling = msgspec.structs.replace(self._sampling, max_tokens=CHAT_PROBE_TOKENS)
 
         async def ask(asked: Dialect) -> None:
-            body = {**self._fields, **asked.chat_body(PROBE_TEXT, sampling)}
-            size = request_size(body, len(self._prompt_ids))
-            post = functools.partial(self._server.post, CHAT, body, Any, deadline=self._deadline, size=size)
-            await when_free(post, self._deadline)
+            await self._posted(CHAT, asked.chat_body(PROBE_TEXT, sampling), ChatReply)
 
+        unscored = replace(dialect, unscored=as_said(self._refused))
         for key in ("max_completion_tokens", "max_tokens"):
-            try:
-                return await self._untruncated(replace(dialect, chat_length_key=key), ask)
-            except UnsupportedError as error:
-                refused = error
-        raise ConfigError(
-            f"{self._server.role}.backend.url: answers neither {COMPLETIONS} nor {CHAT} ({refused}); the url is what "
-            "comes before /v1"
-        )
+            with contextlib.suppress(UnsupportedError):
+                return await self._untruncated(replace(unscored, chat_length_key=key), ask)
+        message = f"{self._server.role}.backend.url: answers neither {COMPLETIONS} nor {CHAT}: {as_said(self._refused)}"
+        if all(answer.startswith(NO_SUCH_PATH) for _, answer in self._refused):
+            message += "; the url is what comes before /v1"
+        raise TransientError(message) if self._has_failed else ConfigError(message)
 
     def _prompt(self, dialect: Dialect) -> list[int] | str:
         return self._prompt_ids if dialect.token_id_prompts else PROBE_TEXT
@@ -223,10 +292,32 @@ class _Prober:
             return None
 
     async def _post(self, body: Mapping[str, Any]) -> Completion:
+        return await self._posted(COMPLETIONS, body, Completion)
+
+    async def _posted(self, path: str, body: Mapping[str, Any], kind: type[R]) -> R:
         sent = {**self._fields, **body}
         size = request_size(sent, len(self._prompt_ids))
-        post = functools.partial(self._server.post, COMPLETIONS, sent, Completion, deadline=self._deadline, size=size)
-        return await when_free(post, self._deadline)
+
+        decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(kind)
+
+        def decode(raw: bytes) -> R:
+            reply = decoder.decode(raw)
+            only(reply.choices)  # one that has another number of them is none
+            return reply
+
+        ask = functools.partial(self._server.ask, path, sent, decode, deadline=self._deadline, size=size)
+        return await self._understood(question(path, body), ask)
+
+    async def _understood(self, asked: str, ask: Callable[[], Awaitable[T]]) -> T:
+        """The answer. Raises `UnsupportedError` where the question was not understood, and notes what was said."""
+        try:
+            return await when_free(ask, self._deadline)
+        except RequestError as error:
+            if not isinstance(error, UnsupportedError) and not failed_at(error):
+                raise
+            self._has_failed = self._has_failed or failed_at(error)
+            self._refused.append((asked, str(error).partition(": ")[2]))
+            raise error if isinstance(error, UnsupportedError) else UnsupportedError(str(error)) from None
 
 
 async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | None]]) -> tuple[int, bool]:

@@ -277,6 +277,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     vocab_fingerprint: str  # equal for two servers whose tokenizers map the same ids to the same tokens
     max_context_tokens: int
     max_top_k: int  # of scores; 0 where the server scores no given tokens
+    unscored: str = ""  # why it scores none, for people: what it was asked for, and what it answered
     max_generation_top_k: int = 0  # of generations, per sampled token
     # Of single positions that are asked for again (`protocols.PositionScorer`); 0: not offered. A server that serves
     # as many as `vocab_size` gives exact entropies there.

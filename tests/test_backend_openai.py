@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from spot_async.backends.failures import FailedReply, classify
 from spot_async.backends.launch import free_port
 from spot_async.backends.local import LocalBackend
 from spot_async.backends.openai import OpenAIBackend
 from spot_async.backends.openai_chat import user_message
-from spot_async.backends.openai_dialect import read_error
+from spot_async.backends.openai_dialect import Dialect, read_error
 from spot_async.backends.openai_probes import largest_served
 from spot_async.backends.openai_replies import (
     Completion,
@@ -32,7 +34,7 @@ from spot_async.backends.openai_replies import (
 from spot_async.backends.stepwise import run_at_once
 from spot_async.backends.text_alignment import align, as_text
 from spot_async.backends.token_texts import UNKNOWN, TokenTexts
-from spot_async.errors import PermanentError, PoisonedReplyError, TransientError
+from spot_async.errors import Exchange, PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.types import SamplingSettings
 
 DATA = Path(__file__).parent / "data" / "openai"
@@ -306,3 +308,29 @@ async def test_our_own_server_is_such_an_endpoint(
     np.testing.assert_array_equal(written.token_ids, again.token_ids)
     np.testing.assert_allclose(written.logprobs, read.logprobs, atol=2e-5)
     np.testing.assert_array_equal(written.topk_ids, read.topk_ids)
+
+
+@pytest.mark.parametrize(("lists_models", "status", "is_alive"), [
+    (True, 200, True), (True, 401, True), (True, 500, False), (True, 503, False),
+    (False, 500, True), (False, 502, True), (False, 503, False),
+])  # fmt: skip
+async def test_a_list_of_models_that_was_never_there_is_not_missed_by_a_ping(
+    random_model: Callable[..., Path], tmp_path: Path, lists_models: bool, status: int, is_alive: bool
+) -> None:
+    settings = OpenAIBackend.Settings(url="http://h", served_model="m")
+    backend = OpenAIBackend(settings, role="teacher", model=str(random_model()), run_directory=tmp_path)
+    backend._found, backend._dialect = object(), Dialect(model="m", lists_models=lists_models)  # type: ignore[assignment]
+
+    async def get(path: str, *, deadline: float) -> bytes:
+        if status == 200:
+            return b"{}"
+        error = classify("teacher", FailedReply(status))
+        error.exchange = Exchange("http://h", "GET", path, 0, None, status)
+        raise error
+
+    backend._server.endpoint = SimpleNamespace(get=get)  # type: ignore[assignment]
+    if is_alive:
+        await backend.ping(deadline=1.0)
+    else:
+        with pytest.raises(RequestError):
+            await backend.ping(deadline=1.0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 import structlog
-from replica_incidents import Server, ask, incident
+from replica_incidents import OFFERS, Server, ask, incident
 
 from spot_async.errors import (
     BudgetSpentError,
@@ -242,3 +243,21 @@ def test_a_replica_that_cannot_be_left_takes_no_time_from_the_others():
     with pytest.raises(OSError, match="gone"):
         incident(scenario, make=Leaving, number=2)
     assert servers[1].is_left
+
+
+def test_a_server_that_returns_with_less_is_asked_again_until_it_is_whole():
+    """A gateway that fails while it starts may seem not to take token ids: the run went by what was found first."""
+    found = [OFFERS, msgspec.structs.replace(OFFERS, max_top_k=1), OFFERS]
+
+    class Returning(Server):
+        async def capabilities(self, *, deadline):
+            return found.pop(0)
+
+    async def scenario(pool, made):
+        made[0][0].kill()
+        await asyncio.sleep(60.0)
+        assert not found
+        assert len(made[0]) == 3
+        assert pool.replicas[0].state is State.SERVING
+
+    incident(scenario, make=Returning)

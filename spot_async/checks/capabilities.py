@@ -73,6 +73,7 @@ def _too_few_candidates(config: Config, needs: PolicyNeeds, teacher: Capabilitie
         return (
             f"teacher.backend ({teacher.server}) scores no given tokens, policy {config.policy.kind} needs that: give "
             "another teacher.backend, or use policy kd with policy.forward_kl_weight=0"
+            + (f" ({teacher.unscored})" if teacher.unscored else "")
         )
     key = f"lower policy.{needs.teacher_top_k_key} to {teacher.max_top_k} or " if needs.teacher_top_k_key else ""
     return (

@@ -11,6 +11,16 @@ from spot_async.types import Capabilities
 
 VOCABULARY = ("vocab_size", "vocab_fingerprint")
 MODEL = ("model", *VOCABULARY)
+OFFERS = (  # what policies and stages rely on, and no restart changes by itself
+    "max_top_k",
+    "max_generation_top_k",
+    "candidate_logprobs",
+    "weight_update",
+    "generation",
+    "token_id_prompts",
+    "every_position",
+    "sampled_token_ids",
+)
 
 
 def check_same(expected: Capabilities, name: str, found: Capabilities, what: Sequence[str]) -> None:
@@ -20,6 +30,20 @@ def check_same(expected: Capabilities, name: str, found: Capabilities, what: Seq
             raise ConfigError(
                 f"{name} serves another model ({each} {getattr(found, each)}, not {getattr(expected, each)}): give all "
                 "servers of a role the same model, and keep it while the run goes on"
+            )
+
+
+def check_no_less(before: Capabilities, name: str, found: Capabilities) -> None:
+    """Raises ConfigError where a server that returns offers less than what the run was started with.
+
+    One that is not whole yet may say so: what it will do again soon is then asked for later.
+    """
+    together = combined([before, found])
+    for each in OFFERS:
+        if getattr(together, each) != getattr(before, each):
+            raise ConfigError(
+                f"{name} offers less than before ({each} {getattr(found, each)}, not {getattr(before, each)}): start "
+                "it as it was"
             )
 
 

@@ -28,7 +28,7 @@ from spot_async.errors import (
     StorageError,
 )
 from spot_async.protocols import HealthCheck
-from spot_async.replicas.capabilities import MODEL, check_same
+from spot_async.replicas.capabilities import MODEL, check_no_less, check_same
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, Replica, Report, Trouble
 from spot_async.replicas.weights import Weights
@@ -203,6 +203,7 @@ class Supervisor(Generic[B]):
         await replica.enter(replica.make())
         found = await replica.backend.capabilities(deadline=_now_s() + CAPABILITIES_TIMEOUT_S)
         check_same(replica.offers, replica.name, found, MODEL)
+        check_no_less(replica.offers, replica.name, found)
         replica.life.version = None
 
     @contextlib.asynccontextmanager
