@@ -277,13 +277,14 @@ def test_chat_only_endpoints_get_the_message_that_a_prompt_was_rendered_from_or_
 
 
 async def test_our_own_server_is_such_an_endpoint(
-    random_model: Callable[..., Path], tmp_path: Path, servers_on_threads: None
+    random_model: Callable[..., Path], tmp_path: Path, servers_on_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPOT_ASYNC_API_KEY", "sk-of-the-test")
     model, port = random_model(seed=4), free_port()
     prompt, response = np.array([3, 4, 5], np.int32), np.array([9, 8, 7, 30, 1], np.int32)
     local = LocalBackend(LocalBackend.Settings(port=port), role="teacher", model=str(model), run_directory=tmp_path)
     remote = OpenAIBackend(
-        OpenAIBackend.Settings(url=f"http://127.0.0.1:{port}/v1"),
+        OpenAIBackend.Settings(url=f"http://127.0.0.1:{port}/v1", api_key_env="SPOT_ASYNC_API_KEY"),
         role="teacher",
         model=str(model),
         run_directory=tmp_path,
