@@ -24,9 +24,19 @@ from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, T
 from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
 
 from .connection import Url
+from .masking import OPENAI_BAN, logit_bias
 from .openai_billing import request_size
 from .openai_chat import ChatReply, user_message
-from .openai_dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, failed_at, read_error
+from .openai_dialect import (
+    CHAT,
+    COMPLETIONS,
+    MODELS,
+    PROBE_TEXT,
+    Dialect,
+    UnsupportedError,
+    failed_at,
+    read_error,
+)
 from .openai_probes import probe
 from .openai_replies import (
     Completion,
@@ -106,6 +116,7 @@ class OpenAIBackend(RemoteBackend):
         self._dialect: Dialect
         self._texts: TokenTexts | None = None  # None where every token goes and comes by its id
         self._noise_nats = 0.0
+        self._refuses_bias = False
 
     async def __aenter__(self) -> Self:
         await self._server.__aenter__()
@@ -302,6 +313,7 @@ class OpenAIBackend(RemoteBackend):
         dialect = self._dialect
         prompt = prompt_ids.tolist() if dialect.token_id_prompts else self._prompt_text(prompt_ids)
         body = dialect.generate_body(prompt, sampling, self._tokenizer, top_k=top_k)
+        bias = {} if self._refuses_bias else logit_bias(sampling, self._files.vocab_size, OPENAI_BAN)
 
         def decode(reply: bytes) -> Generation:
             choice = _completion.decode(reply).only
@@ -313,9 +325,18 @@ class OpenAIBackend(RemoteBackend):
             vocab_size = self._files.vocab_size
             return check_generation(made, sampling, top_k=top_k, vocab_size=vocab_size, is_retokenized=by_us)
 
-        return await self._server.ask(
-            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
-        )
+        async def ask(body: Mapping[str, Any]) -> Generation:
+            size = request_size(body, len(prompt_ids))
+            return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=size)
+
+        if not (bias and dialect.sampled_token_ids):  # text holds no id without a token
+            return await ask(body)
+        try:
+            return await ask({**body, **bias})
+        except UnsupportedError:
+            reply = await ask(body)  # such rows are hardly ever sampled, and no such reply is taken
+        self._refuses_bias = True
+        return reply
 
     async def _chat(self, prompt_ids: IntArray, sampling: SamplingSettings, deadline: float) -> Generation:
         body = self._dialect.chat_body(user_message(self._role, self._tokenizer, prompt_ids), sampling)

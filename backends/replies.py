@@ -45,7 +45,7 @@ def check_generation(
     count = len(reply.token_ids)
     if not 0 < count <= sampling.max_tokens:
         raise PoisonedReplyError(f"{count} tokens where 1 to {sampling.max_tokens} were asked for")
-    _check_ids("token_ids", reply.token_ids, (count,), vocab_size)
+    _check_ids("token_ids", reply.token_ids, (count,), min(vocab_size, sampling.vocab_limit or vocab_size))
     check_logprobs("logprobs", reply.logprobs, (count,), least=LEAST_NATS)
     last = int(reply.token_ids[-1])
     if reply.finish_reason == "stop" and last not in sampling.stop_token_ids:

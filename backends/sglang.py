@@ -11,6 +11,7 @@ What the server does that callers should know:
   of what is cached or of the chunk that is read, and ends the server where that is not the whole sequence.
 * A seed acts only under --enable-deterministic-inference, and is ignored otherwise.
 * It ends a response at its model's own end tokens besides those of the request; `ignore_eos` would drop both.
+* A `logit_bias` changes the log-probabilities too: `sglang_generation.py`.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ from . import sglang_health, sglang_sleeping
 from .health import Standstill
 from .held_weights import WeightNames
 from .limits import Limits
+from .masking import logit_bias
 from .probing import differences, noise_nats, temperature_convention
 from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
 from .served_topk import bounded_scores, scored_positions
 from .sglang_checks import GENERATE, check_end, check_ready, check_vocabulary, probe_prompt, server_info
+from .sglang_generation import generate_below
 from .sglang_launch import PACKAGE, sglang_command
 from .sglang_replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
 from .sglang_weights import ModelInfo, ServerInfo, SglangWeights
@@ -137,9 +140,16 @@ class SglangBackend(RemoteBackend):
         deadline: float,
     ) -> Generation:
         self._limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
+        return await generate_below(self, prompt_ids, sampling, self._vocab_size, top_k=top_k, deadline=deadline)
+
+    async def sample(
+        self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
+    ) -> Generation:
+        """One request. A `vocab_limit` makes its log-probabilities those of the tokens that are left."""
         body = {
             "input_ids": prompt_ids.tolist(),
             "sampling_params": {
+                **logit_bias(sampling, self._vocab_size),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "max_new_tokens": sampling.max_tokens,
@@ -192,7 +202,7 @@ class SglangBackend(RemoteBackend):
         self._check_temperature(temperature)
         self._limits.check_positions(positions, response_ids)
         asked = ((prefix, None) for prefix in _prefixes(prompt_ids, response_ids, positions))
-        found = await self._next_tokens(asked, top_k, temperature, deadline)
+        found = await self.next_tokens(asked, top_k, temperature, deadline)
         tops = [each.top for each in found if each.top is not None]
         return scored_positions(
             np.concatenate([top.ids for top in tops] or [np.zeros((0, top_k), np.int32)]),
@@ -217,7 +227,7 @@ class SglangBackend(RemoteBackend):
         self._limits.check_ids(candidate_ids)
         self._limits.check_positions(positions, response_ids)
         asked = zip(_prefixes(prompt_ids, response_ids, positions), candidate_ids, strict=True)
-        found = await self._next_tokens(asked, 0, temperature, deadline)
+        found = await self.next_tokens(asked, 0, temperature, deadline)
         other = next((each.version for each in found if each.version != expected_version), None)
         if other is not None:
             raise VersionMismatchError(f"{self._name}: holds weights {other}, not the {expected_version} asked for")
@@ -263,7 +273,7 @@ class SglangBackend(RemoteBackend):
         sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
         generated = await self.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
         scored = await self._score(prompt_ids, generated.token_ids, top_k, deadline)
-        [halved] = await self._next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
+        [halved] = await self.next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
         assert halved.top is not None
         noise = self._settings.logprob_noise_nats
         if noise is None:
@@ -315,7 +325,7 @@ class SglangBackend(RemoteBackend):
 
         return await self._ask(body, read, deadline)
 
-    async def _next_tokens(
+    async def next_tokens(
         self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
     ) -> list[NextToken]:
         """The distribution after each prefix: the top-k, or the tokens given with it."""

@@ -39,6 +39,7 @@ from .health import Standstill
 from .held_weights import INITIAL, WeightNames
 from .launch import LaunchSettings
 from .limits import Limits
+from .masking import logit_bias
 from .remote import RemoteBackend, RemoteServer
 from .replies import check_candidates, check_generation
 from .served_topk import bounded_scores, scored_positions
@@ -188,8 +189,9 @@ class VllmBackend(RemoteBackend):
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # only those given end a response
+            **logit_bias(sampling, vocab_size := self._server.files.vocab_size),
         }
-        names, vocab_size = self._names.now(), self._server.files.vocab_size
+        names = self._names.now()
 
         def make(reply: Sampled) -> Generation:
             generation = Generation(

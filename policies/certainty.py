@@ -142,16 +142,21 @@ class Evidence:
         self._student_answers[rows] = False
 
     def take_teacher(self, rows: Int64Array, reply: ScoredPositions, top_k: int) -> None:
-        """The teacher's reply about single positions, `top_k` tokens each: from now on the rows that count."""
-        served, k = self.teacher.ids.shape[-1], self.rule.candidates
+        """The teacher's reply about single positions, `top_k` tokens each: from now on the rows that count.
+
+        It may show fewer, where tokens of the top-k are not the student's too. Without k of them it decides nothing.
+        """
+        k, shown = self.rule.candidates, min(self.teacher.ids.shape[-1], reply.topk_ids.shape[-1])
+        self._width[rows] = top_k
+        if shown < k:
+            return
         before = np.sort(self.teacher.ids[rows, :k], axis=-1)
-        self.teacher.ids[rows] = reply.topk_ids[:, :served]
-        self.teacher.logprobs[rows] = reply.topk_logprobs[:, :served]
+        self.teacher.ids[rows, :shown] = reply.topk_ids[:, :shown]
+        self.teacher.logprobs[rows, :shown] = reply.topk_logprobs[:, :shown]
         self.teacher.entropy_lower[rows] = reply.entropy_lower
         self.teacher.entropy_upper[rows] = reply.entropy_upper
         self.teacher.exact_entropy[rows] = top_k >= self.rule.vocab_size
         self.teacher.noise_nats[rows] = 0.0
-        self._width[rows] = top_k
         now = np.sort(self.teacher.ids[rows, :k], axis=-1)
         self.student.drop(rows[(now != before).any(axis=-1)], k)
         self._update(rows)

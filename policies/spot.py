@@ -196,7 +196,9 @@ class SpotPolicy:
 
     def _teacher_top_k(self, stages: PromptStages) -> int:
         """k_s, or more where the teacher's entropy is bounded from its top-k: more tokens give tighter bounds."""
-        needed = self.needs.teacher_top_k
+        if self._probeable is None:
+            return 0  # OPD has no candidates
+        needed = self.settings.score_top_k
         if self._estimates(stages) and stages.teacher:
             return max(needed, min(self.settings.served_top_k, stages.teacher.max_top_k))
         return needed

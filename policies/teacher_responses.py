@@ -77,6 +77,7 @@ class ResponseFile:
         identify = context.teacher_identity if key == "policy.save" else None  # a reader takes any teacher's
         self._path = path
         self._key = key
+        self._limit = context.vocab_limit or context.vocab_size
         self._unfinished_bytes = 0  # at its end, of a writer that was interrupted
         sampling = context.sampling
         self._header = Header(
@@ -150,6 +151,7 @@ class ResponseFile:
             responses = [wire.decode(frame, TeacherResponse) for frame in frames]
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise DataError(f"{self._key}: {self._path} is no file of teacher responses: {error}") from None
+        self._check_tokens(responses)
         self._unfinished_bytes = len(data) - sum(LENGTH.size + len(frame) for frame in [head, *frames])
         return header, responses
 
@@ -179,6 +181,16 @@ class ResponseFile:
                 f"{_origin(found)}; set it to {found.temperature:g} or load another file"
             )
 
+    def _check_tokens(self, responses: Sequence[TeacherResponse]) -> None:
+        """Another run's student may have had more rows of the softmax."""
+        for each in responses:
+            largest = max(ids.max(initial=0) for ids in (each.response.token_ids, *_candidates(each)))
+            if largest >= self._limit:
+                raise DataError(
+                    f"{self._key}: {self._path} names token {largest} for problem {each.problem_id!r}, and this run's "
+                    f"models have {self._limit} in common: it was written for a wider student; write another"
+                )
+
     def _check_lengths(self, found: Header, responses: Sequence[TeacherResponse]) -> None:
         """Room in the queue and in the context is reserved for no more than the run's longest response."""
         allowed = self._header.max_response_tokens
@@ -196,6 +208,10 @@ def _origin(header: Header) -> str:
         f"of {header.teacher or 'a teacher'} at temperature {header.temperature:g}, top_p {header.top_p:g}, "
         f"max_response_tokens {header.max_response_tokens}"
     )
+
+
+def _candidates(response: TeacherResponse) -> Sequence[IntArray]:
+    return () if response.scores is None else (response.scores.topk_ids,)
 
 
 def _frame(record: msgspec.Struct) -> bytes:

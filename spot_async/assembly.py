@@ -131,6 +131,7 @@ def make_stages(
         max_probes_per_prompt=needs.probes_per_prompt,
         max_samples_per_prompt=needs.samples_per_prompt,
         retry=retry,
+        common=plan.common,
     )
 
 

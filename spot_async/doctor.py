@@ -91,7 +91,9 @@ def _nats(value: Fact) -> str:
 
 def _fingerprint(facts: Facts) -> str:
     same = "" if facts["vocab_as_students"] else ", NOT the student's"
-    return f"{facts['vocab_size']} tokens, {str(facts['vocab_fingerprint'])[:8]}{same}"
+    left_out = facts["vocab_rows_left_out"]
+    rows = f", {left_out} rows beyond the common ones left out" if left_out else ""
+    return f"{facts['vocab_size']} tokens, {str(facts['vocab_fingerprint'])[:8]}{same}{rows}"
 
 
 def _entropy(facts: Facts) -> str:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from spot_async import runtime
 from spot_async.checks.preflight import plan_training
+from spot_async.common_vocabulary import CommonVocabulary
 from spot_async.concurrency import root_cause
 from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
@@ -91,13 +92,15 @@ def stages_for(
     config: StagesConfig | None = None,
     seed: int = 0,
     max_prompts: int = 1024,
+    softmax_widths: Mapping[str, int] | None = None,
 ) -> Stages:
     """Stages over services that are running already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
 
     `teacher` and `reference` are given as the policy's needs say; a policy that wants the teacher's responses needs
     one that generates. `vocabulary` is the student's; give the teacher's too where it ends its responses with another
     token. `capabilities`, by role, say what servers offer that serve less than whole distributions; without them a
-    policy asks for exact values. `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be
+    policy asks for exact values. `softmax_widths`, by role, are needed where one model's softmax is padded further than
+    another's. `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be
     supervised at once. Events (a retry, a server's end) go to Python's `logging`, unless the program configured
     structlog.
     """
@@ -121,6 +124,7 @@ def stages_for(
         max_running_prompts=max_prompts,
         max_probes_per_prompt=needs.probes_per_prompt,
         max_samples_per_prompt=needs.samples_per_prompt,
+        common=CommonVocabulary(softmax_widths or {}),
     )
     stages.capabilities = capabilities or {}
     return stages

@@ -47,13 +47,7 @@ def read_model(role: str, name: str) -> ModelFiles:
     directory = Path(name)
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: {no_directory(name)}")
-    try:
-        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        raise DataError(f"{role}.model: {name} has no config.json, so it is no Hugging Face model directory") from None
-    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{role}.model: cannot read {name}/config.json: {first_line(error)}") from None
-    text_config = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
+    text_config = _text_config(role, directory)
     context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
     if context is None or "vocab_size" not in text_config:
         raise DataError(f"{role}.model: {name}/config.json names no vocab_size or no context length")
@@ -63,6 +57,26 @@ def read_model(role: str, name: str) -> ModelFiles:
         max_context_tokens=int(context),
         vocabulary=_vocabulary(directory, files_signature(filter(Path.is_file, directory.resolve().iterdir()))),
     )
+
+
+def softmax_width(role: str, directory: Path) -> int:
+    """The rows of a model's softmax, without reading anything else of it."""
+    width = _text_config(role, directory).get("vocab_size")
+    if width is None:
+        raise DataError(f"{role}.model: {directory}/config.json names no vocab_size")
+    return int(width)
+
+
+def _text_config(role: str, directory: Path) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        said = f"{role}.model: {directory} has no config.json, so it is no Hugging Face model directory"
+        raise DataError(said) from None
+    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{role}.model: cannot read {directory}/config.json: {first_line(error)}") from None
+    text_config: dict[str, Any] = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
+    return text_config
 
 
 def no_directory(name: str) -> str:

@@ -49,7 +49,8 @@ class Generator(Protocol):
         """Sample one response to `prompt_ids` (P,), with the sampled tokens' log-probabilities.
 
         `top_k` > 0 also asks for the most likely tokens of each position, (T, top_k). `session` names requests that
-        share a prefix, as a hint. Raises a `RequestError`.
+        share a prefix, as a hint. `sampling.vocab_limit` limits what is sampled, before top-p, and no log-probability.
+        Raises a `RequestError`.
         """
         ...
 
@@ -244,11 +245,17 @@ class PromptStages(Protocol):
         ...
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        """Score the response under the teacher."""
+        """Score the response under the teacher. Its top-k are tokens that all models know.
+
+        With `top_k` 0 only the response's own tokens and the entropies are wanted, and the top-k may be anything.
+        """
         ...
 
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
-        """Score single positions under the teacher once more, with a wider top-k; see `PositionScorer`."""
+        """Score single positions under the teacher once more, with a wider top-k; see `PositionScorer`.
+
+        Fewer than `top_k` tokens come back where some of those are not known to all models.
+        """
         ...
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:

@@ -18,6 +18,7 @@ import numpy as np
 
 from spot_async.actor import Stage
 from spot_async.alignment import branch_prefix
+from spot_async.common_vocabulary import CommonVocabulary, known_positions, known_to_all
 from spot_async.config import SamplingConfig, ScoreStageConfig, StageConfig, StagesConfig
 from spot_async.deadlines import VERIFY_ATTEMPTS
 from spot_async.end_tokens import EndTokens, with_summed_last
@@ -102,12 +103,14 @@ class Stages:
         max_probes_per_prompt: int,
         max_samples_per_prompt: int = 1,
         retry: Callable[[int], RetryPolicy] = RetryPolicy,
+        common: CommonVocabulary | None = None,
     ) -> None:
-        """`retry` makes a stage's policy from its `attempts`."""
+        """`retry` makes a stage's policy from its `attempts`. `common`: None where all softmaxes are equally wide."""
         self.services = services
         self.sampling = sampling
         self.run_seed = run_seed
         self.vocabulary = student
+        self.common = common or CommonVocabulary()
         self.capabilities: Mapping[str, Capabilities] = {}  # by role, once the backends were asked
         self.teacher_cache: TeacherCache | None = None  # where the teacher's scores are kept
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
@@ -191,6 +194,10 @@ class BoundStages:
         return msgspec.structs.replace(response, token_ids=self._stages.ends.swapped(response.token_ids))
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        widest = self.teacher.max_top_k if self.teacher is not None else None
+        return await known_to_all(lambda k: self._scored(response_ids, top_k=k), self._stages.common, top_k, widest)
+
+    async def _scored(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         scored_ids = self._stages.ends.as_teachers(response_ids)
         added_ids = self._stages.ends.summed_with_last(response_ids)
         prompt_ids, temperature = self._prompt.token_ids, self._stages.sampling.temperature
@@ -241,7 +248,9 @@ class BoundStages:
                 kind="score_at",  # positions share prefixes: a token takes far less time than one of a whole response
             ),
         )
-        return msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
+        rows = msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
+        limit = self._stages.common.limit
+        return rows if limit is None else known_positions(rows, limit)
 
     async def _kept(
         self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
@@ -344,6 +353,7 @@ class BoundStages:
             max_tokens=max_tokens,
             stop_token_ids=self._stages.stop_token_ids,
             seed=derive_seed(self._stages.run_seed, self._prompt.ordinal, *request),
+            vocab_limit=self._stages.common.limit,
         )
 
 

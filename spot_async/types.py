@@ -113,6 +113,8 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int
+    # Only ids below it are sampled, None: all. Log-probabilities stay those of the whole softmax, as under top-p.
+    vocab_limit: int | None = None
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -130,7 +132,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray  # (T,) of the sampled tokens
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]  # cover [0, T) in order
-    topk_ids: IntArray | None = None  # (T, K) when top_k > 0 was asked for
+    # (T, K) when top_k > 0 was asked for. Ids that a `vocab_limit` leaves out may be among them, or may be passed over.
+    topk_ids: IntArray | None = None
     topk_logprobs: FloatArray | None = None  # (T, K)
 
 
@@ -236,6 +239,7 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of the run it is part of."""
 
     vocab_size: int  # width of the teacher's softmax; of the student's in a run without a teacher
+    vocab_limit: int | None = None  # ids below it have a row in every model's softmax; None: all have the same rows
     tokenizer: Any  # that model's transformers tokenizer; ids mean the same to the student
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
     teacher: str | None = None  # its model's directory, for people; None in a run without one

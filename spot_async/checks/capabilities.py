@@ -20,11 +20,16 @@ CANNOT_SUM = (
 
 
 def check_capabilities(
-    config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities], *, sums_ends: bool = False
+    config: Config,
+    needs: PolicyNeeds,
+    found: Mapping[str, Capabilities],
+    *,
+    sums_ends: bool = False,
+    common_tokens: int | None = None,
 ) -> None:
     """Whether running backends, by role, offer what the policy needs. Raises ConfigError with the key to change.
 
-    `sums_ends` is what `sums_ends` says of the run.
+    `sums_ends` is what `sums_ends` says of the run; `common_tokens` how many ids all models know, if not all.
     """
     student, teacher = found["student"], found.get("teacher")
     for role, other in found.items():
@@ -46,6 +51,9 @@ def check_capabilities(
         missing += [
             (sums_ends and needs.teacher_top_k > 0 and teacher.candidate_logprobs == "none", CANNOT_SUM),
             (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
+            (common_tokens is not None and common_tokens < needs.teacher_top_k,
+             f"policy.{needs.teacher_top_k_key}={needs.teacher_top_k}: lower it to {common_tokens}, which is how many "
+             "tokens the models have in common"),
             (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
         ]  # fmt: skip
     refusals = [message for is_missing, message in missing if is_missing]

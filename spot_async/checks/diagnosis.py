@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -72,7 +72,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     try:
         needs = plan.policy.needs
         summing = sums_ends(config, needs, plan.student, plan.teacher)
-        check_capabilities(config, needs, together, sums_ends=summing)
+        check_capabilities(config, needs, together, sums_ends=summing, common_tokens=plan.common.limit)
     except ConfigError as error:
         refusals += str(error).splitlines()
     diagnoses = [
@@ -181,11 +181,10 @@ def unknown_share(vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> float:
 async def _asked(plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
     """Prompts of the run, each with a response of the student."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS)]
-    asked = Asked(prompts, [prompt[-RESPONSE_TOKENS:] for prompt in prompts], plan.stop_token_ids)
+    asked = Asked(prompts, [prompt[-RESPONSE_TOKENS:] for prompt in prompts], plan.stop_token_ids, plan.common.limit)
     if not said.generation:
         return asked
-    responses = await probes.responses(student, asked, RESPONSE_TOKENS)
-    return Asked(prompts, responses, plan.stop_token_ids)
+    return replace(asked, responses=await probes.responses(student, asked, RESPONSE_TOKENS))
 
 
 @dataclass
@@ -223,6 +222,7 @@ class _ServerDiagnosis:
             "model": said.model,
             "vocab_size": said.vocab_size,
             "vocab_fingerprint": said.vocab_fingerprint,
+            "vocab_rows_left_out": self.plan.common.left_out(self.role),
             "vocab_as_students": said.vocab_fingerprint == student.vocabulary.fingerprint,
             "context_tokens": said.max_context_tokens,
             "context_tokens_needed": sampling.max_prompt_tokens + sampling.max_response_tokens,

@@ -10,19 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 
 from spot_async import registry
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
+from spot_async.common_vocabulary import CommonVocabulary
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.overlap import count_identical
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
-from spot_async.model_files import ModelFiles, read_model
+from spot_async.model_files import ModelFiles, read_model, softmax_width
 from spot_async.plugin_contract import check_policy
-from spot_async.prompts import PromptRenderer, PromptSchedule, render_all
+from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.spending.teacher_cache import teacher_model
 from spot_async.supervision_queue import worst_case_bytes
@@ -48,6 +50,7 @@ class TrainPlan:
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
     seen: Mapping[str, int]  # held-out problems that stand in data.train too, by the key of their set; without zeros
     silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
+    common: CommonVocabulary  # of all models that the configuration names
 
     @property
     def reference(self) -> ModelConfig | None:
@@ -75,8 +78,10 @@ def plan_training(config: Config) -> TrainPlan:
         others["reference"] = read_model("reference", config.reference.model)
     for role, model in others.items():
         _check_same_vocabulary(student, role, model)
+    common = CommonVocabulary({role: model.vocab_size for role, model in {"student": student, **others}.items()})
+    _check_ends(common, {"student": student, **others})
     _check_context(config, {"student": student, **others})
-    policy = make_policy(config, teacher or student)
+    policy = make_policy(config, teacher or student, common)
     _check_roles(config, policy.needs)
     is_summing = sums_ends(config, policy.needs, student, teacher)
     if config.teacher is not None and is_summing and not _offers(config.teacher, CandidateScorer):
@@ -94,6 +99,7 @@ def plan_training(config: Config) -> TrainPlan:
             f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(problems)} prompts are longer, "
             "the instruction included; raise it"
         )
+    _check_prompt_tokens(common, sources)
     schedule = PromptSchedule(
         sources,
         batch_size=config.training.batch_size,
@@ -124,6 +130,7 @@ def plan_training(config: Config) -> TrainPlan:
         evaluation=evaluation,
         seen={each.key: seen for each in evaluation if (seen := count_identical(problems, each.problems))},
         silence=silence,
+        common=common,
     )
 
 
@@ -134,15 +141,16 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     config.student.backend.check_machine("student.backend")
     _check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
-    benchmarks = plan_benchmarks(config, student)
+    benchmarks = plan_benchmarks(config, student, _common_of_files(config, student).limit)
     config.student.backend.check_installed("student.backend")
     return benchmarks
 
 
-def make_policy(config: Config, model: ModelFiles) -> Policy:
+def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | None = None) -> Policy:
     """The configured policy; `model` is the teacher, or the student in a run without one."""
     context = msgspec.structs.replace(
         model.policy_context,
+        vocab_limit=None if common is None else common.limit,
         sampling=config.sampling,
         teacher=config.teacher and config.teacher.model,
         teacher_identity=config.teacher and partial(teacher_model, config.teacher),
@@ -283,6 +291,35 @@ def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) ->
         f"{role}.model: {other.directory} and student {student.directory} have different vocabularies "
         f"({len(different)} tokens, the first is {different[0]!r}); both must mean the same by the same token ids"
     )
+
+
+def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
+    """What an evaluation samples from is what training does, as far as the other models' directories are here."""
+    others = {"teacher": config.teacher, "reference": config.reference}
+    names = {role: Path(model.model) for role, model in others.items() if model is not None}
+    widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
+    return CommonVocabulary({"student": student.vocab_size, **widths})
+
+
+def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> None:
+    """Whether every model that may be asked to end a response has a row for the token that does."""
+    for role, model in models.items():
+        for token_id in model.vocabulary.end_token_ids:
+            if common.limit is not None and token_id >= common.limit:
+                raise ConfigError(
+                    f"{role}.model: its end token {model.vocabulary.tokenizer.convert_ids_to_tokens(token_id)!r} "
+                    f"({token_id}) is none of the {common.limit} tokens that all models have: their vocabularies differ"
+                )
+
+
+def _check_prompt_tokens(common: CommonVocabulary, sources: Sequence[PromptSource]) -> None:
+    """Whether every model can read every prompt."""
+    for source in sources:
+        if common.limit is not None and (largest := int(source.token_ids.max())) >= common.limit:
+            raise ConfigError(
+                f"data.train: the prompt of problem {source.problem.id!r} holds token {largest}, which is none of the "
+                f"{common.limit} tokens that all models have: their vocabularies differ"
+            )
 
 
 def _check_context(config: Config, models: Mapping[str, ModelFiles]) -> None:

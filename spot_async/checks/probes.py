@@ -42,6 +42,7 @@ class Asked:
     prompts: Sequence[IntArray]
     responses: Sequence[IntArray]
     stop_token_ids: tuple[int, ...]
+    vocab_limit: int | None = None  # of sampling: responses are scored by models that may know no more ids
     timeout_s: float = 120.0
 
     def deadline(self) -> float:
@@ -240,6 +241,10 @@ async def _generate(
     temperature: float = 1.0,
 ) -> Generation:
     sampling = SamplingSettings(
-        temperature=temperature, max_tokens=max_tokens, stop_token_ids=asked.stop_token_ids, seed=seed
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=asked.stop_token_ids,
+        seed=seed,
+        vocab_limit=asked.vocab_limit,
     )
     return await generator.generate(prompt_ids, sampling, top_k=top_k, deadline=asked.deadline())

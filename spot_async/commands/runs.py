@@ -219,6 +219,7 @@ def show_plan(config: Config, path: Path, plan: TrainPlan) -> None:
         f"in mini-batches of {training.mini_batch_size}, from "
         f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
         f"rows      {words_of(plan.rows)}",
+        *(f"tokens    {line}" for line in plan.common.words),
         f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
         f"write     {path}",
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
 from spot_async.config.evaluation import ALL_TIERS, ONLY
@@ -38,6 +38,7 @@ class Benchmark:
     reads_clock: bool = False  # whether the prompts have today's date in them
     warning: str | None = None  # of settings that are allowed, and hardly meant
     problems: Sequence[Problem] = ()  # as its file has them
+    vocab_limit: int | None = None  # of sampling, as in training (`SamplingSettings`)
 
     @property
     def key(self) -> str:
@@ -45,10 +46,11 @@ class Benchmark:
         return "evaluation" if self.name == ONLY else f"evaluation.benchmarks.{self.name}"
 
 
-def plan_benchmarks(config: Config, student: ModelFiles) -> list[Benchmark]:
+def plan_benchmarks(config: Config, student: ModelFiles, vocab_limit: int | None) -> list[Benchmark]:
     """Every benchmark of the `evaluation` section. Raises ConfigError or DataError, with the key to change."""
     assert config.evaluation is not None
-    return [_plan(name, each, config, config.evaluation, student) for name, each in config.evaluation.sets().items()]
+    planned = (_plan(name, each, config, config.evaluation, student) for name, each in config.evaluation.sets().items())
+    return [replace(each, vocab_limit=vocab_limit) for each in planned]
 
 
 def check_eval_every(config: Config, iterations: int) -> None:

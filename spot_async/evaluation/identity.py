@@ -44,6 +44,8 @@ def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, An
             f"{each.key}.verifier": None if each.verifier is None else each.verifier.that_decide(),
             f"{each.key}.{PROMPTS}": prompts_fingerprint(each),
         }
+        if each.vocab_limit is not None:
+            settings[f"{each.key}.vocab_limit"] = each.vocab_limit
     return settings
 
 

@@ -124,6 +124,7 @@ class ResponseSampler:
             max_tokens=benchmark.max_response_tokens,
             stop_token_ids=self._vocabulary.end_token_ids,
             seed=derive_seed(self._config.seed, j, i),
+            vocab_limit=benchmark.vocab_limit,
         )
         session = f"eval-{b}-{j}"
         generation = await self._generation.ask(

@@ -194,13 +194,14 @@ class Engine:
         """Sample the next token of every active row from logits (n, V); answer and free those that end."""
         table = self._table
         rows = slice(0, table.active)
-        top_p = table.top_p[rows, None]
+        top_p, vocab_limit = table.top_p[rows, None], table.vocab_limit[rows, None]
         sampled = sample(
             logits,
             self._tensor(table.temperature[rows, None]),
             self._tensor(top_p) if (top_p < 1).any() else None,
             self._tensor(table.uniforms[table.rows[rows], table.produced[rows], None]),
             top_k=table.top_k[rows],
+            vocab_limit=self._tensor(vocab_limit) if (vocab_limit < logits.shape[-1]).any() else None,
         )
         logprobs = sampled.logprobs.numpy(force=True)
         finished = table.record(

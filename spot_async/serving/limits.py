@@ -50,6 +50,8 @@ class Limits:
             raise PermanentError(f"max_tokens={sampling.max_tokens}: must be at least 1")
         if sampling.seed < 0:
             raise PermanentError(f"seed={sampling.seed}: must not be negative")
+        if sampling.vocab_limit is not None and sampling.vocab_limit < 1:
+            raise PermanentError(f"vocab_limit={sampling.vocab_limit}: must be at least 1")
         for token in sampling.stop_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise PermanentError(f"stop_token_ids holds {token}: the vocabulary has {self.vocab_size} tokens")

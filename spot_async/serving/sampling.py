@@ -34,14 +34,19 @@ def sample(
     uniforms: torch.Tensor,
     *,
     top_k: Int64Array | None = None,
+    vocab_limit: torch.Tensor | None = None,
 ) -> Sampled:
     """Inverse-CDF sampling of logits (n, V) with temperature (n, 1), uniforms (n, 1) and top_p (n, 1).
 
     Rows of `top_p` at 1 or more are not truncated; None truncates none. `top_k` (n,) is how many of the likeliest
-    tokens to report for each row. The cumulative sum is float64.
+    tokens to report for each row. Ids from `vocab_limit` (n, 1) on are not sampled; None allows all. The cumulative sum
+    is float64.
     """
     scaled = logits.float() / temperature
     logprobs = scaled.log_softmax(-1)  # (n, V)
+    if vocab_limit is not None:  # before the softmax: what is left may be too little for a float
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        scaled = scaled.masked_fill(ids >= vocab_limit, -torch.inf)
     probabilities = scaled.softmax(-1).double()  # not exp: an element-wise function may round by place
     if top_p is not None:
         probabilities = _nucleus(probabilities, top_p)

@@ -16,6 +16,7 @@ from spot_async.types import Int64Array
 
 NO_TOKEN = -1
 GREEDY_TOP_P = 1e-9  # leaves the likeliest token
+NO_LIMIT = np.iinfo(np.int64).max
 
 
 class SlotTable:
@@ -29,6 +30,7 @@ class SlotTable:
         self.temperature = np.ones(slots, np.float32)
         self.top_p = np.ones(slots, np.float64)
         self.top_k = np.zeros(slots, np.int64)
+        self.vocab_limit = np.full(slots, NO_LIMIT, np.int64)
         self.stop_ids = np.full((slots, 1), NO_TOKEN, np.int64)  # (slots, stop ids of the request with most)
         self.uniforms = np.zeros((slots, 0), np.float64)  # (slots, longest budget so far)
         self.token_ids = np.zeros((slots, 0), np.int32)
@@ -55,6 +57,7 @@ class SlotTable:
         self.temperature[row] = 1.0 if is_greedy else sampling.temperature
         self.top_p[row] = GREEDY_TOP_P if is_greedy else sampling.top_p
         self.top_k[row] = task.request.top_k
+        self.vocab_limit[row] = NO_LIMIT if sampling.vocab_limit is None else sampling.vocab_limit
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self.uniforms[row, : sampling.max_tokens] = task.uniforms
