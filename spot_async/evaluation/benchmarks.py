@@ -46,7 +46,7 @@ class Benchmark:
         return "evaluation" if self.name == ONLY else f"evaluation.benchmarks.{self.name}"
 
 
-def plan_benchmarks(config: Config, student: ModelFiles, vocab_limit: int | None) -> list[Benchmark]:
+def plan_benchmarks(config: Config, student: ModelFiles, vocab_limit: int | None = None) -> list[Benchmark]:
     """Every benchmark of the `evaluation` section. Raises ConfigError or DataError, with the key to change."""
     assert config.evaluation is not None
     planned = (_plan(name, each, config, config.evaluation, student) for name, each in config.evaluation.sets().items())
