@@ -41,6 +41,7 @@ from spot_async.backends.weight_transport import (
     endpoint,
     environment_of,
 )
+from spot_async.processes.open_files import raise_open_file_limit
 from spot_async.text import first_line
 from spot_async.weight_files import weight_files
 
@@ -132,6 +133,7 @@ def listen(address: str, port: int) -> Any:  # a TCPStore, which torch has no ty
 
 
 def main(channel_directory: str, backend: str, device: str, address: str, port: str) -> None:
+    raise_open_file_limit()
     os.environ.update(environment_of(address))
     with zmq.Context() as context, context.socket(zmq.PAIR) as channel:
         channel.linger = 0

@@ -65,12 +65,11 @@ def trajectories(seed: int) -> tuple[Any, ...]:
 
 def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, float]:
     """Two updates in this process; what the second took, and memory."""
-    import torch.distributed as dist
 
     from spot_async.estimates.machine import rank_memory
     from spot_async.estimates.model_size import read_size
     from spot_async.trainer.messages import Batch
-    from spot_async.trainer.parallel import process_group, rank_device, strategy_of
+    from spot_async.trainer.parallel import process_group, rank_count, rank_device, strategy_of
     from spot_async.trainer.rank import StudentTrainer
     from spot_async.trainer.settings import TrainerSettings
 
@@ -98,7 +97,7 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
         }
     )
     device = rank_device()
-    with tempfile.TemporaryDirectory() as channel, process_group(channel, device):
+    with tempfile.TemporaryDirectory() as channel, process_group(channel, device, settings.training.sharding):
         rate = matrix_rate(device)
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
@@ -107,7 +106,7 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
         metrics: dict[str, float] = {}
         for iteration in range(2):
             metrics = trainer.train(Batch(iteration, trajectories(iteration))).metrics
-            assert dist.get_world_size() == 1
+            assert rank_count() == 1
     samples = trajectories(1)
     inputs = sum(len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples)
     found = read_size(model)

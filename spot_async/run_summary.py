@@ -20,6 +20,7 @@ class TrainOutcome:
     """What a finished run amounts to."""
 
     directory: Path  # of the run
+    student: Path = field(init=False)  # the trained one, a Hugging Face directory; missing without a finished iteration
     iterations: int
     before: EvaluationResult | None
     after: EvaluationResult | None
@@ -28,10 +29,8 @@ class TrainOutcome:
     spent: BudgetSpentError | None = None  # why it ended early, with everything saved
     spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
 
-    @property
-    def student(self) -> Path:
-        """The trained student, a Hugging Face directory. Missing when not one iteration was finished."""
-        return self.directory / "student"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "student", self.directory / "student")
 
 
 def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from spot_async.errors import ConfigError
+from spot_async.processes.private_directory import private_directory
 from spot_async.telemetry.run_log import log_events_to
 
 
@@ -15,10 +15,10 @@ from spot_async.telemetry.run_log import log_events_to
 def working_directory(given: Path | None) -> Iterator[Path]:
     """`given`, kept, or a temporary directory; with `logs/` in it, to which this process' events go as well.
 
-    Raises ConfigError when it cannot be made.
+    Raises ConfigError when it cannot be made, StorageError when a temporary one cannot.
     """
     with contextlib.ExitStack() as stack:
-        path = given or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spot-async-")))
+        path = given or stack.enter_context(private_directory("spot-async-"))
         try:
             (path / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -264,7 +264,7 @@ def make_trainer(
         with pytest.MonkeyPatch.context() as patch:  # undone at once: no process that a test starts may inherit it
             patch.setenv("RANK", "0")
             patch.setenv("WORLD_SIZE", "1")
-            stack.enter_context(process_group(str(tmp_path_factory.mktemp("group")), cpu))
+            stack.enter_context(process_group(str(tmp_path_factory.mktemp("group")), cpu, "fsdp2"))
         yield make
 
 

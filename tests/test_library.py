@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 import spot_async
 from spot_async.cli import app
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.run_summary import TrainOutcome
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
@@ -139,6 +141,14 @@ async def test_a_failure_is_the_error_itself_nothing_is_printed_and_the_mapping_
         await spot_async.run_async(tree, overrides)
     assert tree == QUICK
     assert "".join(capfd.readouterr()) == ""
+
+
+def test_an_outcome_shows_where_the_student_is_and_not_every_response(tmp_path):
+    before = EvaluationResult((BenchmarkResult(("easy",), (("a response",),), name="sums"),))
+    outcome = TrainOutcome(tmp_path, 3, before, None, None, {"trained": 12})
+    assert f"student={tmp_path / 'student'!r}, iterations=3, before=" in repr(outcome)
+    assert "'sums'" in repr(outcome)
+    assert "a response" not in repr(outcome)
 
 
 def test_importing_the_package_loads_neither_torch_nor_transformers():

@@ -130,7 +130,7 @@ def test_leaving_at_once_takes_the_private_directories_along(monkeypatch, capfd)
 def test_where_no_directory_for_sockets_can_be_made_it_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with (
-        pytest.raises(StorageError, match=r"no directory for sockets can be made in .*gone: No such file .*set TMPDIR"),
+        pytest.raises(StorageError, match=r"no private directory can be made in .*gone: No such file .*set TMPDIR"),
         private_directory("spot-test-"),
     ):
         pass

@@ -132,7 +132,7 @@ def train(run):
     (run / f"metrics-{dist.get_rank()}").write_text(json.dumps(report.metrics))
 
 try:
-    with process_group(sys.argv[1], cpu):
+    with process_group(sys.argv[1], cpu, "fsdp2"):
         group, rank = weakref.ref(dist.group.WORLD), dist.get_rank()
         for run in map(Path, sys.argv[2:]):
             train(run)
@@ -220,6 +220,10 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
         with pytest.raises(TrainerError, match="iteration 6, but iteration 3 is due"):
             await trainer.train(5, unequal_batch(2))
     wait_until_gone(pids)
+    log = (tmp_path / "two" / "logs" / "trainer.log").read_text()
+    assert log.endswith("stopped by SIGTERM\n")
+    assert "death signal" not in log, "torch's words for an end that was asked for"
+    assert "closing signal" not in log
 
     alone = make_trainer(student, tmp_path / "one", **SHORT)
     for iteration, two in enumerate(reports):
@@ -284,7 +288,7 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **named: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("NCCL waits here"))
-    with pytest.raises(MemoryError), process_group(str(tmp_path), torch.device("cuda")):
+    with pytest.raises(MemoryError), process_group(str(tmp_path), torch.device("cuda"), "none"):
         raise MemoryError
     assert sys.excepthook is exit_at_once
 
@@ -312,8 +316,18 @@ asyncio.run(main())
 """
 
 
+def listening(pid: int) -> list[str]:
+    """The TCP addresses that a process listens at."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(str(descriptor.readlink()))
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
 @needs_proc
-def test_no_trainer_process_outlives_a_killed_owner(
+def test_a_trainer_of_one_rank_listens_to_nobody_and_does_not_outlive_a_killed_owner(
     student: Path, tmp_path: Path, trainer_settings: MakeSettings
 ) -> None:
     settings_path = trainer_settings(student, tmp_path).save()
@@ -322,6 +336,7 @@ def test_no_trainer_process_outlives_a_killed_owner(
         assert owner.stdout.readline() == b"ready\n"
         pids = list(trainer_pids(owner.pid))
         assert len(pids) == 2  # launcher and rank
+        assert [address for pid in pids for address in listening(pid)] == []
         owner.kill()
     wait_until_gone(pids)
 

@@ -31,6 +31,7 @@ from spot_async.errors import (
 )
 from spot_async.evaluation.response_log import count_kept
 from spot_async.processes.memory import tune_gc
+from spot_async.processes.open_files import raise_open_file_limit
 from spot_async.processes.private_directory import remove_private_directories
 from spot_async.run_directory import ENDS_EARLY, RunDirectory
 from spot_async.text import counted
@@ -87,6 +88,7 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
         return await run
 
     tune_gc()
+    raise_open_file_limit()
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:

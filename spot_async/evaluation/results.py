@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,8 @@ from spot_async.types import BoolArray, Float64Array, Verdict
 class BenchmarkResult:
     """The responses to one benchmark's problems."""
 
-    tiers: tuple[str | None, ...]  # of each problem
-    responses: tuple[tuple[JudgedResponse, ...], ...]  # problems x samples
+    tiers: tuple[str | None, ...] = field(repr=False)  # of each problem
+    responses: tuple[tuple[JudgedResponse, ...], ...] = field(repr=False)  # problems x samples
     name: str = "problems"
     pass_k: tuple[int, ...] = ()  # that its figures have besides the number of samples
     is_judged: bool = True

@@ -22,6 +22,7 @@ import uvicorn
 from spot_async.addresses import is_loopback
 from spot_async.errors import ConfigError, DataError
 from spot_async.processes.memory import tune_gc, tune_malloc, without_gc
+from spot_async.processes.open_files import raise_open_file_limit
 from spot_async.serving.credentials import API_KEY_VARIABLE, Credentials
 from spot_async.serving.settings import ServeSettings
 
@@ -45,6 +46,7 @@ def serve(settings: ServeSettings) -> None:
     _check_exposure(settings, credentials)
     with _listen(settings) as listener:
         tune_malloc()
+        raise_open_file_limit()
         with without_gc():
             worker, app = _load(directory, settings, credentials)
         tune_gc()

@@ -7,6 +7,7 @@ the last line of the log says which one and how.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -25,11 +26,16 @@ with without_gc():
 from spot_async.trainer.settings import TrainerSettings
 
 MONITOR_INTERVAL_S = 0.1
+# What torch warns of where it is stopped, as every run does at its end: `main` and `describe` say it in a line.
+_OF_EVERY_END = ("Received %s death signal", "Sending process %s closing signal")
+_THEIR_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 
 
 def main(settings_path: str, channel_directory: str) -> int:
     """Run the ranks until they end; they only do so by failing or by being stopped."""
     settings = TrainerSettings.load(settings_path)
+    for name in _THEIR_LOGGERS:
+        logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(_OF_EVERY_END))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.update(
         SPOT_ASYNC_PARENT=str(os.getpid()),  # whom the ranks must not outlive

@@ -37,6 +37,7 @@ from spot_async.trainer.batching import MicroBatch
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
+Sharding = Literal["none", "fsdp2"]
 
 # The orchestrator owns the deadlines: ranks wait for the next batch for as long as rollouts take.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
@@ -57,14 +58,19 @@ def rank_device() -> torch.device:
 
 
 @contextmanager
-def process_group(channel_directory: str, device: torch.device) -> Iterator[None]:
+def process_group(channel_directory: str, device: torch.device, sharding: Sharding) -> Iterator[None]:
     """The ranks' process group, which meets through a file: gloo for CPU tensors, NCCL for GPU tensors.
+
+    A rank that is alone has none, for also then gloo would listen on a TCP port. Only FSDP asks for one all the same.
 
     On leaving, the last reference to the group must go, since only that joins gloo's threads. A thread that lives on
     may hold a tensor of the last collective. To release it the thread takes the interpreter's lock, and doing so while
     the interpreter ends aborts the process. After an error on a GPU the process ends at once instead.
     """
     ranks = int(os.environ["WORLD_SIZE"])
+    if ranks == 1 and sharding == "none":
+        yield
+        return
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=FileStore(f"{channel_directory}/group", ranks),
@@ -86,9 +92,23 @@ def process_group(channel_directory: str, device: torch.device) -> Iterator[None
             gc.collect()  # sharded modules hold it too, and are in cycles
 
 
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def rank_count() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def wait_for_all() -> None:
+    """Until all ranks are here."""
+    if rank_count() > 1:
+        dist.barrier()
+
+
 def broadcast_bytes(data: bytes | None) -> bytes:
     """Rank 0's bytes on every rank. Raw bytes in a tensor: object collectives would pickle."""
-    if dist.get_world_size() == 1:
+    if rank_count() == 1:
         assert data is not None
         return data
     length = torch.tensor([len(data) if data is not None else 0])
@@ -109,8 +129,8 @@ class Strategy(ABC):
     """How the student is spread over the ranks."""
 
     def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.ranks = dist.get_world_size()
+        self.rank = this_rank()
+        self.ranks = rank_count()
 
     @abstractmethod
     def prepare(
@@ -136,12 +156,14 @@ class Strategy(ABC):
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over ranks, in place."""
-        dist.all_reduce(values)
+        if self.ranks > 1:
+            dist.all_reduce(values)
         return values
 
     def max(self, values: Tensor) -> Tensor:
         """Element-wise maximum over ranks, in place."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        if self.ranks > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from spot_async.errors import TrainerError
 from spot_async.processes.memory import tune_malloc
+from spot_async.processes.open_files import raise_open_file_limit
 from spot_async.seeds import derive_seed
 from spot_async.trainer.batching import (
     MicroBatch,
@@ -43,7 +43,15 @@ from spot_async.trainer.loss import (
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute_layers
-from spot_async.trainer.parallel import Strategy, local, process_group, rank_device, strategy_of
+from spot_async.trainer.parallel import (
+    Strategy,
+    local,
+    process_group,
+    rank_device,
+    strategy_of,
+    this_rank,
+    wait_for_all,
+)
 from spot_async.trainer.publishing import WeightPublisher
 from spot_async.trainer.schedule import learning_rate
 from spot_async.trainer.settings import TrainerSettings
@@ -55,18 +63,19 @@ CULPRITS_NAMED = 3
 def run(settings: TrainerSettings, channel_directory: str) -> None:
     """Train until the process is ended. Errors that all ranks agree on are told to the orchestrator."""
     tune_malloc()
+    raise_open_file_limit()
     torch.set_num_threads(settings.training.threads)
     disable_progress_bar()  # the log is for what a person should read
     device = rank_device()
-    with process_group(channel_directory, device):
+    with process_group(channel_directory, device, settings.training.sharding):
         _serve(settings, channel_directory, device)
 
 
 def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:
     """Serve batches. A function of its own: when it returns, no trainer is left that still holds the process group."""
-    feed = BatchFeed(channel_directory, dist.get_rank())
+    feed = BatchFeed(channel_directory, this_rank())
     trainer = StudentTrainer(settings, strategy_of(settings.training), device)
-    dist.barrier()
+    wait_for_all()
     feed.ready()
     try:
         while True:

@@ -134,7 +134,7 @@ def _alone(directory: Path) -> Any:
     os.environ.update(names)
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        with process_group(str(directory), torch.device("cpu")):
+        with process_group(str(directory), torch.device("cpu"), "none"):
             yield
     finally:
         for name, value in before.items():
