@@ -63,7 +63,7 @@ class EopdPolicy:
                     "eopd/gated": len(gated) / len(scores.entropy),
                     "eopd/uncertain": float((known & self._uncertain(scores, stages)).mean()),
                 },
-                record={"gated_positions": gated.tolist()},
+                record={"gated_positions": gated.astype(np.int32)},
             )
         ]
 

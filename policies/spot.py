@@ -46,6 +46,8 @@ from .score_bounds import ScoreRule
 from .selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
 from .targets import calibrated_target, teacher_prior
 
+# At most, of what is recorded of a branch, of each of its candidates and of each continuation, their texts apart.
+BRANCH_BYTES, CANDIDATE_BYTES, CONTINUATION_BYTES = 1536, 768, 128
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -161,6 +163,8 @@ class SpotPolicy:
             outcomes=settings.verifier_guidance,
             probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
             soft_target_bytes=settings.positions * (8 + 8 * settings.probe_top_k),
+            record_bytes=settings.positions
+            * (BRANCH_BYTES + settings.probe_top_k * (CANDIDATE_BYTES + self._probes * CONTINUATION_BYTES)),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:

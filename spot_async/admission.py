@@ -2,7 +2,7 @@
 
 Two things must allow it: the staleness bound, and a place in the supervision queue reserved for the
 worst case. Reserving at admission means that a finished prompt never waits for room, so batches in
-admission order cannot deadlock behind a full queue.
+admission order cannot deadlock behind a full queue. Once it is finished it counts as what it really holds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ def may_admit(*, running: int, queued: int, trained: int, version: int, batch_si
 
 
 class Credits:
-    """Places in the supervision queue, in prompts and in worst-case bytes."""
+    """Places in the supervision queue, in prompts and in bytes."""
 
-    def __init__(self, *, capacity_prompts: int, capacity_bytes: int) -> None:
+    def __init__(self, *, capacity_prompts: int, capacity_bytes: int, batch_size: int = 0) -> None:
+        """As many prompts as a batch has always fit: those that turned out larger than was reserved must not keep the
+        batch that they belong to from ever being full."""
         self._capacity_prompts = capacity_prompts
         self._capacity_bytes = capacity_bytes
+        self._batch_size = batch_size
         self._held: dict[int, int] = {}
+        self._held_bytes = 0
 
     @property
     def held_prompts(self) -> int:
@@ -33,21 +37,30 @@ class Credits:
 
     @property
     def held_bytes(self) -> int:
-        return sum(self._held.values())
+        """What finished prompts hold, and what is reserved for the others."""
+        return self._held_bytes
 
     def fits(self, worst_case_bytes: int) -> bool:
         """Whether a reservation would be granted now."""
-        return len(self._held) < self._capacity_prompts and self.held_bytes + worst_case_bytes <= self._capacity_bytes
+        prompts = len(self._held)
+        has_bytes = self._held_bytes + worst_case_bytes <= self._capacity_bytes
+        return prompts < self._capacity_prompts and (has_bytes or prompts < self._batch_size)
 
     def reserve(self, ordinal: int, worst_case_bytes: int) -> None:
         """Raises ValueError when it does not fit or the prompt holds a place already."""
         if ordinal in self._held or not self.fits(worst_case_bytes):
             raise ValueError(f"no credit for prompt {ordinal} ({worst_case_bytes} bytes)")
         self._held[ordinal] = worst_case_bytes
+        self._held_bytes += worst_case_bytes
+
+    def finish(self, ordinal: int, held_bytes: int) -> None:
+        """The prompt is finished: from now on it counts as what it holds, be that less or more than was reserved."""
+        self._held_bytes += held_bytes - self._held[ordinal]
+        self._held[ordinal] = held_bytes
 
     def release(self, ordinal: int) -> None:
         """Give the place back, once: when the prompt was trained or died."""
-        del self._held[ordinal]
+        self._held_bytes -= self._held.pop(ordinal)
 
 
 class AdmissionGate:

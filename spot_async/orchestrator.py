@@ -29,7 +29,7 @@ from spot_async.plugin_contract import is_ours, supervise
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.retry import RetryPolicy
 from spot_async.stages import Stages
-from spot_async.supervision_queue import SupervisionQueue, worst_case_bytes
+from spot_async.supervision_queue import SupervisionQueue, held_bytes, worst_case_bytes
 from spot_async.timeline import Phase, PhaseSpan, PromptSpan, Timeline, Timelines, Wait, WaitClock, seconds_by_stage
 from spot_async.types import Prompt, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
@@ -46,7 +46,7 @@ class OrchestratorSettings:
     batch_size: int
     max_staleness: int
     capacity_prompts: int  # of the supervision queue
-    capacity_bytes: int  # of the same, in worst-case bytes
+    capacity_bytes: int  # of the same: worst cases of running prompts, and what finished ones hold
     max_response_tokens: int
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
@@ -130,7 +130,11 @@ class Orchestrator:
         self._observer = observer
         self._evaluate = evaluate
         self._sleepers = sleepers
-        self.credits = Credits(capacity_prompts=settings.capacity_prompts, capacity_bytes=settings.capacity_bytes)
+        self.credits = Credits(
+            capacity_prompts=settings.capacity_prompts,
+            capacity_bytes=settings.capacity_bytes,
+            batch_size=settings.batch_size,
+        )
         self._gate = AdmissionGate(
             self.state.ledger,
             self.credits,
@@ -195,7 +199,9 @@ class Orchestrator:
             del self.state.running[prompt.ordinal]
         self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
         self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
+        self.credits.finish(prompt.ordinal, held_bytes(samples))
         self.queue.put(prompt.ordinal, samples)
+        self._gate_changed.set()
         self._unanswered_in_a_row = 0
 
     def _stop_admitting(self, prompt: Prompt, error: BudgetSpentError) -> None:

@@ -8,23 +8,61 @@ putting never waits.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
+
+import msgspec
+import numpy as np
 
 from spot_async.types import PolicyNeeds, Sample
 
-# int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, per response token
-BYTES_PER_RESPONSE_TOKEN = 4 * 4
-BYTES_PER_RECORD_TOKEN = 2 * 4  # float32 entropy and score; the record shares its other arrays with the supervision
-BYTES_PER_TEXT_TOKEN = 8  # an upper bound for most tokens
-BYTES_PER_SAMPLE = 4096  # names, versions, array headers, the record's plain values
+# int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, and a mask, per response token
+BYTES_PER_RESPONSE_TOKEN = 4 * 4 + 1
+# float32 entropy and score, and where a mask hides some the teacher's log-probabilities once more; the record shares
+# its other arrays with the supervision
+BYTES_PER_RECORD_TOKEN = 3 * 4
+BYTES_PER_TEXT_TOKEN = 8  # of plain text; a text with characters outside of Latin-1 may take several times that
+BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, metrics, the record's plain values
 
 
 def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
-    """Upper bound of what one prompt holds in the queue: its trajectories' supervision and their records."""
+    """What to reserve for one prompt: its trajectories' supervision and their records, at their longest.
+
+    Only texts can be larger, since nothing bounds the characters of a token: `held_bytes` is counted once they are
+    there.
+    """
     per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.soft_target_bytes_per_token
     texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens
-    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.soft_target_bytes + BYTES_PER_SAMPLE
-    return needs.samples_per_prompt * (trajectory + texts)
+    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.soft_target_bytes + needs.record_bytes
+    return needs.samples_per_prompt * (trajectory + texts + BYTES_PER_SAMPLE)
+
+
+def held_bytes(samples: Sequence[Sample]) -> int:
+    """The memory that samples take, what they share with each other once.
+
+    A view counts as all of the memory that it keeps alive. Keys of dictionaries are not counted: each is there once,
+    for all samples.
+    """
+    total, seen = 0, set[int]()
+    left: list[object] = [samples]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        match value:
+            case str() | float() | int():  # most of them
+                pass
+            case dict():
+                left += value.values()
+            case list() | tuple():
+                left += value
+            case np.ndarray(base=of) | memoryview(obj=of):
+                left.append(of)
+            case msgspec.Struct():
+                left += [getattr(value, name) for name in value.__struct_fields__]
+    return total
 
 
 class AdmissionOrder:
@@ -34,6 +72,8 @@ class AdmissionOrder:
         self._next = 0
         self._finished: dict[int, Sequence[Sample] | None] = {}  # None: the prompt died
         self._living = 0  # how many of `_finished` have samples; kept, since a console thread asks at any moment
+        self._unfinished = 0  # the first prompt that is not in `_finished`
+        self._ready = 0  # living prompts before that one
 
     def __len__(self) -> int:
         return self._living
@@ -44,21 +84,13 @@ class AdmissionOrder:
             raise ValueError(f"prompt {ordinal} finished twice")
         self._finished[ordinal] = samples
         self._living += samples is not None
-
-    def ready(self) -> list[int]:
-        """Living prompts that no unfinished prompt stands before, in order."""
-        ordinals: list[int] = []
-        ordinal = self._next
-        while ordinal in self._finished:
-            if self._finished[ordinal] is not None:
-                ordinals.append(ordinal)
-            ordinal += 1
-        return ordinals
+        while self._unfinished in self._finished:
+            self._ready += self._finished[self._unfinished] is not None
+            self._unfinished += 1
 
     def take(self, count: int) -> list[tuple[int, Sequence[Sample]]] | None:
-        """The next `count` prompts with their samples, or None while they are not all there."""
-        ordinals = self.ready()[:count]
-        if len(ordinals) < count:
+        """The next `count` living prompts with their samples, or None while they are not all there."""
+        if self._ready < count:
             return None
         batch: list[tuple[int, Sequence[Sample]]] = []
         while len(batch) < count:
@@ -67,13 +99,14 @@ class AdmissionOrder:
                 batch.append((self._next, samples))
             self._next += 1
         self._living -= count
+        self._ready -= count
         return batch
 
     def drain(self) -> list[int]:
         """Drop all living prompts that wait, for the end of a run; returns their ordinals."""
         left = sorted(ordinal for ordinal, samples in self._finished.items() if samples is not None)
         self._finished.clear()
-        self._living = 0
+        self._living = self._ready = 0
         return left
 
 

@@ -228,6 +228,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
     probes_per_prompt: int = 0  # at most
     soft_target_bytes: int = 0  # at most, per trajectory on the wire
     soft_target_bytes_per_token: int = 0  # the same, growing with the response
+    record_bytes: int = 0  # at most, per trajectory: what its record holds beside texts and values of each token
 
     @property
     def teacher(self) -> bool:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 import pytest
 from simulated_run import PlainVocabulary
 
-from spot_async import wire
 from spot_async.concurrency import leaves
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError, ThrottledError, TransientError
@@ -30,7 +28,6 @@ from spot_async.simulation.services import (
 )
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.stages import Services, Stages
-from spot_async.supervision_queue import worst_case_bytes
 from spot_async.types import PolicyContext, Problem, Prompt
 
 
@@ -436,16 +433,3 @@ def test_spot_without_positions_is_opd_bit_for_bit():
         assert theirs.soft_targets is None
         for name in ("prompt_ids", "response_ids", "behavior_logprobs", "teacher_logprobs"):
             assert getattr(ours, name).tobytes() == getattr(theirs, name).tobytes()
-
-
-def test_what_a_prompt_holds_in_the_queue_stays_within_what_it_reserved():
-    policy = SpotPolicy(SpotPolicy.Settings(), context())
-    orchestrator, _, journal = build(policy=policy)
-    run_on_virtual_time(orchestrator.run())
-    for result in journal.results:
-        for sample in result.samples:
-            shared = sum(v.nbytes for v in sample.record.values() if isinstance(v, np.ndarray))
-            plain = {k: v for k, v in sample.record.items() if not isinstance(v, np.ndarray)}
-            held = len(wire.encode(sample.supervision)) + shared + len(msgspec.json.encode(plain, enc_hook=str))
-            prompt_tokens = len(sample.supervision.prompt_ids)
-            assert 0.02 < held / worst_case_bytes(prompt_tokens, 128, policy.needs) < 1

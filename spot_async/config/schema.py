@@ -197,7 +197,9 @@ class QueueConfig(Section):
 
     order: Literal["admission"] = Field("admission", description="batches are made in admission order")
     capacity_prompts: int | None = Field(None, description="default: one batch", gt=0)
-    capacity_bytes: PositiveInt = Field(1 << 30, description="worst-case bytes of all admitted prompts together")
+    capacity_bytes: PositiveInt = Field(
+        1 << 30, description="bytes of all admitted prompts together: of running ones in the worst case"
+    )
 
 
 class StageConfig(Section):

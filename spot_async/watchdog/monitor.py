@@ -198,7 +198,10 @@ class Watchdog:
         yield "iterations finished", str(state.iteration)
         yield "prompts", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in ledger.items())
         yield "supervision queue", f"{len(self.orchestrator.queue)} prompts"
-        yield "credits held", f"{credits.held_prompts} prompts, {credits.held_bytes:,} bytes in the worst case"
+        yield (
+            "credits held",
+            f"{credits.held_prompts} prompts, {credits.held_bytes:,} bytes with the worst case of running ones",
+        )
         for stage in self.orchestrator.stages.all:
             done = stage.counters
             yield (

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from spot_async.admission import Credits
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.ledger import Ledger
 from spot_async.orchestrator import Orchestrator, OrchestratorSettings
@@ -33,13 +34,14 @@ PROBLEMS = 32
 
 
 class PlainVocabulary:
-    """Ids as text; what `Stages` needs of a vocabulary."""
+    """Ids as text, or every token as the same `token`; what `Stages` needs of a vocabulary."""
 
-    def __init__(self, end_token_ids=(END_TOKEN,)):
+    def __init__(self, end_token_ids=(END_TOKEN,), token=None):
         self.end_token_ids = end_token_ids
+        self.token = token
 
     def decode(self, token_ids):
-        return " ".join(map(str, token_ids.tolist()))
+        return " ".join(map(str, token_ids.tolist())) if self.token is None else self.token * len(token_ids)
 
 
 class PlainTokenizer:
@@ -59,6 +61,7 @@ class Journal:
     results: list = field(default_factory=list)
     dead: list = field(default_factory=list)
     ledger: Ledger | None = None
+    credits: Credits | None = None
 
     def iteration_finished(self, result):
         self.results.append(result)
@@ -105,14 +108,17 @@ def run(
     iterations=2,
     batch_size=16,
     capacity=16,
+    capacity_bytes=1 << 30,
+    max_staleness=0,
     narrow=None,
     verifier=None,
     end_token=END_TOKEN,
+    token=None,
     answer="1",
     **services,
 ):
     """Run on virtual time; returns trainer, journal, stages. One request at a time of the `narrow` stage;
-    `end_token` is the student's."""
+    `end_token` is the student's, `token` the text of all of its tokens."""
     student = SimulatedStudent()
     needs = policy.needs
     offered = {
@@ -127,7 +133,7 @@ def run(
         Services(generator=student, candidate_scorer=student, verifier=verifier or SimulatedVerifier(), **offered),
         StagesConfig(**limits),
         SamplingConfig(max_response_tokens=64),
-        student=PlainVocabulary((end_token,)),
+        student=PlainVocabulary((end_token,), token),
         teacher=PlainVocabulary(),
         run_seed=0,
         max_running_prompts=capacity,
@@ -139,9 +145,9 @@ def run(
         OrchestratorSettings(
             iterations=iterations,
             batch_size=batch_size,
-            max_staleness=0,
+            max_staleness=max_staleness,
             capacity_prompts=capacity,
-            capacity_bytes=1 << 30,
+            capacity_bytes=capacity_bytes,
             max_response_tokens=64,
             vocab_size=VOCAB_SIZE,
             weight_update_timeout_s=60.0,
@@ -154,7 +160,7 @@ def run(
         weight_sinks=[student],
         observer=journal,
     )
-    journal.ledger = orchestrator.state.ledger
+    journal.ledger, journal.credits = orchestrator.state.ledger, orchestrator.credits
     run_on_virtual_time(orchestrator.run())
     return trainer, journal, stages
 
