@@ -38,7 +38,8 @@ REDACTED = "***"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # a connection that had been made was closed
 LONG_BODY_BYTES = 1 << 18
 LONG_BODIES_AT_ONCE = 2
-READ_BYTES = 1 << 16  # of a connection that nobody reads, about: then the server has to wait
+UNREAD_BYTES = 1 << 16  # of a connection, about: then the server has to wait
+READ_BYTES = 1 << 15  # of a connection at a time, all of which is parsed before the loop goes on
 MOST_HEADS = 16  # of replies that nobody has read: one, and what a server may say before it
 DIGEST_HEADER = "Content-Digest"  # RFC 9530
 SHA_256 = re.compile(r"\bsha-256=:([A-Za-z0-9+/]{43}=):")
@@ -94,7 +95,7 @@ class HttpEndpoint:
             make: type[ResponseHandler] = _Connection
             connector._factory = functools.partial(make, asyncio.get_running_loop())
             no_cookies = aiohttp.DummyCookieJar()
-            return aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, read_bufsize=READ_BYTES)
+            return aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, read_bufsize=UNREAD_BYTES)
 
         self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
@@ -116,10 +117,9 @@ class HttpEndpoint:
         return Turn(self._long_bodies)
 
     async def get(self, path: str, *, deadline: float) -> bytes:
-        received = io.BytesIO()
-        with self.turn() as turn:
+        with io.BytesIO() as received, self.turn() as turn:
             await self._request("GET", path, None, {}, deadline, received.write, turn=turn)
-        return received.getvalue()
+            return received.getvalue()
 
     async def post(
         self,
@@ -137,12 +137,13 @@ class HttpEndpoint:
         `resend=False` is for what must not reach the server twice (see `_respond`). A reply of more than `largest`
         bytes is refused. Give a `turn` to hold it until a long reply has been read.
         """
-        headers, received = {"Content-Type": content_type}, io.BytesIO()
-        with self.turn() if turn is None else contextlib.nullcontext(turn) as held:
+        headers = {"Content-Type": content_type}
+        # Closed whatever happens: the traces of errors, which hold what is here, live for long.
+        with io.BytesIO() as received, self.turn() if turn is None else contextlib.nullcontext(turn) as held:
             await self._request(
                 "POST", path, body, headers, deadline, received.write, resend=resend, largest=largest, turn=held
             )
-        return received.getvalue()
+            return received.getvalue()
 
     async def stream(
         self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float, largest: int
@@ -185,20 +186,21 @@ class HttpEndpoint:
                     self.traffic.received_bytes += response.num_bytes_downloaded
                     await response.aclose()
         except BadBodyError as failure:
-            error: RequestError = PoisonedReplyError(f"{self.name}{path}: cannot read the reply: {failure}")
-            error.exchange = self.exchange(method, path, body, status=status)
-            raise error from None
+            poisoned = f"{self.name}{path}: cannot read the reply: {failure}"
+            raise with_exchange(
+                PoisonedReplyError(poisoned), self.exchange(method, path, body, status=status)
+            ) from None
         except (TimeoutError, httpx.HTTPError, aiohttp.ClientError, OSError) as failure:
-            error = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
-            error = error.reworded(self._redacted(str(error).encode()).decode())
-            error.exchange = self.exchange(method, path, body, status=status)
-            raise error from None
+            found = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
+            words = self._redacted(str(found).encode()).decode()
+            raise with_exchange(found.reworded(words), self.exchange(method, path, body, status=status)) from None
         content = self._redacted(content)
         reply = FailedReply(response.status_code, content, dict(response.headers))
         own = self._read_error(reply.status, content) if self._read_error else None
-        error = own or classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access)
-        error.exchange = self.exchange(method, path, body, status=status, received=content)
-        raise error
+        raise with_exchange(
+            own or classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access),
+            self.exchange(method, path, body, status=status, received=content),
+        )
 
     def exchange(
         self, method: str, path: str, body: bytes | None, *, status: int | None = 200, received: bytes = b""
@@ -211,7 +213,7 @@ class HttpEndpoint:
             sent_bytes=len(body or b""),
             sent=shortened(self._redacted(body or b"")),
             status=status,
-            received=excerpt(self._redacted(received)),
+            received=excerpt(self._redacted(received[:ERROR_BYTES])),
         )
 
     def _redacted(self, said: bytes) -> bytes:
@@ -260,6 +262,15 @@ class HttpEndpoint:
         return response
 
 
+def with_exchange(error: RequestError, exchange: Exchange) -> RequestError:
+    """The error, which carries the exchange from now on.
+
+    Raise it as it is returned: in a variable, it and its trace would hold each other, and a reply, until a collection.
+    """
+    error.exchange = exchange
+    return error
+
+
 def _stated_digest(header: str | None) -> bytes | None:
     """The SHA-256 that a server states of its reply; None where it states none."""
     stated = SHA_256.search(header or "")
@@ -288,6 +299,11 @@ class _Connection(ResponseHandler):
 
     aiohttp parses and keeps them all, of a connection that waits for its next request too.
     """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own, without TLS: 256 KiB, of which chunks of a byte take 0.2 s
+            transport.max_size = READ_BYTES
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

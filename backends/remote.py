@@ -36,7 +36,7 @@ from .connection import (
     tls_context,
 )
 from .failures import UNREADABLE, classify
-from .http import HttpEndpoint, ReadError
+from .http import HttpEndpoint, ReadError, with_exchange
 from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_together
 from .metering import Meter, MeteredSettings
 from .stepwise import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
@@ -290,13 +290,14 @@ class RemoteServer:
             nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
                 failure, ServerRestartedError
             )
-            error = failure.reworded(f"{self.name}{path}: {failure}") if nameless else failure
-            error.exchange = self.endpoint.exchange(method, path, sent, received=reply)
-            raise error from None
+            raise with_exchange(
+                failure.reworded(f"{self.name}{path}: {failure}") if nameless else failure,
+                self.endpoint.exchange(method, path, sent, received=reply),
+            ) from None
         except UNREADABLE as failure:
-            error = classify(f"{self.name}{path}", failure)
-            error.exchange = self.endpoint.exchange(method, path, sent, received=reply)
-            raise error from failure
+            raise with_exchange(
+                classify(f"{self.name}{path}", failure), self.endpoint.exchange(method, path, sent, received=reply)
+            ) from failure
 
     def _launch(self, launch: LaunchSettings) -> LaunchedServer:
         if self._make_command is None:

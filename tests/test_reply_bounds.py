@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -152,6 +153,22 @@ async def test_a_content_length_that_is_no_number_of_bytes_is_the_servers_failur
         else:
             with pytest.raises(RequestError, match="teacher/x"):
                 await endpoint.get("/x", deadline=soon())
+
+
+async def test_a_reply_that_was_refused_is_let_go_at_once() -> None:
+    """Without a collection, which a run has few of: an error and the trace that holds the reply hold each other."""
+    async with endpoint_to(without_end) as endpoint:
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(2):
+                with contextlib.suppress(PoisonedReplyError):
+                    await endpoint.get("/x", deadline=soon())
+            assert tracemalloc.get_traced_memory()[0] < ANSWER_BYTES
+        finally:
+            tracemalloc.stop()
+            gc.enable()
 
 
 async def test_replies_that_nobody_asked_for_close_the_connection() -> None:
