@@ -33,6 +33,12 @@ def shortened(text: str, characters: int) -> str:
     return text if len(text) <= characters else f"{text[:characters]}…"
 
 
+def kind_of_value(value: object) -> str:
+    """What YAML and JSON call a plain value."""
+    kinds = {dict: "a mapping", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, for errors that must fit on one."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -57,6 +57,19 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ("training.beta=1", "training.beta: unknown key; here it is `training.reference_kl`"),
         ("policy.num_generations=8", "unknown key; here it is `policy.samples` (of kind grpo)"),
         ("sampling.max_completion_length=8", "unknown key; here it is `sampling.max_response_tokens`"),
+        (
+            "training.lora={rank: 8}",
+            "training.lora: unknown key; there is no LoRA or other PEFT yet: all weights of the",
+        ),
+        ("lora_rank=8", "lora_rank: unknown key; there is no LoRA or other PEFT yet"),
+        ("run.resume=runs/x", "run.resume: unknown key; training runs cannot be resumed yet; evaluations can, by"),
+        ("training.nnodes=2", "unknown key; training over several machines does not exist yet"),
+        ("training=null", "training: input should be a section, but got null"),
+        ("telemetry.wandb=true", "telemetry.wandb: input should be a section, but got true"),
+        ("evaluation.pass_k=3", "evaluation.pass_k: input should be a list, but got 3"),
+        ("data.train={path: x, fields: [a, b]}", "data.train.fields: input should be a mapping, but got [a, b]"),
+        ("run.stall_timeout_s=.nan", "run.stall_timeout_s: input should be a finite number, but got .nan"),
+        ('run.directory="\\ud800"', "holds a value that is no plain YAML value"),
         ("studnt.model=x", "studnt: unknown key; did you mean `student`?"),
         ("stages.probe.concurency=2", "stages.probe.concurency: unknown key; did you mean `concurrency`?"),
         ("student.backend.slot=4", "student.backend.slot: unknown key; did you mean `slots`?"),
@@ -95,7 +108,7 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "training.batch_size.x=1",
             "override 'training.batch_size.x=1': training.batch_size is a value, not a section",
         ),
-        ("data.train=null", "data.train: input should be a valid string, a list of them or a section, but got None"),
+        ("data.train=null", "data.train: input should be a valid string, a list of them or a section, but got null"),
         ("prompt.template=chatml", "prompt.template: give teacher, student or the path of a Jinja file that ends in"),
         ("prompt.template_arguments.date_string=null", "prompt.template_arguments.date_string: input should be true,"),
         ("data.train={path: x, fields: {answr: y}}", "data.train.fields.answr: unknown key; did you mean `answer`?"),
@@ -131,7 +144,12 @@ def test_a_missing_section_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("a: [1", "not valid YAML"), ("- 1\n- 2", "expected sections"), ("", "expected sections")],
+    [
+        ("a: [1", "not valid YAML"),
+        ("- 1\n- 2", "expected sections such as `student:` at the top, found a list"),
+        ("", "expected sections such as `student:` at the top, found nothing"),
+        ("base: [1, null]", "`base` must name a configuration file, or several in a list, but is [1, null]"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, expected):
     path = tmp_path / "run.yaml"

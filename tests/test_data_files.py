@@ -72,7 +72,7 @@ def damaged_parquet():
     ("name", "content", "complaint"),
     [
         ("p.json", b'{"a": 1}', "expected a list of objects"),
-        ("p.json", b"[1]", "item 1 is no object, but int"),
+        ("p.json", b"[1]", "item 1 is no object, but a number"),
         ("p.csv", b"problem,answer\none,1,2\n", ":2: 3 cells, but the header has 2: put cells with commas in"),
         ("p.csv", b"problem;answer\none;1\n", ":1: one column, 'problem;answer': write commas between cells, not ';'"),
         ("p.tsv", b"problem\tanswer\n", "data.train: {path}: tabs between cells are not read: write it with commas"),

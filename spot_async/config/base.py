@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from typing import Annotated, Any, TypeAlias, TypeVar
 
+import msgspec
 import pydantic
+import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -28,7 +32,19 @@ def spelled(pattern: str, words: str) -> pydantic.AfterValidator:
 class Section(BaseModel):
     """Base of every configuration section: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def plain_json(value: Any) -> bytes:
+    """Plain values as JSON to validate. Msgspec would make null of `.nan` and `.inf`, which are to be refused."""
+    return json.dumps(msgspec.to_builtins(value, str_keys=True), ensure_ascii=False).encode()
+
+
+def as_yaml(value: Any) -> str:
+    """A plain value on one line, as a configuration has it: `null`, `true`, `[1, 2]`."""
+    if isinstance(value, str):
+        return repr(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
 
 
 T = TypeVar("T")

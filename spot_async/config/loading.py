@@ -14,20 +14,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from spot_async.config import Config
-from spot_async.config.base import ONE, SEVERAL
+from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json
 from spot_async.config.plugins import PluginSettings, PluginSettingsError
 from spot_async.config.suggestions import classes, unknown_key
 from spot_async.errors import ConfigError
+from spot_async.text import kind_of_value
 
 S = TypeVar("S", bound=BaseModel)
 
 OF_KEY = "[key]"  # how pydantic marks an error of a key itself
+FORMS = {"model_type": "a section", "dict_type": "a mapping", "list_type": "a list"}  # in YAML's words, by pydantic's
 KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # whose plain value is short for `kind`; elsewhere for `path`
 
 
@@ -77,11 +78,14 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {type(tree).__name__}")
+        found = "nothing" if tree is None else kind_of_value(tree)
+        raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {found}")
     bases = tree.pop("base", [])
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: `base` must name a configuration file, or several in a list, but is {bases!r}")
+        raise ConfigError(
+            f"{path}: `base` must name a configuration file, or several in a list, but is {as_yaml(bases)}"
+        )
     below: dict[str, Any] = {}
     for name in names:
         below = laid_over(read_tree(path.parent / name, (*readers, path.resolve())), below)
@@ -159,11 +163,11 @@ def validate(tree: dict[str, Any]) -> Config:
 def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
     """Validate plain values as one section. JSON mode lets lists be tuples but keeps "1" from being 1."""
     try:
-        return schema.model_validate_json(msgspec.json.encode(tree))
+        return schema.model_validate_json(plain_json(tree))
     except ValidationError as errors:
         lines = list(dict.fromkeys(_describe(errors, schema, ())))
         raise ConfigError("\n".join(lines)) from None
-    except TypeError as error:
+    except (TypeError, UnicodeEncodeError) as error:
         raise ConfigError(f"configuration holds a value that is no plain YAML value: {error}") from None
 
 
@@ -228,8 +232,9 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
         case "value_error":
             return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
         case _:
-            message = error["msg"][:1].lower() + error["msg"][1:]
-            return f"{message}, but got {value!r}" if not isinstance(value, dict) else message
+            message = f"input should be {words}" if (words := FORMS.get(error["type"])) else error["msg"]
+            message = message[:1].lower() + message[1:]
+            return f"{message}, but got {as_yaml(value)}" if not isinstance(value, dict) else message
 
 
 def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:

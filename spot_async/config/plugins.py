@@ -9,13 +9,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
-import msgspec
 import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic_core import ErrorDetails
 
 from spot_async import registry
-from spot_async.config.base import Section
+from spot_async.config.base import Section, plain_json
 
 if TYPE_CHECKING:
     from spot_async.spending.account import Account
@@ -133,7 +132,7 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
             raise ValueError(f"needs a `kind`, one of: {', '.join(registry.names(group))}")
         schema = registry.load(group, value["kind"]).Settings
         try:
-            return schema.model_validate_json(msgspec.json.encode(value))
+            return schema.model_validate_json(plain_json(value))
         except ValidationError as errors:
             raise PluginSettingsError(group, value["kind"], schema, errors) from None
 

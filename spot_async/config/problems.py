@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import pydantic
 from pydantic import Field
 
-from spot_async.config.base import OneOrMore, Section, as_list, spelled
+from spot_async.config.base import OneOrMore, Section, as_list, as_yaml, spelled
 
 Thinking = Annotated[
     bool | None,
@@ -60,7 +60,7 @@ class ProblemSetConfig(Section):
         if isinstance(value, str | list):
             return {"path": value}
         if not isinstance(value, dict):
-            raise ValueError(f"input should be a valid string, a list of them or a section, but got {value!r}")
+            raise ValueError(f"input should be a valid string, a list of them or a section, but got {as_yaml(value)}")
         return value
 
     @property
@@ -81,7 +81,7 @@ TEMPLATE_WORDS = "give teacher, student or the path of a Jinja file that ends in
 def _check_plain(value: Any) -> Any:
     """One complaint for a value that is none of several types."""
     if not isinstance(value, bool | int | str):
-        raise ValueError(f"input should be true, false, a whole number or a text, but got {value!r}")
+        raise ValueError(f"input should be true, false, a whole number or a text, but got {as_yaml(value)}")
     return value
 
 

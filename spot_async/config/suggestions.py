@@ -1,4 +1,5 @@
-"""Which key was meant by one that does not exist: misspelt, of another section, or another trainer's name for it."""
+"""What to say of a key that does not exist: which was meant (misspelt, of another section, another trainer's name for
+it), or that there is no such thing yet."""
 
 from __future__ import annotations
 
@@ -56,11 +57,23 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "warmup_ratio": "training.warmup_iterations",
     "warmup_steps": "training.warmup_iterations",
 }
+# What people look for and is not built, by what it may be called here, in TRL, verl or PEFT.
+_LORA = "there is no LoRA or other PEFT yet: all weights of the student are trained"
+_RESUME = "training runs cannot be resumed yet; evaluations can, by `spot-async eval --resume RUN`"
+_MACHINES = "training over several machines does not exist yet: `training.ranks` are of one; servers may run on others"
+NOT_BUILT: Mapping[str, str] = {
+    **dict.fromkeys(("lora", "lora_rank", "lora_r", "lora_alpha", "use_lora", "lora_config"), _LORA),
+    **dict.fromkeys(("peft", "peft_config", "use_peft", "adapter", "qlora", "load_in_4bit"), _LORA),
+    **dict.fromkeys(("resume", "resume_from", "resume_mode", "resume_from_checkpoint", "resume_from_path"), _RESUME),
+    **dict.fromkeys(("nodes", "nnodes", "num_nodes", "num_machines"), _MACHINES),
+}
 PLACES_SHOWN = 3
 
 
 def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
     """What to say of the key `name` where only `known` are: what is likeliest meant, here or anywhere in `root`."""
+    if name in NOT_BUILT:
+        return f"unknown key; {NOT_BUILT[name]}"
     section = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if not section and name in OTHER_TRAINERS:
         key, _, note = OTHER_TRAINERS[name].partition(", ")

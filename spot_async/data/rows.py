@@ -22,7 +22,7 @@ from spot_async.config import ProblemSetConfig
 from spot_async.data.hub import read_hub
 from spot_async.data.keys import about, setting
 from spot_async.errors import DataError
-from spot_async.text import first_line
+from spot_async.text import first_line, kind_of_value
 
 Columns: TypeAlias = dict[str, Any]
 
@@ -145,7 +145,7 @@ def _read_json(path: str, stream: BinaryIO) -> Iterator[Row]:
         raise DataError(f"{path}: expected a list of objects, or an object with one list in it")
     for number, columns in enumerate(found, start=1):
         if not isinstance(columns, dict):
-            raise DataError(f"{path}: item {number} is no object, but {type(columns).__name__}")
+            raise DataError(f"{path}: item {number} is no object, but {kind_of_value(columns)}")
         yield Row(f"{path}: item {number}", number, columns)
 
 
