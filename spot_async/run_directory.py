@@ -40,7 +40,7 @@ from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.processes.cores import usable_cores
-from spot_async.weight_files import delete_weights
+from spot_async.weight_files import complete_directory, delete_weights
 
 DECIMALS = 6  # of numbers in arrays: what people read
 RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
@@ -244,14 +244,16 @@ class RunDirectory:
         while the original is there, since its files are hard links. The copy before it goes.
         """
         kept = weights.with_name(weights.name.replace("step-", "best-"))
-        previous = list(weights.parent.glob("best-*"))
-        try:
-            shutil.copytree(weights, kept, copy_function=_link_or_copy)
-        except OSError as error:
-            raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
+        if not kept.exists():
+            try:
+                with complete_directory(kept) as partial:
+                    shutil.copytree(weights, partial, copy_function=_link_or_copy, dirs_exist_ok=True)
+            except OSError as error:
+                raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
         self._point("best", kept)
-        for each in previous:
-            delete_weights(each)
+        for each in weights.parent.glob("best-*"):
+            if each != kept:
+                delete_weights(each)
 
     def _point(self, name: str, directory: Path) -> None:
         new = self.path / f".{name}.new"

@@ -7,6 +7,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 from simulated_replicas import BATCH, ITERATIONS, at_random, pool_of_servers, servers, train
@@ -17,8 +18,10 @@ from spot_async.errors import ProcessDiedError, SpotError, TransientError
 from spot_async.replicas.life_cycle import State
 from spot_async.retry import RetryPolicy
 from spot_async.simulation.servers import SimulatedReplica, SimulatedServer
+from spot_async.simulation.services import SimulatedTrainer
 from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.types import WeightSnapshot, WeightVersion
+from spot_async.weight_files import delete_weights
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +140,46 @@ def test_a_server_that_came_back_under_another_version_gets_nothing_until_it_has
     outcome = train(servers(2), miss, make=Watchful)
     assert_trained_once_with_the_right_weights(outcome)
     assert seen == sorted(seen)
+
+
+def test_weights_that_a_returning_server_loads_are_not_pruned_under_it(tmp_path):
+    class Pruning(SimulatedTrainer):
+        """Keeps the newest two, as the trainer does by default."""
+
+        async def train(self, iteration, batch):
+            report = await super().train(iteration, batch)
+            directory = tmp_path / f"step-{iteration + 1}"
+            directory.mkdir()
+            for old in sorted(tmp_path.iterdir())[:-2]:
+                delete_weights(old)
+            return msgspec.structs.replace(
+                report, snapshot=msgspec.structs.replace(report.snapshot, directory=str(directory))
+            )
+
+    lost, loaded = [], []
+
+    class Loading(SimulatedReplica):
+        """The second server takes long over new weights."""
+
+        async def update_weights(self, snapshot, *, deadline):
+            seconds = 20 if self.server.name == "student-2" else 1
+            for _ in range(seconds):
+                await asyncio.sleep(1.0)
+                lost.extend({snapshot.directory} - set(map(str, tmp_path.iterdir())))
+            await super().update_weights(snapshot, deadline=deadline)
+            loaded.append((self.server.name, snapshot.version.step))
+
+    async def kill(servers):
+        await asyncio.sleep(6.0)
+        servers[1].kill()
+        await asyncio.Event().wait()
+
+    both = servers(2)
+    outcome = train(both, kill, make=Loading, trainer=Pruning())
+    assert_trained_once_with_the_right_weights(outcome)
+    assert both[1].starts == 2
+    assert lost == []
+    assert ("student-2", 1) in loaded[3:]  # when the other had those of two steps later
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -12,13 +12,14 @@ import pytest
 import structlog
 
 from spot_async.config.loading import validate
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.run_directory import RunDirectory, name_of, name_of_run
 from spot_async.telemetry.console import best_words
 from spot_async.telemetry.evaluation_history import EvaluationHistory
 from spot_async.types import Verdict
+from spot_async.weight_files import delete_weights, in_use
 
 CONFIG = {
     "student": {"model": "s"},
@@ -96,6 +97,45 @@ def test_earlier_best_weights_that_cannot_be_deleted_end_nothing(run, monkeypatc
         run.keep_best(kept[1])
     assert "best-000001" in logs[0]["directory"]
     assert (run.path / "best" / "model.safetensors").read_text() == "weights of 2"
+
+
+def test_the_best_weights_have_their_name_once_they_are_complete_and_the_last_best_stays_until_then(run, monkeypatch):
+    first, second = (publish(run, step) for step in (1, 2))
+    (second / "tokenizer.json").write_text("words")
+    run.keep_best(first)
+    kept = run.path / "weights" / "best-000002"
+    linked, link = [], os.link
+
+    def full_disk(source, destination):
+        assert not kept.exists()  # a reader, or a kill now, would find half of it
+        if linked:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        linked.append(source)
+        link(source, destination)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", full_disk)
+        patch.setattr(shutil, "copy2", full_disk)
+        with pytest.raises(StorageError, match="No space left"):
+            run.keep_best(second)
+    assert (run.path / "best" / "model.safetensors").read_text() == "weights of 1"
+    assert sorted(each.name for each in kept.parent.iterdir()) == ["best-000001", "step-000001", "step-000002"]
+    for _ in range(2):  # once more is harmless
+        run.keep_best(second)
+        assert (run.path / "best" / "model.safetensors").read_text() == "weights of 2"
+        assert sorted(each.name for each in kept.parent.iterdir()) == ["best-000002", "step-000001", "step-000002"]
+
+
+def test_weights_in_use_are_not_deleted(tmp_path):
+    directory = tmp_path / "step-000001"
+    directory.mkdir()
+    with in_use(directory), in_use(directory):
+        delete_weights(directory)
+        assert directory.is_dir()
+    delete_weights(directory)
+    assert not directory.exists()
+    with in_use(directory):  # gone, or never there: who wants it will say so
+        pass
 
 
 @pytest.mark.parametrize(

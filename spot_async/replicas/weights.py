@@ -6,6 +6,7 @@ One that misses an update is out of rotation until it has confirmed the newest; 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Generic
 
 from spot_async.concurrency import gather
@@ -24,6 +25,7 @@ from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.service_pool import Errand
 from spot_async.types import WeightSnapshot
+from spot_async.weight_files import in_use
 
 UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})
 
@@ -100,11 +102,15 @@ class Weights(Generic[B]):
 
 
 async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> None:
-    """Send weights under a lease, so that a replica which freezes meanwhile is noticed, and the sending ended."""
-    async with HeldLease(replica, Errand("weight update", ()), _now_s(), is_request=False) as backend:
-        if not isinstance(backend, WeightSink):
-            raise ConfigError(f"{replica.name}: its backend takes no weights")
-        await backend.update_weights(snapshot, deadline=deadline)
+    """Send weights under a lease, so that a replica which freezes meanwhile is noticed, and the sending ended.
+
+    The directory stays meanwhile: the others may be two steps further by then, and the trainer prune old weights.
+    """
+    with in_use(Path(snapshot.directory)):
+        async with HeldLease(replica, Errand("weight update", ()), _now_s(), is_request=False) as backend:
+            if not isinstance(backend, WeightSink):
+                raise ConfigError(f"{replica.name}: its backend takes no weights")
+            await backend.update_weights(snapshot, deadline=deadline)
     replica.showed_life(_now_s())
     replica.life.version = snapshot.version
 

@@ -1,13 +1,11 @@
 """New weights on disk, as a Hugging Face directory that is complete the moment it has its name.
 
-Written to a hidden sibling, fsynced, then renamed: a reader sees all of `weights/step-000012` or
-nothing of it, also after a power cut. Which weights belong to a resumable state is not decided here.
+Which weights belong to a resumable state is not decided here.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from transformers import PreTrainedModel
 
 from spot_async.errors import TrainerError
 from spot_async.text import first_line
-from spot_async.weight_files import delete_weights
+from spot_async.weight_files import complete_directory, delete_weights
 
 # What comes along from the initial student: tokenizer, chat template and generation settings.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
@@ -49,17 +47,13 @@ class WeightPublisher:
         nothing of the new ones is left.
         """
         final = self.path(step)
-        partial = self._directory / f".{final.name}"
         try:
-            partial.mkdir()
-            self._write(model, state, partial)
-            partial.rename(final)
-            _fsync(self._directory)
+            with complete_directory(final) as partial:
+                self._write(model, state, partial)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise TrainerError(self._describe(error, final)) from error
         for old in self._published()[: -self._keep]:
-            delete_weights(old)  # one that stays is tried again after the next step
+            delete_weights(old)  # one that stays, as a server still loads it, is tried again after the next step
 
     def _write(self, model: PreTrainedModel, state: dict[str, Tensor], directory: Path) -> None:
         for file in sorted(self._student_directory.iterdir()):
@@ -76,8 +70,6 @@ class WeightPublisher:
         mode = (directory / "config.json").stat().st_mode  # safetensors leaves its files to their owner alone
         for file in directory.iterdir():
             file.chmod(mode)
-            _fsync(file)
-        _fsync(directory)
 
     def _published(self) -> list[Path]:
         return sorted(self._directory.glob("step-*"))
@@ -96,11 +88,3 @@ def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         name: casts.setdefault(value.data_ptr(), value.to(dtype)) if value.is_floating_point() else value
         for name, value in state.items()
     }
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

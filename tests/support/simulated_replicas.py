@@ -79,7 +79,7 @@ class Outcome:
     seconds: float
 
 
-def train(servers, trouble, *, max_dead_share=0.1, timeline=None, **settings):
+def train(servers, trouble, *, max_dead_share=0.1, timeline=None, trainer=None, **settings):
     """A whole run over a pool of `servers`, with `trouble(servers)` as a task beside it; told to a `timeline`."""
 
     async def scenario():
@@ -96,7 +96,7 @@ def train(servers, trouble, *, max_dead_share=0.1, timeline=None, **settings):
             max_running_prompts=BATCH,
             max_probes_per_prompt=3,
         )
-        trainer, journal = SimulatedTrainer(), Journal()
+        given, journal = trainer or SimulatedTrainer(), Journal()
         orchestrator = Orchestrator(
             OrchestratorSettings(
                 iterations=ITERATIONS,
@@ -112,7 +112,7 @@ def train(servers, trouble, *, max_dead_share=0.1, timeline=None, **settings):
             prompts=prompts(),
             policy=Probing(),
             stages=stages,
-            trainer=trainer,
+            trainer=given,
             weight_sinks=[pool],
             observer=journal,
         )
@@ -130,7 +130,7 @@ def train(servers, trouble, *, max_dead_share=0.1, timeline=None, **settings):
             assert [each.in_flight for each in pool.replicas] == [0] * len(servers)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not any(server.is_running for server in servers)
-        return Outcome(trainer.batches, journal.dead, asyncio.get_running_loop().time())
+        return Outcome(given.batches, journal.dead, asyncio.get_running_loop().time())
 
     return run_on_virtual_time(scenario())
 
