@@ -133,23 +133,40 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(open_app: S
             assert sent <= limit + 2 * MIB
 
 
+def request_of(*parts: bytes) -> Request:
+    messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+async def test_large_bodies_are_understood_one_at_a_time_and_others_meanwhile() -> None:
+    bodies = Bodies(2 * MIB, 8 * MIB)
+    read: list[int] = []
+
+    async def understand(size: int) -> None:
+        async with bodies.read(request_of(bytes(size))):
+            read.append(size)
+
+    async with asyncio.TaskGroup() as group, bodies.read(request_of(bytes(2 * MIB))):
+        for size in (MIB, 1):
+            group.create_task(understand(size))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert read == [1]
+    assert read == [1, MIB]
+
+
 async def test_bodies_that_come_in_slowly_take_no_more_memory_than_they_may() -> None:
-    bodies = Bodies(max_held_bytes=6)
-
-    def request(*parts: bytes) -> Request:
-        messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
-
-        async def receive() -> Any:
-            return messages.pop(0)
-
-        return Request({"type": "http", "headers": []}, receive)
-
-    async with bodies.read(request(b"123", b"4"), 4) as first:
+    bodies = Bodies(max_bytes=4, max_held_bytes=6)
+    async with bodies.read(request_of(b"123", b"4")) as first:
         assert first == b"1234"
         with pytest.raises(ThrottledError):
-            async with bodies.read(request(b"12", b"3"), 4):
+            async with bodies.read(request_of(b"12", b"3")):
                 pass
-    async with bodies.read(request(b"123"), 4) as second:
+    async with bodies.read(request_of(b"123")) as second:
         assert second == b"123"
 
 

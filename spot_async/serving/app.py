@@ -28,7 +28,7 @@ from spot_async.errors import (
 )
 from spot_async.serving import api
 from spot_async.serving.access import Access, RefuseStrangers, answer
-from spot_async.serving.bodies import MAX_BYTES, UNREADABLE, Bodies
+from spot_async.serving.bodies import MAX_BYTES, MAX_HELD_BYTES, UNREADABLE, Bodies
 from spot_async.serving.credentials import Credentials
 from spot_async.serving.disconnect import ClientGone, no_reply, while_connected
 from spot_async.serving.replies import Replies
@@ -50,10 +50,10 @@ def build_app(
     access = Access(credentials, is_local)
     updating = asyncio.Lock()
     instance = uuid.uuid4().hex
-    bodies = Bodies()
+    bodies = Bodies(MAX_BYTES, MAX_HELD_BYTES)
 
     async def decode(request: Request, kind: type[T]) -> T:
-        async with bodies.read(request, MAX_BYTES) as body:
+        async with bodies.read(request) as body:
             try:
                 return wire.decode(body, kind)
             except UNREADABLE as error:

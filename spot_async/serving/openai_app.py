@@ -26,7 +26,7 @@ from spot_async.concurrency import gather
 from spot_async.errors import SpotError
 from spot_async.serving import openai_api
 from spot_async.serving.api import GenerateRequest, status_of
-from spot_async.serving.bodies import MAX_JSON_BYTES, Bodies
+from spot_async.serving.bodies import MAX_HELD_JSON_BYTES, MAX_JSON_BYTES, Bodies
 from spot_async.serving.completion import (
     Plan,
     Prompt,
@@ -62,7 +62,7 @@ def openai_routes(worker: EngineWorker, model: ServedModel, *, max_completions: 
         id=model.name, created=created, root=model.directory, max_model_len=model.max_context_tokens
     )
     room = _Room(max_completions)
-    bodies = Bodies()
+    bodies = Bodies(MAX_JSON_BYTES, MAX_HELD_JSON_BYTES)
     tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one, so that texts leave the engine its core
 
     async def models(request: Request) -> Response:
@@ -75,7 +75,7 @@ def openai_routes(worker: EngineWorker, model: ServedModel, *, max_completions: 
         return _reply(listed)
 
     async def completions(request: Request) -> Response:
-        async with bodies.read(request, MAX_JSON_BYTES) as body:
+        async with bodies.read(request) as body:
             asked = openai_api.read_completion_request(body)
             check_served(asked, model)
             given = prompts_of(asked)
