@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from spoiled_gradient import SPOILS, spoiled_loss
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 import spot_async.trainer.model as trainer_model
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError, DataError, TrainerError
-from spot_async.trainer.loss import clipped_policy_loss
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import METRICS
 from spot_async.trainer.model import load_student
@@ -180,7 +180,7 @@ def test_a_token_that_the_server_called_next_to_impossible_does_not_spoil_the_gr
         ("teacher_logprobs", np.inf, "non-finite policy loss"),
         ("probabilities", np.nan, "non-finite branch loss"),
         ("reference_logprobs", np.nan, "non-finite reference loss"),
-        ("behavior_logprobs", -200.0, "non-finite gradient"),
+        ("behavior_logprobs", SPOILS, "non-finite gradient"),
     ],
 )
 def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
@@ -194,14 +194,8 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
     value: float,
     what: str,
 ) -> None:
-    def spoiled(logprobs: torch.Tensor, behavior: torch.Tensor, *rest: torch.Tensor, **limits: Any) -> torch.Tensor:
-        """A loss of finite values whose gradient at a behaviour of -200 is not finite: that of a root at 0."""
-        zero = logprobs - logprobs.detach()
-        root = torch.where(behavior == -200.0, zero, torch.ones_like(zero)).sqrt()
-        return clipped_policy_loss(logprobs, behavior, *rest, **limits) + root
-
     if what == "non-finite gradient":
-        monkeypatch.setattr("spot_async.trainer.rank.clipped_policy_loss", spoiled)
+        monkeypatch.setattr("spot_async.trainer.rank.clipped_policy_loss", spoiled_loss)
     poisoned = supervision(3, 8, targets=soft_targets([2], 4))
     assert poisoned.soft_targets is not None
     array = poisoned.soft_targets.probabilities[0] if name == "probabilities" else getattr(poisoned, name)

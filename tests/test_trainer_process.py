@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import spoiled_gradient
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from spoiled_gradient import SPOILS, spoiled_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async.trainer.handle as handle
@@ -110,6 +112,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 import spot_async.trainer.model
+import spot_async.trainer.rank
+from spoiled_gradient import spoiled_loss
 from spot_async import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer.messages import Batch
@@ -118,6 +122,7 @@ from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 
 cpu = torch.device("cpu")
+spot_async.trainer.rank.clipped_policy_loss = spoiled_loss
 spot_async.trainer.model.LOGITS_PER_BLOCK = 350  # 7 rows of logits at a time, recomputed in the backward pass
 
 def train(run):
@@ -149,7 +154,9 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
     trainer_settings: MakeSettings,
     unequal_batch: UnequalBatch,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("spot_async.trainer.rank.clipped_policy_loss", spoiled_loss)  # as the two ranks do
     choices: dict[str, Any] = {"learning_rate": 1e-15, "max_grad_norm": 1e9}
     batch = tuple(unequal_batch(0))
     cases = {
@@ -160,7 +167,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
     sharded = {"sharding": "fsdp2", "micro_batch_tokens": 40, "recompute_layers": True}
     cases |= {f"{name}, sharded": (samples, {**training, **sharded}) for name, (samples, training) in cases.items()}
     poisoned = unequal_batch(0)
-    poisoned[4].behavior_logprobs[0] = -200.0  # its loss is finite, and its gradient is not
+    poisoned[4].behavior_logprobs[0] = SPOILS
     fails = "a gradient that is not finite, sharded"
     cases[fails] = (tuple(poisoned), {**choices, **sharded})
     for name, (samples, training) in cases.items():
@@ -168,10 +175,11 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
         (tmp_path / name / "batch").write_bytes(wire.encode(Batch(0, samples)))
     group = tmp_path / "group"
     group.mkdir()
+    support = str(Path(spoiled_gradient.__file__).parent)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(group), *(str(tmp_path / name) for name in cases)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": support},
         )
         for rank in range(2)
     ]
