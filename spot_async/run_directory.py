@@ -27,6 +27,7 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from io import FileIO
@@ -40,6 +41,7 @@ from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.processes.cores import usable_cores
+from spot_async.text import visible
 from spot_async.weight_files import complete_directory, delete_weights
 
 DECIMALS = 6  # of numbers in arrays: what people read
@@ -115,15 +117,26 @@ class RunDirectory:
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
         """Raises ConfigError when it exists with something in it, or cannot be made."""
         cores = usable_cores()
-        try:
+        with _to_be_used(path):
             cls.check_unused(path, purpose)
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "logs").mkdir()  # of two starts at once, one makes it; the other is refused
+            (path / "logs").mkdir(parents=True)  # of two starts at once, one makes it; the other is refused
             (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose, cores=cores)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"run.directory: cannot use {path}: {error.strerror}") from None
         return cls(path.resolve(), purpose, cores)
+
+    @classmethod
+    def check_usable(cls, path: Path, purpose: Purpose = "train") -> None:
+        """Raises ConfigError when `create` would. Leaves nothing behind."""
+        with _to_be_used(path):
+            cls.check_unused(path, purpose)
+            missing = [each for each in (path, *path.parents) if not each.exists()]
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryDirectory(dir=path).cleanup()
+            finally:
+                for each in missing:  # the innermost first
+                    with contextlib.suppress(OSError):
+                        each.rmdir()
 
     @classmethod
     def check_unused(cls, path: Path, purpose: Purpose = "train") -> None:
@@ -263,6 +276,16 @@ class RunDirectory:
             new.replace(self.path / name)
         except OSError as error:
             raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _to_be_used(path: Path) -> Iterator[None]:
+    """What the system refuses inside is said of the setting. A path with a zero byte is a ValueError to Python."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"run.directory: cannot use {visible(str(path))}: {reason}") from None
 
 
 def append_whole(file: FileIO, data: bytes) -> None:

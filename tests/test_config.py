@@ -69,6 +69,7 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ("evaluation.pass_k=3", "evaluation.pass_k: input should be a list, but got 3"),
         ("data.train={path: x, fields: [a, b]}", "data.train.fields: input should be a mapping, but got [a, b]"),
         ("run.stall_timeout_s=.nan", "run.stall_timeout_s: input should be a finite number, but got .nan"),
+        (f"run.seed={'[' * 220}{']' * 220}", "sections or lists stand too deep within each other"),
         ('run.directory="\\ud800"', "holds a value that is no plain YAML value"),
         ("studnt.model=x", "studnt: unknown key; did you mean `student`?"),
         ("stages.probe.concurency=2", "stages.probe.concurency: unknown key; did you mean `concurrency`?"),

@@ -201,6 +201,29 @@ def test_the_later_of_two_starts_that_both_saw_an_empty_directory_is_refused(run
 
 
 @pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "File exists"),
+        ("file/run", "Not a directory"),
+        ("/proc/nowhere/run", "No such file or directory"),
+        ("n" * 300, "File name too long"),
+        ("zero\0byte", "embedded null byte"),
+    ],
+)
+def test_a_directory_that_cannot_be_made_is_found_before_anything_else_is_done(tmp_path, name, why):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"^run.directory: cannot use .*{why}$"):
+        RunDirectory.check_usable(tmp_path / name)
+
+
+def test_looking_whether_a_directory_can_be_made_leaves_nothing_behind(tmp_path):
+    (tmp_path / "empty").mkdir()
+    RunDirectory.check_usable(tmp_path / "empty")
+    RunDirectory.check_usable(tmp_path / "runs" / "mine" / "1")
+    assert [each.name for each in tmp_path.rglob("*")] == ["empty"]
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "samples.jsonl",

@@ -88,9 +88,38 @@ def test_a_log_is_told_now_and_then_how_far_an_evaluation_is(monkeypatch):
         screen.progress(finished, 4000)
     assert text.getvalue().splitlines() == [
         "[00:00] evaluating before",
-        "[00:30] evaluating before: 30 of 4,000 responses",
-        "[01:00] evaluating before: 60 of 4,000 responses",
+        "[00:30] evaluating before: 30 of 4,000 responses · about 66 min left",
+        "[01:00] evaluating before: 60 of 4,000 responses · about 66 min left",
     ]
+    screen.phase("evaluating after")  # one that goes on where 3,000 are kept: they say nothing of the pace
+    for finished in range(3001, 3031):
+        now_s[0] += 1.0
+        screen.progress(finished, 4000)
+    assert text.getvalue().splitlines()[-1].endswith("3,030 of 4,000 responses · about 16 min left")
+
+
+def test_a_line_of_progress_says_how_long_training_will_take_evaluations_in_between_included(monkeypatch):
+    text, now_s = io.StringIO(), [0.0]
+    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    screen = RunConsole(Console(file=text, width=200), iterations=4)
+    orchestrator = SimpleNamespace(state=SimpleNamespace(iteration=0))
+    report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 1)), metrics={"loss": 1.0})
+    now_s[0] += 100.0  # starting
+    for iteration in range(1, 5):
+        screen.phase("training", orchestrator)
+        now_s[0] += 10.0
+        if iteration == 2:
+            screen.phase("evaluating")
+            now_s[0] += 40.0
+            screen.phase("training", orchestrator)
+        screen.iteration_finished(IterationResult(iteration, [], report, PhaseTimes()))
+    lines = [line for line in text.getvalue().splitlines() if "] iteration" in line]
+    assert [line.rpartition(" · ")[2] for line in lines[:3]] == [
+        "about 30 s left",
+        "about 60 s left",
+        "about 23 s left",
+    ]
+    assert "left" not in lines[3]
 
 
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):

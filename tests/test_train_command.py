@@ -244,6 +244,22 @@ def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatc
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_dry_run_finds_a_directory_that_cannot_be_made_and_may_leave_the_configuration_out(command, monkeypatch):
+    dry = [command, "configs/quickstart.yaml", "--dry-run", "--brief"]
+    shown = invoke(monkeypatch, *dry)
+    assert shown.exit_code == 0, shown.stderr
+    assert "would start" in shown.output
+    assert "learning_rate" not in shown.output
+    assert_refused(invoke(monkeypatch, *dry, "run.directory=README.md/run"), "run.directory", "Not a directory")
+    assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", "--brief"), "--brief", "--dry-run")
+
+
+def test_runs_that_cannot_be_resumed_say_so(monkeypatch):
+    given = ["train", "configs/quickstart.yaml", "--resume", "runs/mine"]
+    assert_refused(invoke(monkeypatch, *given), "--resume", "training runs cannot be resumed yet")
+
+
 def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypatch):
     run, _ = finished_run
     assert_refused(invoke(monkeypatch, *arguments(run)), "run.directory", "not empty")

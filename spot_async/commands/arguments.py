@@ -21,3 +21,4 @@ PagePath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="w
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="show configuration, a prompt and what would start; start nothing")
 ]
+Brief = Annotated[bool, typer.Option("--brief", help="with --dry-run: leave the configuration out")]

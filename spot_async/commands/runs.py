@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from spot_async.commands.arguments import ConfigPath, DryRun, EvaluationOverrides, Overrides
+from spot_async.commands.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides
 from spot_async.commands.outcomes import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
+from spot_async.config.suggestions import CANNOT_RESUME
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.run_directory import RunDirectory, name_of
 from spot_async.text import counted
@@ -29,9 +30,11 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     dry_run: DryRun = False,
+    brief: Brief = False,
     earlier: Annotated[
         Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # people try it
 ) -> None:
     """Train a student from a teacher, and evaluate it before and after.
 
@@ -43,14 +46,17 @@ def train(
     from spot_async.estimates.machine import estimate_machine, show_machine
 
     try:
+        if resume:
+            raise ConfigError(f"--resume: {CANNOT_RESUME}")
+        check_brief(brief, dry_run)
         settings = load_config(config, overrides or ())
         path = RunDirectory.choose_path(settings, name_of(config))
-        RunDirectory.check_unused(path)
+        RunDirectory.check_usable(path)
         plan = plan_training(settings)
         estimates = estimate_run(settings, plan, earlier)
         machine = estimate_machine(settings, plan, earlier)
         if dry_run:
-            show_plan(settings, path, plan)
+            show_plan(settings, path, plan, brief=brief)
             show_estimates(screen, estimates)
             show_machine(screen, machine)
             return
@@ -102,6 +108,7 @@ def evaluate(
     config: ConfigPath,
     overrides: EvaluationOverrides = None,
     dry_run: DryRun = False,
+    brief: Brief = False,
     resume: Annotated[
         Path | None,
         typer.Option("--resume", metavar="RUN", help="go on with an evaluation that was stopped, in its directory"),
@@ -123,9 +130,12 @@ def evaluate(
 
     with ExitStack() as stack:
         try:
+            check_brief(brief, dry_run)
             settings = load_config(config, overrides or ())
             path = resume or RunDirectory.choose_path(settings, f"{name_of(config)}-eval")
-            if settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
+            if resume is None:
+                RunDirectory.check_usable(path, "eval")
+            elif settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
                 raise ConfigError(
                     f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
                     "(run.directory=null takes that of the configuration away)"
@@ -133,7 +143,7 @@ def evaluate(
             student = read_model("student", settings.student.model)
             benchmarks = plan_evaluation(settings, student)
             if dry_run:
-                show_evaluation_plan(settings, path, benchmarks, student)
+                show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
                 return
             from spot_async.student_evaluation import evaluate_student  # as in `train`
 
@@ -177,12 +187,20 @@ def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDire
     return directory
 
 
-def show_evaluation_plan(config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles) -> None:
+def check_brief(brief: bool, dry_run: bool) -> None:
+    if brief and not dry_run:
+        raise ConfigError("--brief: only --dry-run shows the configuration; add that, or take --brief away")
+
+
+def show_evaluation_plan(
+    config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles, *, brief: bool
+) -> None:
     """What `eval --dry-run` prints."""
     from spot_async.checks.diagnosis import evaluation_warnings
     from spot_async.estimates.endpoints import evaluation_estimate
 
-    screen.print(Text(dump_yaml(config)))
+    if not brief:
+        screen.print(Text(dump_yaml(config)))
     for benchmark in benchmarks:
         first = benchmark.sources[0]
         screen.rule(f"{benchmark.name}: first prompt ({len(first.token_ids)} tokens)", align="left")
@@ -198,13 +216,14 @@ def show_evaluation_plan(config: Config, path: Path, benchmarks: Sequence[Benchm
     screen.print(Text("\n".join(lines)), soft_wrap=True)
 
 
-def show_plan(config: Config, path: Path, plan: TrainPlan) -> None:
+def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> None:
     """What `train --dry-run` prints."""
     from spot_async.checks.diagnosis import plan_warnings
 
     first = next(iter(plan.schedule))
-    screen.rule("configuration, defaults included", align="left")
-    screen.print(Text(dump_yaml(config)))
+    if not brief:
+        screen.rule("configuration, defaults included", align="left")
+        screen.print(Text(dump_yaml(config)))
     screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
     screen.print(Text(plan.renderer.text(first.problem)))
     screen.rule("would start", align="left")

@@ -231,6 +231,8 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
             return "required, but not given"
         case "value_error":
             return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+        case "json_invalid":  # YAML that was read is plain values; only their depth is left to refuse
+            return "sections or lists stand too deep within each other: take some away"
         case _:
             message = f"input should be {words}" if (words := FORMS.get(error["type"])) else error["msg"]
             message = message[:1].lower() + message[1:]

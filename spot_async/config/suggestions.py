@@ -59,12 +59,14 @@ OTHER_TRAINERS: Mapping[str, str] = {
 }
 # What people look for and is not built, by what it may be called here, in TRL, verl or PEFT.
 _LORA = "there is no LoRA or other PEFT yet: all weights of the student are trained"
-_RESUME = "training runs cannot be resumed yet; evaluations can, by `spot-async eval --resume RUN`"
+CANNOT_RESUME = "training runs cannot be resumed yet; evaluations can, by `spot-async eval --resume RUN`"
 _MACHINES = "training over several machines does not exist yet: `training.ranks` are of one; servers may run on others"
 NOT_BUILT: Mapping[str, str] = {
     **dict.fromkeys(("lora", "lora_rank", "lora_r", "lora_alpha", "use_lora", "lora_config"), _LORA),
     **dict.fromkeys(("peft", "peft_config", "use_peft", "adapter", "qlora", "load_in_4bit"), _LORA),
-    **dict.fromkeys(("resume", "resume_from", "resume_mode", "resume_from_checkpoint", "resume_from_path"), _RESUME),
+    **dict.fromkeys(
+        ("resume", "resume_from", "resume_mode", "resume_from_checkpoint", "resume_from_path"), CANNOT_RESUME
+    ),
     **dict.fromkeys(("nodes", "nnodes", "num_nodes", "num_machines"), _MACHINES),
 }
 PLACES_SHOWN = 3

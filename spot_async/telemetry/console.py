@@ -24,7 +24,7 @@ from spot_async.orchestrator import IterationResult, Orchestrator
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
 from spot_async.telemetry.run_log import mean_metrics
-from spot_async.text import counted, visible, with_error
+from spot_async.text import counted, rough_time, visible, with_error
 from spot_async.timeline import WAITS_FOR, busiest
 from spot_async.types import Prompt, Verdict
 
@@ -43,6 +43,9 @@ class RunConsole:
         self._iterations = iterations
         self._phase = "starting"
         self._progress: tuple[int, int] | None = None
+        self._training_pace: Pace | None = None  # evaluations in between included
+        self._pace = Pace(time.monotonic())  # of the phase
+        self._left = ""
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
         self._rate = TokenRate()
@@ -64,18 +67,22 @@ class RunConsole:
         """A new phase of the run begins."""
         self._phase, self._orchestrator = name, orchestrator
         self._progress = None if orchestrator is None else (orchestrator.state.iteration, self._iterations)
+        self._left, self._pace = "", Pace(time.monotonic())
+        if orchestrator is not None:
+            self._pace = self._training_pace = self._training_pace or self._pace
         if not self.console.is_terminal:
             self.say(name)
 
     def progress(self, finished: int, total: int) -> None:
-        self._progress = (finished, total)
+        self._see_progress(finished, total)
         if not self.console.is_terminal and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
-            self.say(f"{self._phase}: {finished:,} of {total:,} responses")
+            line = f"{self._phase}: {finished:,} of {total:,} responses"
+            self.say(f"{line} · {self._left}" if self._left else line)
 
     def iteration_finished(self, result: IterationResult) -> None:
         means = mean_metrics(result.samples)
         self._accuracy = accuracy_words(means)
-        self._progress = (result.iteration, self._iterations)
+        self._see_progress(result.iteration, self._iterations)
         if result.made_no_step:
             self.warn(no_step_words(result))
         if self.console.is_terminal:
@@ -88,8 +95,13 @@ class RunConsole:
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
             evaluation_words(result.evaluation),
+            self._left,
         ]
         self.say(" · ".join(part for part in parts if part))
+
+    def _see_progress(self, finished: int, total: int) -> None:
+        self._progress = (finished, total)
+        self._left = self._pace.left(time.monotonic(), finished, total)
 
     def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
         line = f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {error}"
@@ -113,7 +125,8 @@ class RunConsole:
         if self._progress is not None:
             finished, total = self._progress
             bar = Table.grid(padding=(0, 1))
-            bar.add_row(ProgressBar(total=total, completed=finished, width=40), f"{finished}/{total}")
+            words = f"{finished}/{total} · {self._left}" if self._left else f"{finished}/{total}"
+            bar.add_row(ProgressBar(total=total, completed=finished, width=40), words)
             rows.append(bar)
         if self._orchestrator is not None:
             rows += [self._status(self._orchestrator), stage_table(self._orchestrator)]
@@ -135,6 +148,23 @@ def no_step_words(result: IterationResult) -> str:
         f"iteration {result.iteration} made no step: none of its {counted(len(result.samples), 'sample')} could be "
         f"trained on ({said}); the weights stay as they are"
     )
+
+
+class Pace:
+    """How long a phase will still take if the rest goes as what it has done so far."""
+
+    def __init__(self, now_s: float) -> None:
+        self._started_s = now_s
+        self._before: int | None = None  # what was there when it began
+
+    def left(self, now_s: float, finished: int, total: int) -> str:
+        """In words; empty where nothing is left."""
+        if self._before is None:
+            self._before = finished - 1
+        if finished >= total:
+            return ""
+        each_s = (now_s - self._started_s) / (finished - self._before)
+        return f"about {rough_time(each_s * (total - finished))} left"
 
 
 class TokenRate:
