@@ -256,6 +256,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Faulty], set[str]]] = {
         {"generation_temperature", "candidate_temperature"},
     ),
     "top_p ignored": (of_samples(lambda asked: {"top_p": 1.0}), {"top_p"}),
+    "a limit of the vocabulary ignored": (of_samples(lambda asked: {"vocab_limit": None}), {"vocab_limit"}),
     "a convention that is not true": (lambda backend: Faulty(backend, logprob_convention="truncated"), {"top_p"}),
     "seeds ignored": (of_samples(lambda asked: {"seed": next(COUNTER)}), {"seeds"}),
     "one seed for all": (of_samples(lambda asked: {"seed": 42}), {"samples_differ"}),

@@ -29,6 +29,7 @@ CHECKS = (
     Check("sampling_distribution", generation.distribution, TOKENS),
     Check("low_temperature", generation.low_temperature, TOKENS),
     Check("top_p", generation.top_p, TOKENS, _SAMPLED),
+    Check("vocab_limit", generation.vocab_limit, TOKENS, _SAMPLED),
     Check("stop_tokens", generation.stop_tokens, TOKENS),
     Check("immediate_stop", generation.immediate_stop, TOKENS, ("low_temperature",)),
     Check("samples_differ", generation.samples_differ, GENERATION),

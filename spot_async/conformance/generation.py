@@ -30,6 +30,7 @@ TOP_P = 0.5
 DRAWS = 128
 LIMIT_Z = 5.0  # of a mean of DRAWS draws: an honest server exceeds it once in a million times
 TAIL_TOKENS = 8
+MOST_BANNED = 512  # ids; vLLM's GPU runner takes 1,024 in a request
 STOPS = 8  # of 4, a server that ignores seeds would draw none the second time once in 2,500 times
 
 
@@ -128,6 +129,22 @@ async def top_p(subject: Subject) -> Finding:
     said = f"{subject.capabilities.logprob_convention} distribution"
     require_close(nats, subject.tolerance_nats, f"log-probabilities under top_p={TOP_P} (said: of the {said})")
     return Finding(f"within the nucleus of {TOP_P:.0%}; log-probabilities of the {said}", nats)
+
+
+async def vocab_limit(subject: Subject) -> Finding:
+    """Ids from a limit on are not sampled; log-probabilities stay those of all tokens, where they are trained on."""
+    width = subject.capabilities.vocab_size
+    free = max(int(reply.token_ids.max()) for _, reply in await _sample(subject))
+    limit = max(free, width - MOST_BANNED)
+    nats = 0.0
+    for prompt, reply in await _sample(subject, vocab_limit=limit):
+        require(reply.token_ids.max() < limit, f"token {reply.token_ids.max()} was sampled under a limit of {limit}")
+        if subject.capabilities.weight_update:
+            exact = await subject.exact(prompt, reply.token_ids)
+            nats = max(nats, largest(reply.logprobs[INNER], of_tokens(exact, reply.token_ids)[INNER]))
+    require_close(nats, subject.tolerance_nats, f"log-probabilities under vocab_limit={limit}")
+    seen = f", of which it samples {free} by itself" if free >= limit else ""
+    return Finding(f"none of the last {width - limit} ids{seen}", nats)
 
 
 async def stop_tokens(subject: Subject) -> Finding:

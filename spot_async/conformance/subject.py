@@ -97,6 +97,7 @@ class Subject:
         stop_token_ids: tuple[int, ...] = (),
         seed: int | None = None,
         top_k: int = 0,
+        vocab_limit: int | None = None,
         timeout_s: float | None = None,
     ) -> Generation:
         """Without a `seed`, one that no other request has."""
@@ -106,6 +107,7 @@ class Subject:
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             seed=next(self._seeds) if seed is None else seed,
+            vocab_limit=vocab_limit,
         )
         reply: Generation = await self.backend.generate(
             prompt_ids, sampling, top_k=top_k, deadline=self.deadline(timeout_s)

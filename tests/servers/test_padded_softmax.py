@@ -85,7 +85,7 @@ def test_a_padded_pair_trains_and_loses_no_prompt(
         f"run.directory={tmp_path / 'run'}",
     ]
     outcome = spot_async.run(f"configs/running_sum/{method}.yaml", config)
-    assert outcome.prompts == {"trained": 2 * BATCH, "filtered": 0} or outcome.prompts == {"trained": 2 * BATCH}
+    assert outcome.prompts == {"trained": 2 * BATCH}
     assert not (tmp_path / "run" / "dead_letters.jsonl").exists()
     samples = rows(tmp_path / "run" / "samples.jsonl")
     metrics = rows(tmp_path / "run" / "metrics.jsonl")
@@ -115,7 +115,7 @@ def test_a_padded_pair_trains_and_loses_no_prompt(
 async def test_a_servers_masked_tokens_come_with_log_probabilities_of_the_whole_softmax(
     temperature: float, serve: Serve, dense_logprobs: Dense, tmp_path: Path
 ) -> None:
-    model, section = serve("train", "student", True)
+    model, section = serve("frozen", "student", True)
     kinds = {"vllm": VllmBackend, "sglang": SglangBackend}
     if section["kind"] not in kinds or (section["kind"] == "vllm" and temperature != 1.0):
         return  # the engine's own tests; vLLM's are at temperature 1 whatever is asked
@@ -134,6 +134,8 @@ async def test_a_servers_masked_tokens_come_with_log_probabilities_of_the_whole_
             assert reply.token_ids.max() < COMMON
             np.testing.assert_allclose(reply.logprobs, own(whole, reply.token_ids), rtol=0, atol=10 * NATS)
             assert np.exp(whole[:, COMMON:]).sum(axis=1).max() > 0.9  # a missing mask would be noticed
+    if section["kind"] == "sglang":
+        return  # its /v1 names tokens by text, which the example's tokenizer cannot be compared with
     open_settings = OpenAIBackend.Settings.model_validate({"kind": "openai", "url": section["url"]})
     async with OpenAIBackend(open_settings, role="teacher", model=str(model), run_directory=tmp_path) as endpoint:
         sampling = SamplingSettings(max_tokens=40, stop_token_ids=(1,), seed=3, vocab_limit=COMMON)
