@@ -28,7 +28,7 @@ from spot_async.types import SamplingSettings
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
 COMMON, PADDED = 48, 64
-NATS = 2e-4  # the example's models are peaked, and small differences of kernels reach the unlikely tokens
+NATS = 2e-4  # in float32, as in `test_runs.py`
 BATCH = 4
 METHODS = pytest.mark.parametrize("method", ["opd", "eopd", "spot", "grpo", "kd"])
 SIDES = pytest.mark.parametrize("wide", ["student", "teacher"])
@@ -37,10 +37,14 @@ Serve = Callable[[str, str, bool], tuple[Path, Any]]
 
 @pytest.fixture(scope="session")
 def padded_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
-    """Directories by role, and by whether they are the wider ones. vLLM wants wider heads, which change nothing."""
+    """Directories by role, and by whether they are the wider ones.
+
+    vLLM wants wider heads, which change nothing. On a CPU it keeps a packed copy of an output layer that is tied to the
+    embedding, and goes on with it after an update; so it is untied.
+    """
     root, found = tmp_path_factory.mktemp("padded"), {}
     for role in ("student", "teacher"):
-        found[role, False] = with_wider_heads(EXAMPLE / role, root / role)
+        found[role, False] = untied(with_wider_heads(EXAMPLE / role, root / role))
         found[role, True] = padded_model(found[role, False], root / f"{role}-padded", rows=PADDED - COMMON)
     return found
 
@@ -91,16 +95,16 @@ def test_a_padded_pair_trains_and_loses_no_prompt(
     metrics = rows(tmp_path / "run" / "metrics.jsonl")
     assert max(max(sample["response_ids"]) for sample in samples) < COMMON
     assert all(row.get("teacher/masked", 0.0) == 0.0 for row in metrics)
-    assert all(abs(row.get("train/mismatch_max", 0.0)) < 10 * NATS for row in metrics), metrics
+    assert all(abs(row.get("train/mismatch_max", 0.0)) < NATS for row in metrics), metrics
     prompts = prompts_of(tmp_path / "run")
     for sample in (each for each in samples if each.get("version") == "0.0"):
         given = [*prompts[sample["problem_id"]], *sample["response_ids"]]
         response = np.array(sample["response_ids"])
         behaviour = decisions(dense_logprobs(student, given), given[: -len(response)], response)
-        np.testing.assert_allclose(sample["behavior_logprobs"], own(behaviour, response), rtol=0, atol=10 * NATS)
+        np.testing.assert_allclose(sample["behavior_logprobs"], own(behaviour, response), rtol=0, atol=NATS)
         if method != "grpo":
             scored = decisions(dense_logprobs(teacher, given), given[: -len(response)], response)
-            np.testing.assert_allclose(sample["teacher_logprobs"], own(scored, response), rtol=0, atol=10 * NATS)
+            np.testing.assert_allclose(sample["teacher_logprobs"], own(scored, response), rtol=0, atol=NATS)
         for branch in sample.get("branches", []):
             row = scored[branch["position"], :COMMON]
             best = np.argsort(-row, kind="stable")[: len(branch["candidates"])]
@@ -132,7 +136,7 @@ async def test_a_servers_masked_tokens_come_with_log_probabilities_of_the_whole_
             whole = whole / temperature
             whole = whole - np.log(np.exp(whole).sum(axis=1, keepdims=True))
             assert reply.token_ids.max() < COMMON
-            np.testing.assert_allclose(reply.logprobs, own(whole, reply.token_ids), rtol=0, atol=10 * NATS)
+            np.testing.assert_allclose(reply.logprobs, own(whole, reply.token_ids), rtol=0, atol=NATS)
             assert np.exp(whole[:, COMMON:]).sum(axis=1).max() > 0.9  # a missing mask would be noticed
     if section["kind"] == "sglang":
         return  # its /v1 names tokens by text, which the example's tokenizer cannot be compared with
@@ -140,6 +144,18 @@ async def test_a_servers_masked_tokens_come_with_log_probabilities_of_the_whole_
     async with OpenAIBackend(open_settings, role="teacher", model=str(model), run_directory=tmp_path) as endpoint:
         sampling = SamplingSettings(max_tokens=40, stop_token_ids=(1,), seed=3, vocab_limit=COMMON)
         assert (await endpoint.generate(prompt, sampling, deadline=soon())).token_ids.max() < COMMON
+
+
+def untied(directory: Path) -> Path:
+    """The same model with an output layer of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(directory)
+    return directory
 
 
 def few_problems(folder: Path) -> Path:

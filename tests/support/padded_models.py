@@ -18,10 +18,10 @@ def padded_model(source: Path, target: Path, *, rows: int) -> Path:
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     width = model.config.vocab_size
-    weight = model.get_input_embeddings().weight.detach().clone()
     model.resize_token_embeddings(width + rows, mean_resizing=False)
     with torch.no_grad():
-        model.get_input_embeddings().weight[width:] = HEAT * weight[torch.arange(rows) % width]
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):  # one and the same where tied
+            layer.weight[width:] = HEAT * layer.weight[torch.arange(rows) % width]
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return target
