@@ -120,7 +120,7 @@ def test_numbers_are_the_engine_s_own_bit_for_bit(server: Server, complete):
     request = api.GenerateRequest(
         prompt_ids=np.array(server.encode(PROMPT), np.int32), sampling=sampling, timeout_s=60.0
     )
-    reply = server.post(api.GENERATE, content=wire.encode(request))
+    reply = server.post(api.GENERATE, content_type=api.CONTENT_TYPE, content=wire.encode(request))
     generation = wire.decode(reply.content, Generation)
     assert choice.token_ids == generation.token_ids.tolist()
     assert choice.logprobs.token_logprobs == generation.logprobs.tolist()

@@ -31,8 +31,8 @@ class ServedModel:
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, headers=AUTHORIZATION, **body)
+    def post(self, path: str, *, content_type: str = "application/json", **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, headers={**AUTHORIZATION, "Content-Type": content_type}, **body)
 
     def stats(self) -> api.Stats:
         return wire.decode(httpx.get(self.url + api.STATS, headers=AUTHORIZATION).content, api.Stats)
