@@ -57,7 +57,7 @@ types: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/python -m spot_async.config.docs > docs/configuration.md
+	$(BIN)/python -m spot_async.tools.config_docs > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

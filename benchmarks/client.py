@@ -29,14 +29,14 @@ from pipeline import EXAMPLE, PROBES, VOCAB, make_orchestrator
 from report import show
 from scoring import measure_scoring
 
-from spot_async import wire
-from spot_async.backends.held_weights import HeldWeights
-from spot_async.backends.http import HttpEndpoint
-from spot_async.backends.local import LocalBackend
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.shared.held_weights import HeldWeights
+from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.base import wire
+from spot_async.base.processes.memory import tune_gc
 from spot_async.config import ScoreStageConfig, StageConfig, StagesConfig
-from spot_async.processes.memory import tune_gc
 from spot_async.serving import api
-from spot_async.stages import Services
+from spot_async.stages.stages import Services
 from spot_async.types import Capabilities, SamplingSettings
 from spot_async.verification.boxed_match import BoxedMatch
 

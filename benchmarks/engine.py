@@ -23,13 +23,13 @@ import torch
 from report import show, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
-from spot_async.processes.memory import tune_malloc
+from spot_async.base.processes.memory import tune_malloc
 from spot_async.serving.api import GenerateRequest
-from spot_async.serving.engine import Engine
-from spot_async.serving.fused import fused
-from spot_async.serving.model import load_model, quiet_transformers
+from spot_async.serving.engine.engine import Engine
+from spot_async.serving.engine.fused import fused
+from spot_async.serving.engine.model import load_model, quiet_transformers
+from spot_async.serving.engine.requests import GenerateTask, new_task
 from spot_async.serving.settings import EngineSettings
-from spot_async.serving.tasks import GenerateTask, new_task
 from spot_async.types import Generation, SamplingSettings
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"

@@ -29,7 +29,7 @@ from reply_cases import DIALECTS, UNUSED, VOCAB, Case, Wire, model_directory
 from reply_mutations import damaged_bytes, damaged_json, damaged_msgpack
 from report import show
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.errors import RequestError
 from spot_async.types import Generation, ScoredPositions, TokenScores
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from spot_async.config import ProblemSetConfig, PromptConfig, SamplingConfig, StagesConfig
 from spot_async.data import load_problem_set
+from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.errors import RequestError
-from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.policies.spot import SpotPolicy, SpotSettings
-from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
-from spot_async.stages import Services, Stages
+from spot_async.stages.stages import Services, Stages
 from spot_async.types import PolicyContext, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
-from spot_async.vocabulary import Vocabulary
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"
 VOCAB = 48

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from report import show
 
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.backends.remote import RemoteServer
-from spot_async.backends.vllm_client import VllmClient
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.shared.remote import RemoteServer
+from spot_async.backends.vllm.client import VllmClient
 from spot_async.errors import RequestError
 
 MODEL = Path(__file__).parents[1] / "examples" / "running_sum" / "teacher"

@@ -20,17 +20,17 @@ from typing import Any
 import httpx
 import numpy as np
 
-from spot_async import wire
-from spot_async.backends.held_weights import HeldWeights
-from spot_async.backends.http import HttpEndpoint
-from spot_async.backends.limits import Limits
-from spot_async.backends.local import LocalBackend
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.backends.openai_dialect import Dialect
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.token_texts import TokenTexts
-from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.vllm_probes import ServerFacts
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.openai.dialect import Dialect
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.shared.held_weights import HeldWeights
+from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.backends.shared.limits import Limits
+from spot_async.backends.shared.token_texts import TokenTexts
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.backends.vllm.discovery import ServerFacts
+from spot_async.base import wire
 from spot_async.serving import api
 from spot_async.types import (
     Capabilities,

@@ -24,14 +24,14 @@ import numpy as np
 from pipeline import EXAMPLE
 from report import show
 
-from spot_async.backends.limits import Limits
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.backends.openai_dialect import COMPLETIONS
-from spot_async.backends.openai_dialect import Dialect as OpenAIDialect
-from spot_async.backends.sglang import GENERATE, SglangBackend
-from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.vllm_probes import ServerFacts
-from spot_async.backends.vllm_replies import CompletionsRoute, GenerateRoute
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.openai.dialect import COMPLETIONS
+from spot_async.backends.openai.dialect import Dialect as OpenAIDialect
+from spot_async.backends.sglang.backend import GENERATE, SglangBackend
+from spot_async.backends.shared.limits import Limits
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.backends.vllm.discovery import ServerFacts
+from spot_async.backends.vllm.replies import CompletionsRoute, GenerateRoute
 from spot_async.protocols import Scorer
 from spot_async.types import Capabilities, Traffic
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from report import show
 
-from spot_async.entropy import entropy_bounds
-from spot_async.policies.certainty import Evidence
-from spot_async.policies.score_bounds import ScoreRule, TeacherRows, served_student
+from spot_async.models.entropy import entropy_bounds
+from spot_async.policies.truncated.certainty import Evidence
+from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, served_student
 from spot_async.types import Float64Array, Int64Array, ScoredPositions
 
 CANDIDATES, BUDGET = 16, 2  # k_s, M

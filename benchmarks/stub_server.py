@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.serving import api
 from spot_async.types import Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
 

@@ -25,12 +25,12 @@ from overlap import measured
 from pipeline import EXAMPLE, make_orchestrator
 from report import show, spread
 
-from spot_async.backends.local import LocalBackend
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.base.processes.memory import tune_gc
 from spot_async.config import StagesConfig
 from spot_async.config.loading import load_config
-from spot_async.processes.memory import tune_gc
-from spot_async.stages import Services
-from spot_async.tuning.results import Tuning, read_tuning
+from spot_async.stages.stages import Services
+from spot_async.tools.tune.results import Tuning, read_tuning
 from spot_async.verification.boxed_match import BoxedMatch
 
 CONFIG = "configs/quickstart.yaml"

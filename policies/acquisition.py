@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.entropy import plogp
+from spot_async.models.entropy import plogp
 from spot_async.types import BoolArray, Float64Array, Int64Array
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from spot_async.concurrency import both, gather
+from spot_async.base.concurrency import both, gather
 from spot_async.config import PluginSettings
 from spot_async.protocols import PromptStages
 from spot_async.types import (
@@ -28,7 +28,7 @@ from spot_async.types import (
     Verdict,
 )
 
-from .distillation import oldest_version, rollout_metrics, rollout_record
+from .samples import oldest_version, rollout_metrics, rollout_record
 
 STANDARD_DEVIATION_FLOOR = 1e-6
 

@@ -16,7 +16,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from spot_async.concurrency import both
+from spot_async.base.concurrency import both
 from spot_async.config import PluginSettings, PositiveInt
 from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.protocols import PromptStages
@@ -31,7 +31,7 @@ from spot_async.types import (
     TokenScores,
 )
 
-from .distillation import response_record, teacher_metrics, teacher_record
+from .samples import response_record, teacher_metrics, teacher_record
 from .targets import target_entropy, teacher_prior
 from .teacher_responses import ResponseFile, TeacherResponse
 

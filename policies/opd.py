@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spot_async.concurrency import both
+from spot_async.base.concurrency import both
 from spot_async.config import PluginSettings
 from spot_async.protocols import PromptStages
 from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample
 
-from .distillation import distillation_sample
+from .samples import distillation_sample
 
 
 class OpdPolicy:

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from spot_async.concurrency import both, gather
+from spot_async.base.concurrency import both, gather
+from spot_async.base.seeds import derive_seed
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
-from spot_async.seeds import derive_seed
 from spot_async.types import (
     Float64Array,
     Generation,
@@ -41,10 +41,10 @@ from .acquisition import (
     score_positions,
     select_positions,
 )
-from .distillation import distillation_sample
-from .score_bounds import ScoreRule
-from .selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
+from .samples import distillation_sample
 from .targets import calibrated_target, teacher_prior
+from .truncated.score_bounds import ScoreRule
+from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
 
 # At most, of what is recorded of a branch, of each of its candidates and of each continuation, their texts apart.
 BRANCH_BYTES, CANDIDATE_BYTES, CONTINUATION_BYTES = 1536, 768, 128

@@ -1,7 +1,7 @@
 """The file that keeps a teacher's responses and scores, so that KD can train again without the teacher.
 
 A header, then one frame per problem, each a little-endian length and that many bytes of msgpack with raw
-arrays (`spot_async.wire`); never pickle. Frames are appended as responses come, so a run that was ended
+arrays (`spot_async.base.wire`); never pickle. Frames are appended as responses come, so a run that was ended
 early leaves a file that can be used as far as it goes, or continued by a run like it.
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from spot_async import wire
-from spot_async.end_tokens import swap_tokens
+from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.models.end_tokens import swap_tokens
+from spot_async.models.vocabulary import tokenizer_fingerprint
 from spot_async.types import Generation, IntArray, PolicyContext, TokenScores, Verdict
-from spot_async.vocabulary import tokenizer_fingerprint
 
 FORMAT_VERSION = 2
 LENGTH = struct.Struct("<I")

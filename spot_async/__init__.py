@@ -12,14 +12,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spot_async.concurrency import both as both
-    from spot_async.concurrency import gather as gather
+    from spot_async.base.concurrency import both as both
+    from spot_async.base.concurrency import gather as gather
     from spot_async.config import Config as Config
     from spot_async.config import PluginSettings as PluginSettings
     from spot_async.config import PromptConfig as PromptConfig
     from spot_async.config import SamplingConfig as SamplingConfig
     from spot_async.config import StagesConfig as StagesConfig
     from spot_async.config.loading import load_config as load_config
+    from spot_async.data.prompts import PromptRenderer as PromptRenderer
     from spot_async.errors import ConfigError as ConfigError
     from spot_async.errors import DataError as DataError
     from spot_async.errors import ProcessDiedError as ProcessDiedError
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from spot_async.errors import SpotError as SpotError
     from spot_async.errors import StorageError as StorageError
     from spot_async.errors import TrainerError as TrainerError
-    from spot_async.library import run as run
-    from spot_async.library import run_async as run_async
-    from spot_async.library import stages_for as stages_for
-    from spot_async.model_files import read_model as read_model
-    from spot_async.prompts import PromptRenderer as PromptRenderer
-    from spot_async.run_summary import TrainOutcome as TrainOutcome
+    from spot_async.models.files import read_model as read_model
+    from spot_async.models.vocabulary import Vocabulary as Vocabulary
+    from spot_async.running.library import run as run
+    from spot_async.running.library import run_async as run_async
+    from spot_async.running.library import stages_for as stages_for
+    from spot_async.running.summary import TrainOutcome as TrainOutcome
     from spot_async.types import Capabilities as Capabilities
     from spot_async.types import Generation as Generation
     from spot_async.types import PolicyContext as PolicyContext
@@ -46,10 +47,9 @@ if TYPE_CHECKING:
     from spot_async.types import TokenScores as TokenScores
     from spot_async.types import Verdict as Verdict
     from spot_async.types import WeightVersion as WeightVersion
-    from spot_async.vocabulary import Vocabulary as Vocabulary
 
 _NAMES_OF_MODULE = {
-    "concurrency": ("both", "gather"),
+    "base.concurrency": ("both", "gather"),
     "config": ("Config", "PluginSettings", "PromptConfig", "SamplingConfig", "StagesConfig"),
     "config.loading": ("load_config",),
     "errors": (
@@ -61,10 +61,10 @@ _NAMES_OF_MODULE = {
         "StorageError",
         "TrainerError",
     ),
-    "library": ("run", "run_async", "stages_for"),
-    "model_files": ("read_model",),
-    "prompts": ("PromptRenderer",),
-    "run_summary": ("TrainOutcome",),
+    "running.library": ("run", "run_async", "stages_for"),
+    "models.files": ("read_model",),
+    "data.prompts": ("PromptRenderer",),
+    "running.summary": ("TrainOutcome",),
     "types": (
         "Capabilities",
         "Generation",
@@ -80,7 +80,7 @@ _NAMES_OF_MODULE = {
         "Verdict",
         "WeightVersion",
     ),
-    "vocabulary": ("Vocabulary",),
+    "models.vocabulary": ("Vocabulary",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 __all__ = sorted(_MODULE_OF_NAME)

@@ -36,7 +36,7 @@ from spot_async.types import SoftTargets, Supervision, WeightVersion
 if TYPE_CHECKING:
     import torch
 
-    from spot_async.serving.engine import Engine
+    from spot_async.serving.engine.engine import Engine
     from spot_async.trainer.rank import StudentTrainer
 
 VOCAB = 50
@@ -91,9 +91,9 @@ def engine_for(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """Makes serving engines, `make(directory, **settings)`, all of them on one of the two paths."""
 
     def make(directory: Path, **settings: object) -> Engine:
-        from spot_async.serving.engine import Engine
-        from spot_async.serving.fused import fused
-        from spot_async.serving.model import load_model
+        from spot_async.serving.engine.engine import Engine
+        from spot_async.serving.engine.fused import fused
+        from spot_async.serving.engine.model import load_model
         from spot_async.serving.settings import EngineSettings
 
         chosen = EngineSettings(**{"slots": 8, **settings})  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def servers_on_threads() -> Iterator[None]:
     """Servers of kind `local` are started as `support/server_on_thread.py` does, for as long as a file's tests run."""
     import server_on_thread
 
-    from spot_async.backends.local_server import LocalServer
+    from spot_async.backends.local.server import LocalServer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalServer, "_start", server_on_thread.start)

@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import spot_async
-from spot_async import wire
-from spot_async.backends.launch import free_port
-from spot_async.backends.local import LocalBackend
-from spot_async.processes.guard import process_tree
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.shared.launch import free_port
+from spot_async.base import wire
+from spot_async.base.processes.guard import process_tree
 from spot_async.serving import api
-from spot_async.serving.access import Access
-from spot_async.serving.app import build_app
-from spot_async.serving.credentials import API_KEY_VARIABLE, Credentials
+from spot_async.serving.http.access import Access
+from spot_async.serving.http.app import build_app
+from spot_async.serving.http.credentials import API_KEY_VARIABLE, Credentials
 from spot_async.types import WeightSnapshot, WeightVersion
 
 ROOT = Path(__file__).parents[1]

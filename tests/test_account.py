@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.errors import BudgetSpentError, DataError, PermanentError, ThrottledError, TransientError
-from spot_async.run_directory import RunDirectory
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.run_directory.layout import RunDirectory
 from spot_async.spending.account import Account, SpendingLedger
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
 from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.testing.virtual_time import run_on_virtual_time
 
 PRICES = Prices(prompt=2.0, cached_prompt=0.5, completion=8.0, request=0.001, currency="EUR")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.entropy import entropy_bounds
+from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import probeable_tokens, score_positions, select_positions
 
 VARIANTS = ("H", "HC", "HG", "HC-Mass", "Full")

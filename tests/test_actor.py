@@ -10,15 +10,15 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.actor import Stage
-from spot_async.admission import Credits, may_admit
+from spot_async.base.retry import RetryPolicy
+from spot_async.base.waiting_room import Mailbox
 from spot_async.errors import DeadlineExceededError, PermanentError, ThrottledError, TransientError
-from spot_async.ledger import Ledger, PromptState
-from spot_async.mailbox import Mailbox
+from spot_async.loop.admission import Credits, may_admit
+from spot_async.loop.ledger import Ledger, PromptState
+from spot_async.loop.supervision_queue import AdmissionOrder, SupervisionQueue
 from spot_async.replicas.service_pool import OneService
-from spot_async.retry import RetryPolicy
-from spot_async.simulation.virtual_time import DeadlockError, run_on_virtual_time
-from spot_async.supervision_queue import AdmissionOrder, SupervisionQueue
+from spot_async.stages.stage import Stage
+from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
 
 
 def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spot_async.checks.agreement import agreement
-from spot_async.checks.probes import Asked
+from spot_async.checks.discovery import Asked
 from spot_async.errors import TransientError
 from spot_async.types import Capabilities, FloatArray, TokenScores, WeightVersion
 

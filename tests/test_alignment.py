@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.alignment import branch_prefix_length, decision_row, decision_rows
+from spot_async.models.alignment import branch_prefix_length, decision_row, decision_rows
 
 VOCAB_SIZE = 11
 

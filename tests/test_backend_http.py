@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.backends.failures import error_message
-from spot_async.backends.http import HttpEndpoint
-from spot_async.backends.replies import check_generation, check_scores
+from spot_async.backends.shared.failures import error_message
+from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.backends.shared.replies import check_generation, check_scores
 from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,

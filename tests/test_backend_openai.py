@@ -15,14 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.backends.failures import FailedReply, classify
-from spot_async.backends.launch import free_port
-from spot_async.backends.local import LocalBackend
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.backends.openai_chat import user_message
-from spot_async.backends.openai_dialect import Dialect, read_error
-from spot_async.backends.openai_probes import largest_served
-from spot_async.backends.openai_replies import (
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.openai.chat import user_message
+from spot_async.backends.openai.dialect import Dialect, read_error
+from spot_async.backends.openai.discovery import largest_served
+from spot_async.backends.openai.replies import (
     Completion,
     PromptRows,
     echoed_rows,
@@ -31,9 +29,11 @@ from spot_async.backends.openai_replies import (
     retokenized,
     token_scores,
 )
-from spot_async.backends.stepwise import run_at_once
-from spot_async.backends.text_alignment import align, as_text
-from spot_async.backends.token_texts import UNKNOWN, TokenTexts
+from spot_async.backends.openai.text_alignment import align, as_text
+from spot_async.backends.shared.failures import FailedReply, classify
+from spot_async.backends.shared.launch import free_port
+from spot_async.backends.shared.stepwise import run_at_once
+from spot_async.backends.shared.token_texts import UNKNOWN, TokenTexts
 from spot_async.errors import Exchange, PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.types import SamplingSettings
 

@@ -29,12 +29,12 @@ from sglang_stand_in import (
     soon,
 )
 
-from spot_async.backends.launch import Doorway, LaunchSettings
-from spot_async.backends.local import LocalBackend
-from spot_async.backends.sglang import _prefixes
-from spot_async.backends.sglang_checks import check_ready, check_vocabulary
-from spot_async.backends.sglang_launch import sglang_command
-from spot_async.backends.sglang_weights import ServerInfo
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.sglang.backend import _prefixes
+from spot_async.backends.sglang.discovery import check_ready, check_vocabulary
+from spot_async.backends.sglang.launch import sglang_command
+from spot_async.backends.sglang.weights import ServerInfo
+from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,

@@ -19,10 +19,10 @@ from sglang_stand_in import (
     recorded_bytes,
 )
 
-from spot_async.backends.held_weights import WeightNames
-from spot_async.backends.probing import LEAST_NOISE_NATS, differences, noise_nats, temperature_convention
-from spot_async.backends.sglang_replies import STEP_BYTES, read_generation, read_next_token, read_scores
-from spot_async.backends.stepwise import run_at_once
+from spot_async.backends.sglang.replies import STEP_BYTES, read_generation, read_next_token, read_scores
+from spot_async.backends.shared.discovery import LEAST_NOISE_NATS, differences, noise_nats, temperature_convention
+from spot_async.backends.shared.held_weights import WeightNames
+from spot_async.backends.shared.stepwise import run_at_once
 from spot_async.errors import (
     PoisonedReplyError,
     ServerRestartedError,

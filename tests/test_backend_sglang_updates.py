@@ -25,9 +25,9 @@ from sglang_stand_in import (
     soon,
 )
 
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.sglang_weights import Control, DistributedTransport, ServerInfo, SglangWeights
-from spot_async.backends.weight_transport import WeightSettings
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.sglang.weights import Control, DistributedTransport, ServerInfo, SglangWeights
+from spot_async.backends.shared.weight_transport import WeightSettings
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -212,7 +212,7 @@ async def test_a_server_with_parts_of_two_models_stays_paused(
     answers: Any, goes_on: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if len(answers) > 1:
-        monkeypatch.setattr("spot_async.backends.weight_transport.buckets.__defaults__", (8000,))
+        monkeypatch.setattr("spot_async.backends.shared.weight_transport.buckets.__defaults__", (8000,))
     calls = ("begin_weight_update", "end_weight_update", "init_weights_update_group", "destroy_weights_update_group")
     replies = {**CONTROL, **{call: ok(success=True) for call in calls}, "update_weights_from_distributed": answers}
     async with connected(model, tmp_path, **replies) as (backend, stand_in):

@@ -23,9 +23,10 @@ from vllm_stand_in import (
     soon,
 )
 
-from spot_async.backends import vllm_health, vllm_launch
-from spot_async.backends.launch import Doorway, LaunchSettings
-from spot_async.backends.vllm import VllmBackend
+from spot_async.backends.shared.launch import Doorway, LaunchSettings
+from spot_async.backends.vllm import health as vllm_health
+from spot_async.backends.vllm import launch as vllm_launch
+from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,

@@ -14,9 +14,9 @@ from vllm_stand_in import (
     recorded,
 )
 
-from spot_async.backends.stepwise import run_at_once
-from spot_async.backends.vllm_client import NoSuchRouteError, read_error
-from spot_async.backends.vllm_replies import (
+from spot_async.backends.shared.stepwise import run_at_once
+from spot_async.backends.vllm.client import NoSuchRouteError, read_error
+from spot_async.backends.vllm.replies import (
     CompletionsRoute,
     Dialect,
     GenerateRoute,

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from spot_async.backends import vllm_launch
-from spot_async.backends.launch import Doorway, LaunchSettings
-from spot_async.backends.remote import RemoteServer
-from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.vllm_client import read_error
-from spot_async.backends.vllm_transfer import TransferTransport, transfer_config
-from spot_async.backends.vllm_weights import WeightUpdater
-from spot_async.backends.weight_transport import WeightSender, WeightSettings
+from spot_async.backends.shared.launch import Doorway, LaunchSettings
+from spot_async.backends.shared.remote import RemoteServer
+from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
+from spot_async.backends.vllm import launch as vllm_launch
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.backends.vllm.client import read_error
+from spot_async.backends.vllm.transfer import TransferTransport, transfer_config
+from spot_async.backends.vllm.weights import WeightUpdater
 from spot_async.config.loading import validate_as
 from spot_async.errors import ConfigError, DataError, ProcessDiedError, TransientError
 from spot_async.types import WeightSnapshot, WeightVersion

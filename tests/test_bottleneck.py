@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from spot_async import registry
-from spot_async.actor import Stage
+from spot_async.base import registry
+from spot_async.base.retry import RetryPolicy
 from spot_async.config import Config
 from spot_async.errors import ThrottledError
-from spot_async.inspection.bottleneck import RunTimes, ServerUse, StageUse, judge
-from spot_async.inspection.totals import roles_with_room, stage_slots
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.replicas.service_pool import pool_of
-from spot_async.retry import RetryPolicy
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.stages import STAGE_SERVERS
+from spot_async.stages.stage import Stage
+from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.timeline import PhaseSpan, Timelines
+from spot_async.telemetry.bottleneck import RunTimes, ServerUse, StageUse, judge
 from spot_async.telemetry.live_verdict import LiveVerdict, replica_lines
-from spot_async.timeline import PhaseSpan, Timelines
+from spot_async.telemetry.totals import roles_with_room, stage_slots
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Traffic
 
 

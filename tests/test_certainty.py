@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spot_async.entropy import entropy_bounds
+from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import score_positions, select_positions
-from spot_async.policies.certainty import Evidence, decide
-from spot_async.policies.score_bounds import (
+from spot_async.policies.truncated.certainty import Evidence, decide
+from spot_async.policies.truncated.score_bounds import (
     Interval,
     ScoreRule,
     TeacherRows,

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.entropy import entropy_bounds
 from spot_async.errors import VersionMismatchError
-from spot_async.inspection.reading import Branch
-from spot_async.inspection.view import branch_state
+from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import select_positions
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.spot import SpotPolicy
+from spot_async.run_directory.reading import Branch
+from spot_async.tools.inspect.view import branch_state
 from spot_async.types import (
     Capabilities,
     Generation,

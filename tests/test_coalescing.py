@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from spot_async.backends.coalescing import Coalescer, Outcome
+from spot_async.backends.local.coalescing import Coalescer, Outcome
 from spot_async.errors import DeadlineExceededError, PermanentError, TransientError
 from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, SamplingSettings
 
 OnReply = Callable[[int, Outcome], None]

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from spot_async.concurrency import leaves, running, sent_again
+from spot_async.base.concurrency import leaves, running, sent_again
+from spot_async.base.retry import RetryPolicy
 from spot_async.errors import ThrottledError, TransientError
-from spot_async.retry import RetryPolicy
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.testing.virtual_time import run_on_virtual_time
 
 GRACE_S = 5.0
 

@@ -16,15 +16,15 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.concurrency import gather
+from spot_async.base.concurrency import gather
 from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, ThrottledError
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
 from spot_async.replicas.occupancy import Moment
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.stages import Services, Stages
+from spot_async.stages.stages import Services, Stages
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities, Prompt, ScoredPositions, TokenScores, WeightVersion
 
 BATCH, PROBES, SLOTS = 64, 8, 64

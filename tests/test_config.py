@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_async import registry
+from spot_async.base import registry
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config, read_tree
 from spot_async.config.suggestions import OTHER_TRAINERS, paths

@@ -18,13 +18,13 @@ import pytest
 import pytest_asyncio
 from typer.testing import CliRunner
 
-from spot_async.backends.local import LocalBackend
+from spot_async.backends.local.backend import LocalBackend
 from spot_async.cli import app
-from spot_async.conformance import command, generation
-from spot_async.conformance.checks import Outcome, run_checks
-from spot_async.conformance.contract import CHECKS
-from spot_async.conformance.running import make_subject
 from spot_async.errors import PermanentError, SpotError
+from spot_async.tools.conformance import command, generation
+from spot_async.tools.conformance.checks import Outcome, run_checks
+from spot_async.tools.conformance.contract import CHECKS
+from spot_async.tools.conformance.running import make_subject
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
 
 SLOW = {"abort", "refused_snapshot", "weight_update", "update_under_way"}

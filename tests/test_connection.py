@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from spot_async.backends.connection import access, proxy_for, tls_context
-from spot_async.backends.http import HttpEndpoint
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.vllm import VllmBackend
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.shared.connection import access, proxy_for, tls_context
+from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config.loading import dump_yaml, validate
 from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError, UnreachableError
 

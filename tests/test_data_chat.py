@@ -10,16 +10,16 @@ from problem_files import load, read, write
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from spot_async.checks.preflight import plan_training
+from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
-from spot_async.data.check import find_repeated
 from spot_async.data.overlap import count_identical
+from spot_async.data.prompts import PromptRenderer
 from spot_async.errors import DataError
-from spot_async.prompts import PromptRenderer
+from spot_async.models.vocabulary import Vocabulary
+from spot_async.tools.data_check.check import find_repeated
 from spot_async.types import ChatTurn, Problem
-from spot_async.vocabulary import Vocabulary
 
 
 def said(*turns, **more):

@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 from typer.testing import CliRunner
 
-from spot_async.actor import StageCounters
 from spot_async.cli import app
 from spot_async.errors import Exchange, PoisonedReplyError, TransientError
-from spot_async.run_directory import RunDirectory
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.run_log import RunLog
 from spot_async.types import Problem, Prompt
 

@@ -19,13 +19,13 @@ import torch
 import transformers
 
 import spot_async
-from spot_async.serving import model as serving_model
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
-from spot_async.serving.engine import Engine
-from spot_async.serving.fused import FusedModel, fused
-from spot_async.serving.model import load_model
+from spot_async.serving.engine import model as serving_model
+from spot_async.serving.engine.engine import Engine
+from spot_async.serving.engine.fused import FusedModel, fused
+from spot_async.serving.engine.model import load_model
+from spot_async.serving.engine.requests import Request, new_task
 from spot_async.serving.settings import EngineSettings
-from spot_async.serving.tasks import Request, new_task
 from spot_async.types import Generation, SamplingSettings, WeightVersion
 
 ROOT = Path(__file__).parents[1]

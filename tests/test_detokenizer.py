@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.serving.detokenizer import IncrementalText, StopStrings, TokenTexts, decoder
+from spot_async.serving.openai.detokenizer import IncrementalText, StopStrings, TokenTexts, decoder
 
 
 def byte_level() -> PreTrainedTokenizerFast:

@@ -18,14 +18,14 @@ from problem_files import write
 from rich.console import Console
 from typer.testing import CliRunner
 
-from spot_async.backends.local import LocalBackend
+from spot_async.backends.local.backend import LocalBackend
 from spot_async.checks import diagnosis
 from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
-from spot_async.checks.preflight import plan_training
+from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
-from spot_async.doctor import ROWS, show
 from spot_async.errors import ConfigError, PermanentError
+from spot_async.tools.doctor import ROWS, show
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
 
 ROOT = Path(__file__).parents[1]

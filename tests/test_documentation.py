@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.config import docs as config_docs
 from spot_async.config.loading import load_config
+from spot_async.tools import config_docs
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])

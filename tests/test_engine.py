@@ -20,9 +20,9 @@ from engine_requests import (
 )
 
 from spot_async.errors import VersionMismatchError
-from spot_async.serving.fused import FusedModel, fused
-from spot_async.serving.model import load_model
-from spot_async.serving.sampling import sample
+from spot_async.serving.engine.fused import FusedModel, fused
+from spot_async.serving.engine.model import load_model
+from spot_async.serving.engine.sampling import sample
 from spot_async.serving.settings import EngineSettings
 from spot_async.types import WeightVersion
 

@@ -18,8 +18,8 @@ from engine_requests import (
 )
 
 from spot_async.errors import PoisonedReplyError, TransientError
-from spot_async.serving.engine import DECODES_BETWEEN_PREFILLS, Engine
-from spot_async.serving.model import load_model
+from spot_async.serving.engine.engine import DECODES_BETWEEN_PREFILLS, Engine
+from spot_async.serving.engine.model import load_model
 from spot_async.serving.settings import EngineSettings
 from spot_async.types import VersionSpan, WeightVersion
 

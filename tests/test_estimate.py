@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spot_async.checks.preflight import plan_training
+from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
-from spot_async.estimates.endpoints import estimate_run
+from spot_async.tools.estimate.endpoints import estimate_run
 
 ROOT = Path(__file__).parents[1]
 SMALL = [

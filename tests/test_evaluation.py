@@ -16,19 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from spot_async.base.seeds import derive_seed
 from spot_async.config import EvaluationConfig
+from spot_async.data.prompts import PromptSource
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
 from spot_async.evaluation.runner import collected, evaluate
-from spot_async.prompts import PromptSource
-from spot_async.run_summary import change_summary, evaluation_summary
-from spot_async.seeds import derive_seed
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.running.summary import change_summary, evaluation_summary
 from spot_async.telemetry.console import evaluation_table, unverified_note
 from spot_async.telemetry.figures_table import figures_table
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, Problem, Verdict
 from spot_async.verification import BoxedMatch
 

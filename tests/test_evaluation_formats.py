@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.checks.diagnosis import evaluation_warnings
-from spot_async.checks.preflight import plan_evaluation
+from spot_async.checks.plan import plan_evaluation
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, order_choices, outputs_of
-from spot_async.model_files import read_model
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.models.files import read_model
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Problem, Verdict
 from spot_async.verification.multiple_choice import MultipleChoice
 

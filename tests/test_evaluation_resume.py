@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from spot_async.checks.preflight import plan_evaluation
+from spot_async.checks.plan import plan_evaluation
 from spot_async.cli import app
 from spot_async.config import EvaluationConfig
 from spot_async.config.loading import load_config
+from spot_async.data.prompts import PromptSource
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.identity import identity_of
-from spot_async.evaluation.measuring import write_files
 from spot_async.evaluation.response_log import (
     Identity,
     JudgedResponse,
@@ -37,11 +37,11 @@ from spot_async.evaluation.response_log import (
     read_partial,
 )
 from spot_async.evaluation.runner import collected, evaluate
-from spot_async.model_files import read_model
-from spot_async.prompts import PromptSource
-from spot_async.run_directory import RunDirectory
-from spot_async.simulation.services import SimulatedStudent
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.models.files import read_model
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.measuring import write_files
+from spot_async.testing.services import SimulatedStudent
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch
 

@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from spot_async import errors
-from spot_async.backends.advice import Access
-from spot_async.backends.exchange import shortened
-from spot_async.backends.failures import FailedReply, classify, retry_after_s
-from spot_async.backends.http import HttpEndpoint
-from spot_async.backends.pages import page_text
+from spot_async.backends.shared.advice import Access
+from spot_async.backends.shared.exchange import shortened
+from spot_async.backends.shared.failures import FailedReply, classify, retry_after_s
+from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.backends.shared.pages import page_text
+from spot_async.base.retry import RetryPolicy
 from spot_async.errors import FailureClass, RequestError, ThrottledError
-from spot_async.retry import RetryPolicy
 
 SENT_S = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
 KEY = SimpleNamespace(host="10.0.0.5", port=8000, ssl=True, is_ssl=True)

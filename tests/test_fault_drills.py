@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async import stages_for, wire
-from spot_async.backends.local import LocalBackend
+from spot_async import stages_for
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.base import wire
 from spot_async.config import SamplingConfig, ScoreStageConfig, StageConfig, StagesConfig
 from spot_async.errors import (
     DeadlineExceededError,
@@ -27,11 +28,11 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
-from spot_async.feed_guard import WrongSupervisionError
-from spot_async.ledger import PromptState
-from spot_async.model_files import ModelFiles, read_model
-from spot_async.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.loop.ledger import PromptState
+from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.models.files import ModelFiles, read_model
 from spot_async.policies.spot import SpotPolicy
+from spot_async.trainer.feed_check import WrongSupervisionError
 from spot_async.types import (
     Generation,
     Problem,

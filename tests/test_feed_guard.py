@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.feed_guard import WrongSupervisionError, check_feed
+from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
 from spot_async.types import SoftTargets, Supervision, WeightVersion
 
 VOCAB = 20

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spot_async.backends.bodies import ANSWER_BYTES
-from spot_async.backends.http import HttpEndpoint
+from spot_async.backends.shared.bodies import ANSWER_BYTES
+from spot_async.backends.shared.http import HttpEndpoint
 from spot_async.errors import RequestError
 
 ROOT = Path(__file__).parents[1]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spot_async.entropy import entropy_bounds
+from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import score_positions, select_positions
-from spot_async.policies.certainty import Evidence
-from spot_async.policies.gap_bounds import Pair, gap_bounds
-from spot_async.policies.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds, served_student
+from spot_async.policies.truncated.certainty import Evidence
+from spot_async.policies.truncated.gap_bounds import Pair, gap_bounds
+from spot_async.policies.truncated.score_bounds import (
+    ScoreRule,
+    TeacherRows,
+    asked_student,
+    score_bounds,
+    served_student,
+)
 
 PARTS = ("entropy", "mass", "coverage", "divergence", "gap")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from spot_async.base.processes.child import ChildProcess
 from spot_async.errors import ProcessDiedError
-from spot_async.processes.child import ChildProcess
 
 # A server that starts a worker in a session of its own, which starts another one and is then orphaned; all of them
 # ignore SIGTERM when told to. They print their pids, the server's comes last.
@@ -91,7 +91,7 @@ async def test_a_stop_reaches_orphans_and_sessions_of_their_own(server):
 
 
 async def test_what_ignores_sigterm_is_killed_with_all_below_it(server, monkeypatch):
-    monkeypatch.setattr("spot_async.processes.child.FOREIGN_GRACE_S", 0.5)
+    monkeypatch.setattr("spot_async.base.processes.child.FOREIGN_GRACE_S", 0.5)
     child, pids = await start(server, str(DEPTH), "stubborn")
     started = time.monotonic()
     await child.stop()
@@ -100,7 +100,7 @@ async def test_what_ignores_sigterm_is_killed_with_all_below_it(server, monkeypa
 
 
 async def test_shared_memory_of_what_had_to_be_killed_is_freed(tmp_path, monkeypatch):
-    monkeypatch.setattr("spot_async.processes.child.FOREIGN_GRACE_S", 0.2)
+    monkeypatch.setattr("spot_async.base.processes.child.FOREIGN_GRACE_S", 0.2)
     child = await ChildProcess.start_foreign("holder", [sys.executable, "-c", HOLDER], log_path=tmp_path / "log")
     while not (name := child.log_tail().strip()):  # noqa: ASYNC110 - a log tells nobody that it grew
         await asyncio.sleep(0.02)
@@ -129,8 +129,8 @@ async def test_a_program_that_fails_passes_on_its_code_and_last_words(tmp_path):
 
 
 async def test_a_guard_that_hangs_or_is_killed_does_not_keep_the_server_running(server, monkeypatch):
-    monkeypatch.setattr("spot_async.processes.child.FOREIGN_GRACE_S", 0.2)
-    monkeypatch.setattr("spot_async.processes.child.GUARD_MARGIN_S", 0.2)
+    monkeypatch.setattr("spot_async.base.processes.child.FOREIGN_GRACE_S", 0.2)
+    monkeypatch.setattr("spot_async.base.processes.child.GUARD_MARGIN_S", 0.2)
     hanging, pids = await start(server, str(DEPTH), "polite")
     os.kill(hanging.pid, signal.SIGSTOP)
     await hanging.stop()
@@ -145,7 +145,7 @@ async def test_a_guard_that_hangs_or_is_killed_does_not_keep_the_server_running(
 ORCHESTRATOR = """
 import asyncio, sys
 from pathlib import Path
-from spot_async.processes.child import ChildProcess
+from spot_async.base.processes.child import ChildProcess
 
 async def main():
     server = Path(sys.argv[1])
@@ -161,7 +161,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("manner", ["polite", "stubborn"])
 async def test_nothing_outlives_an_orchestrator_that_is_killed(server, manner):
     code = ORCHESTRATOR.replace(
-        "asyncio.run", "import spot_async.processes.child as p; p.FOREIGN_GRACE_S = 0.5; asyncio.run"
+        "asyncio.run", "import spot_async.base.processes.child as p; p.FOREIGN_GRACE_S = 0.5; asyncio.run"
     )
     orchestrator = subprocess.Popen(  # noqa: ASYNC220 - killed below
         [sys.executable, "-c", code, str(server), str(DEPTH), manner], stdout=subprocess.PIPE, text=True
@@ -177,9 +177,9 @@ async def test_nothing_outlives_an_orchestrator_that_is_killed(server, manner):
 STOPPED_TWICE = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from spot_async.commands.outcomes import run_until_stopped
-from spot_async.processes.child import ChildProcess
-from spot_async.run_directory import RunDirectory
+from spot_async.cli.outcomes import run_until_stopped
+from spot_async.base.processes.child import ChildProcess
+from spot_async.run_directory.layout import RunDirectory
 
 async def main():
     server = Path(sys.argv[1])

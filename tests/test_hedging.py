@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from spot_async.actor import Stage
+from spot_async.base.retry import RetryPolicy
 from spot_async.errors import BudgetSpentError, TransientError
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
-from spot_async.retry import RetryPolicy
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.stages.stage import Stage
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities
 
 

@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from spot_async import runtime
-from spot_async.checks.preflight import plan_evaluation, plan_training
+from spot_async.checks.plan import plan_evaluation, plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.response_log import count_kept
-from spot_async.model_files import read_model
-from spot_async.run_directory import RunDirectory
-from spot_async.runtime import train
-from spot_async.student_evaluation import evaluate_student
+from spot_async.models.files import read_model
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running import training as runtime
+from spot_async.running.evaluation import evaluate_student
+from spot_async.running.training import train
 
 pytestmark = pytest.mark.usefixtures("servers_on_threads")
 ROOT = Path(__file__).parents[1]

@@ -10,16 +10,16 @@ import yaml
 from rich.console import Console
 from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 
-from spot_async.commands.runs import show_outcome
+from spot_async.cli.runs import show_outcome
 from spot_async.errors import DataError
-from spot_async.inspection.bottleneck import RunTimes, StageUse, judge
-from spot_async.inspection.commands import write_report
-from spot_async.inspection.held_out import ResultRow, ResultTable
-from spot_async.inspection.pages import report_page
-from spot_async.inspection.report import length_histogram, read_report
-from spot_async.inspection.totals import limit_use, run_times, stage_slots
-from spot_async.run_summary import TrainOutcome
-from spot_async.stages import STAGE_SERVERS
+from spot_async.running.summary import TrainOutcome
+from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
+from spot_async.telemetry.totals import limit_use, run_times, stage_slots
+from spot_async.tools.inspect.command import write_report
+from spot_async.tools.inspect.held_out import ResultRow, ResultTable
+from spot_async.tools.inspect.report import length_histogram, read_report
+from spot_async.tools.pages.templates import report_page
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):

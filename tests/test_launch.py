@@ -13,8 +13,8 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from spot_async.backends.launch import Command, LaunchedServer, LaunchSettings, free_port
-from spot_async.backends.remote import RemoteServer, RemoteSettings
+from spot_async.backends.shared.launch import Command, LaunchedServer, LaunchSettings, free_port
+from spot_async.backends.shared.remote import RemoteServer, RemoteSettings
 from spot_async.errors import ConfigError, ProcessDiedError
 
 ROOT = Path(__file__).parents[1]

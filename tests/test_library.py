@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import spot_async
 from spot_async.cli import app
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
-from spot_async.run_summary import TrainOutcome
+from spot_async.running.summary import TrainOutcome
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
@@ -99,7 +99,7 @@ def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, server
 
 
 async def test_the_pages_teacher_scores_as_the_local_server_does(folder, monkeypatch, servers_on_threads):
-    from spot_async.backends.local import LocalBackend
+    from spot_async.backends.local.backend import LocalBackend
 
     monkeypatch.syspath_prepend(str(folder))
     from inline_teacher import InlineTeacher
@@ -181,7 +181,7 @@ async def test_a_second_run_in_the_same_process_is_refused_and_the_first_goes_on
         await end.wait()
         return "outcome"
 
-    monkeypatch.setattr("spot_async.library._run", long_run)
+    monkeypatch.setattr("spot_async.running.library._run", long_run)
     async with asyncio.TaskGroup() as group:
         first = group.create_task(spot_async.run_async(QUICK))
         await started.wait()

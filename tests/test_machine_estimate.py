@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.estimates.device_memory import GIB, per_device, server_on, trainer_memory
-from spot_async.estimates.model_size import size_of
-from spot_async.estimates.work import decoding_s, run_work, scoring_s, training_s
+from spot_async.tools.estimate.device_memory import GIB, per_device, server_on, trainer_memory
+from spot_async.tools.estimate.model_size import size_of
+from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.end_tokens import EndTokens
+from spot_async.models.end_tokens import EndTokens
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy

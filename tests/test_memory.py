@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spot_async.processes.memory import without_gc
+from spot_async.base.processes.memory import without_gc
 
 
 @pytest.fixture

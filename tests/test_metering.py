@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.backends.remote import RemoteServer
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.shared.remote import RemoteServer
 from spot_async.errors import TransientError
 from spot_async.spending.prices import Size
 

@@ -11,20 +11,15 @@ import pytest
 from rich.console import Console
 from simulated_run import Undecided, context, kd, prompts, run
 
-from spot_async import wire
-from spot_async.ledger import PromptState
+from spot_async.base import wire
+from spot_async.loop.ledger import PromptState
+from spot_async.loop.supervision_queue import worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy, group_advantages
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.simulation.services import (
-    END_TOKEN,
-    SimulatedStudent,
-    SimulatedTeacher,
-    SimulatedVerifier,
-)
-from spot_async.supervision_queue import worst_case_bytes
 from spot_async.telemetry.console import RunConsole
+from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.types import (
     PolicyNeeds,
     SamplingSettings,

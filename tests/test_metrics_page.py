@@ -17,8 +17,7 @@ from spot_async.config import ScoreStageConfig, StagesConfig
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
-from spot_async.library import stages_for
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -26,8 +25,15 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.run_directory import RunDirectory
-from spot_async.simulation.services import (
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.library import stages_for
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Prices
+from spot_async.spending.run_spending import RunSpendingMetrics
+from spot_async.spending.score_cache import CacheCounters
+from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.run_log import RunLog
+from spot_async.testing.services import (
     END_TOKEN,
     VOCAB_SIZE,
     SimulatedStudent,
@@ -35,13 +41,7 @@ from spot_async.simulation.services import (
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.spending.account import Account
-from spot_async.spending.prices import Prices
-from spot_async.spending.run_spending import RunSpendingMetrics
-from spot_async.spending.score_cache import CacheCounters
-from spot_async.telemetry.loop_lag import LoopLag
-from spot_async.telemetry.run_log import RunLog
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.trainer.metrics import METRICS
 from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
 

@@ -8,7 +8,7 @@ import sys
 
 CHILD = """
 import json, resource
-from spot_async.processes.open_files import ENOUGH, raise_open_file_limit
+from spot_async.base.processes.open_files import ENOUGH, raise_open_file_limit
 
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -21,8 +21,8 @@ import transformers
 from served_model import ENDLESS, KEY, ServedModel, completing
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spot_async import wire
-from spot_async.seeds import derive_seed
+from spot_async.base import wire
+from spot_async.base.seeds import derive_seed
 from spot_async.serving import api
 from spot_async.types import Generation, SamplingSettings
 

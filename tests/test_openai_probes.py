@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.backends.failures import UNREADABLE, FailedReply, classify
-from spot_async.backends.openai_dialect import PROBE_TEXT, Dialect, question, read_error
-from spot_async.backends.openai_probes import probe
+from spot_async.backends.openai.dialect import PROBE_TEXT, Dialect, question, read_error
+from spot_async.backends.openai.discovery import probe
+from spot_async.backends.shared.failures import UNREADABLE, FailedReply, classify
 from spot_async.checks.capabilities import check_capabilities
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DeadlineExceededError, Exchange, RequestError, TransientError
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities, PolicyNeeds
 
 TOKENIZER = PreTrainedTokenizerFast(

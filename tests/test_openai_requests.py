@@ -15,9 +15,9 @@ import pydantic
 import pytest
 from aiohttp import web
 
-from spot_async.backends.openai import OpenAIBackend
+from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
-from spot_async.model_files import read_model
+from spot_async.models.files import read_model
 from spot_async.types import SamplingSettings
 
 TOKENIZER = Path(__file__).parent / "data" / "openai" / "tokenizer.json"

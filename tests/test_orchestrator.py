@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from simulated_run import PlainVocabulary
 
-from spot_async.concurrency import leaves
+from spot_async.base.concurrency import leaves
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError, ThrottledError, TransientError
-from spot_async.ledger import PromptState
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.ledger import PromptState
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.simulation.services import (
+from spot_async.stages.stages import Services, Stages
+from spot_async.testing.services import (
     VOCAB_SIZE,
     Latency,
     SimulatedStudent,
@@ -26,8 +27,7 @@ from spot_async.simulation.services import (
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.stages import Services, Stages
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyContext, Problem, Prompt
 
 

@@ -23,23 +23,24 @@ from engine_requests import dense_logprobs, generate_request, run_all
 from padded_models import padded_model
 from typer.testing import CliRunner
 
-from spot_async import doctor, stages_for
-from spot_async.backends.local import LocalBackend
-from spot_async.backends.masking import logit_bias
-from spot_async.backends.served_topk import bounded_scores
-from spot_async.backends.sglang_generation import MASKED_TOKENS, generate_below
-from spot_async.backends.sglang_replies import NextToken, TopK
-from spot_async.checks.preflight import TrainPlan, plan_evaluation, plan_training
+from spot_async import stages_for
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.sglang.generation import MASKED_TOKENS, generate_below
+from spot_async.backends.sglang.replies import NextToken, TopK
+from spot_async.backends.shared.masking import logit_bias
+from spot_async.backends.shared.served_topk import bounded_scores
+from spot_async.checks.plan import TrainPlan, plan_evaluation, plan_training
 from spot_async.cli import app
-from spot_async.common_vocabulary import CommonVocabulary, known_positions, known_to_all
 from spot_async.config import SamplingConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.identity import settings_of
-from spot_async.feed_guard import check_feed
-from spot_async.policies.certainty import Evidence
-from spot_async.policies.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds
-from spot_async.serving.sampling import draw_uniforms, sample
+from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
+from spot_async.policies.truncated.certainty import Evidence
+from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds
+from spot_async.serving.engine.sampling import draw_uniforms, sample
+from spot_async.tools import doctor
+from spot_async.trainer.feed_check import check_feed
 from spot_async.types import Generation, SamplingSettings, ScoredPositions, TokenScores, VersionSpan, WeightVersion
 
 ROOT = Path(__file__).parents[1]

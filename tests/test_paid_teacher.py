@@ -17,20 +17,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.concurrency import root_cause
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.base.concurrency import root_cause
 from spot_async.config import TeacherConfig
 from spot_async.errors import ReplayMissError
-from spot_async.ledger import PromptState
-from spot_async.library import stages_for
-from spot_async.model_files import read_model
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.ledger import PromptState
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.models.files import read_model
 from spot_async.policies.opd import OpdPolicy
-from spot_async.run_directory import RunDirectory
-from spot_async.simulation.services import Latency, SimulatedStudent, SimulatedTrainer, SimulatedVerifier
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.library import stages_for
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import ReplayedTeacher, TeacherCache
 from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.testing.services import Latency, SimulatedStudent, SimulatedTrainer, SimulatedVerifier
 from spot_async.types import Problem, Prompt
 
 MODEL = Path(__file__).parents[1] / "examples" / "running_sum" / "teacher"

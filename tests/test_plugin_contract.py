@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import simulated_run
 
-from spot_async.concurrency import both, leaves, root_cause
+from spot_async.base.concurrency import both, leaves, root_cause
 from spot_async.errors import ConfigError, PluginError
-from spot_async.feed_guard import WrongSupervisionError
-from spot_async.plugin_contract import check_policy
 from spot_async.policies.opd import OpdPolicy
+from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.run_log import log_events_to
+from spot_async.trainer.feed_check import WrongSupervisionError
 from spot_async.types import PolicyNeeds
 
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from spot_async.checks.capabilities import check_capabilities
-from spot_async.checks.preflight import check_places, plan_evaluation, plan_training
+from spot_async.checks.plan import check_places, plan_evaluation, plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.model_files import read_model
+from spot_async.models.files import read_model
 from spot_async.types import Capabilities, PolicyNeeds
 
 ROOT = Path(__file__).parents[1]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.processes.private_directory import private_directory
+from spot_async.base.processes.private_directory import private_directory
 
 OWNER = """
-from spot_async.processes.private_directory import private_directory
+from spot_async.base.processes.private_directory import private_directory
 
 with private_directory("spot-async-") as path:
     (path / "http").touch()

@@ -11,10 +11,10 @@ import pytest
 from spot_async.config import ProblemSetConfig, PromptConfig
 from spot_async.config.loading import validate_as
 from spot_async.data import load_problem_set
+from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
-from spot_async.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import Problem
-from spot_async.vocabulary import Vocabulary
 
 
 def write(tmp_path, text):

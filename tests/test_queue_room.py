@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import context, kd, run
 
-from spot_async.admission import Credits
+from spot_async.loop.admission import Credits
+from spot_async.loop.supervision_queue import BYTES_PER_TEXT_TOKEN, held_bytes, worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.supervision_queue import BYTES_PER_TEXT_TOKEN, held_bytes, worst_case_bytes
 from spot_async.types import Sample
 
 MAX_RESPONSE_TOKENS = 64  # of `simulated_run`

@@ -13,10 +13,10 @@ from spot_async.replicas.dispatcher import Dispatcher
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import Replica
 from spot_async.replicas.service_pool import Errand
-from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import LEASED, RateLimiter
+from spot_async.testing.virtual_time import run_on_virtual_time
 
 
 def leave(limit, sizes, *, after=()):

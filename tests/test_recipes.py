@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spot_async.checks.preflight import plan_evaluation, plan_training
+from spot_async.checks.plan import plan_evaluation, plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.data.layouts import GPQA_CHOICES
+from spot_async.data.prompts import PromptSchedule
 from spot_async.errors import ConfigError
-from spot_async.estimates import machine
-from spot_async.estimates.model_size import size_of
-from spot_async.model_files import read_model
-from spot_async.prompts import PromptSchedule
-from spot_async.run_directory import name_of
+from spot_async.models.files import read_model
+from spot_async.run_directory.layout import name_of
+from spot_async.tools.estimate import machine
+from spot_async.tools.estimate.model_size import size_of
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(

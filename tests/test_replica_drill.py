@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from spot_async.concurrency import gather, watched
+from spot_async.base.concurrency import gather, watched
 from spot_async.config import ModelConfig, SamplingConfig, ServingConfig, StagesConfig
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.servers import backend_factories
-from spot_async.simulation.services import SimulatedVerifier
-from spot_async.stages import Services, Stages
+from spot_async.running.servers import backend_factories
+from spot_async.stages.stages import Services, Stages
+from spot_async.testing.services import SimulatedVerifier
 from spot_async.types import (
     PolicyNeeds,
     Problem,
@@ -30,7 +31,6 @@ from spot_async.types import (
     WeightSnapshot,
     WeightVersion,
 )
-from spot_async.vocabulary import Vocabulary
 
 BATCH = 6
 TIMEOUT_S = 120.0

@@ -12,16 +12,16 @@ import pytest
 import structlog
 from simulated_replicas import BATCH, ITERATIONS, at_random, pool_of_servers, servers, train
 
-from spot_async.actor import Stage
-from spot_async.concurrency import gather, leaves, watched
+from spot_async.base.concurrency import gather, leaves, watched
+from spot_async.base.retry import RetryPolicy
 from spot_async.errors import ProcessDiedError, SpotError, TransientError
+from spot_async.models.weight_files import delete_weights
 from spot_async.replicas.life_cycle import State
-from spot_async.retry import RetryPolicy
-from spot_async.simulation.servers import SimulatedReplica, SimulatedServer
-from spot_async.simulation.services import SimulatedTrainer
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.stages.stage import Stage
+from spot_async.testing.servers import SimulatedReplica, SimulatedServer
+from spot_async.testing.services import SimulatedTrainer
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import WeightSnapshot, WeightVersion
-from spot_async.weight_files import delete_weights
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from spot_async.backends.bodies import ANSWER_BYTES, ERROR_BYTES, STEP_BYTES, largest_reply_bytes
-from spot_async.backends.http import LONG_BODY_BYTES, HttpEndpoint
+from spot_async.backends.shared.bodies import ANSWER_BYTES, ERROR_BYTES, STEP_BYTES, largest_reply_bytes
+from spot_async.backends.shared.http import LONG_BODY_BYTES, HttpEndpoint
 from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.spending.prices import read_usage
 

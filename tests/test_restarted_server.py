@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spot_async.backends.local import LocalBackend
+from spot_async.backends.local.backend import LocalBackend
 from spot_async.errors import DeadlineExceededError, RequestError, ServerRestartedError
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 

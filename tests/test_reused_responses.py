@@ -11,16 +11,11 @@ import numpy as np
 import pytest
 from simulated_run import PROBLEMS, Counting, PlainTokenizer, context, kd, prompts, run
 
-from spot_async import wire
-from spot_async.end_tokens import EndTokens
+from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, PermanentError
+from spot_async.models.end_tokens import EndTokens
 from spot_async.policies.kd import KdPolicy
-from spot_async.simulation.services import (
-    END_TOKEN,
-    VOCAB_SIZE,
-    SimulatedStudent,
-    SimulatedTeacher,
-)
+from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, SimulatedStudent, SimulatedTeacher
 from spot_async.types import (
     PolicyContext,
     Prompt,

@@ -15,11 +15,11 @@ from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
-from spot_async.run_directory import RunDirectory, name_of, name_of_run
+from spot_async.models.weight_files import delete_weights, in_use
+from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
 from spot_async.telemetry.console import best_words
 from spot_async.telemetry.evaluation_history import EvaluationHistory
 from spot_async.types import Verdict
-from spot_async.weight_files import delete_weights, in_use
 
 CONFIG = {
     "student": {"model": "s"},

@@ -22,13 +22,13 @@ import structlog
 import typer
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from spot_async.commands import outcomes
-from spot_async.commands.outcomes import Screen, leave_at_once, run_until_stopped
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.private_directory import private_directory
+from spot_async.cli import outcomes
+from spot_async.cli.outcomes import Screen, leave_at_once, run_until_stopped
 from spot_async.errors import DataError, ProcessDiedError, StorageError, TrainerError
-from spot_async.inspection.reading import RunFiles
-from spot_async.processes.child import ChildProcess
-from spot_async.processes.private_directory import private_directory
-from spot_async.run_directory import RunDirectory
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.reading import RunFiles
 from spot_async.serving import server
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.trainer import launcher

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.checks.preflight import plan_training
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.checks.plan import plan_training
 from spot_async.config import TeacherConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.model_files import read_model
+from spot_async.models.files import read_model
 from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.spending.teacher_cache import TeacherCache, teacher_identity, weights_digest
 from spot_async.types import Capabilities, TokenScores, WeightVersion

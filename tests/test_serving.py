@@ -20,9 +20,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from spot_async.alignment import decision_rows
-from spot_async.backends.http import HttpEndpoint
-from spot_async.backends.local import LocalBackend
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.shared.http import HttpEndpoint
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import (
     DeadlineExceededError,
@@ -31,10 +30,11 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
+from spot_async.models.alignment import decision_rows
 from spot_async.serving import api
 from spot_async.serving.server import _listen
 from spot_async.serving.settings import ServeSettings
-from spot_async.stages import Services, Stages
+from spot_async.stages.stages import Services, Stages
 from spot_async.types import (
     Generation,
     Problem,
@@ -318,7 +318,7 @@ async def test_a_killed_server_is_named_and_its_requests_fail(
 async def test_leaving_stops_a_busy_server_and_leaves_nothing_behind(
     model_directory: Path, tmp_path: Path, short_temporary_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spot_async.processes.child.STOP_GRACE_S", 60.0)  # this machine may be busy
+    monkeypatch.setattr("spot_async.base.processes.child.STOP_GRACE_S", 60.0)  # this machine may be busy
     settings = LocalBackend.Settings()
     async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=tmp_path) as backend:
         running = await keep_busy(backend)

@@ -20,26 +20,26 @@ import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.errors import ThrottledError
+from spot_async.models.vocabulary import load_tokenizer
 from spot_async.serving import api
-from spot_async.serving.app import build_app
-from spot_async.serving.bodies import MAX_BYTES, MAX_JSON_BYTES, MIB, Bodies
-from spot_async.serving.completion import ServedModel, read_prompt
-from spot_async.serving.credentials import Credentials
-from spot_async.serving.detokenizer import TokenTexts
-from spot_async.serving.engine import Engine
-from spot_async.serving.model import load_model
-from spot_async.serving.openai_api import ApiError, CompletionRequest
-from spot_async.serving.openai_app import openai_routes
-from spot_async.serving.replies import TOGETHER_S, Replies
+from spot_async.serving.engine.engine import Engine
+from spot_async.serving.engine.model import load_model
+from spot_async.serving.engine.requests import Tokens
+from spot_async.serving.engine.worker import EngineWorker
+from spot_async.serving.http.app import build_app
+from spot_async.serving.http.bodies import MAX_BYTES, MAX_JSON_BYTES, MIB, Bodies
+from spot_async.serving.http.credentials import Credentials
+from spot_async.serving.http.replies import TOGETHER_S, Replies
+from spot_async.serving.openai.api import ApiError, CompletionRequest
+from spot_async.serving.openai.app import openai_routes
+from spot_async.serving.openai.completion import ServedModel, read_prompt
+from spot_async.serving.openai.detokenizer import TokenTexts
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
-from spot_async.serving.tasks import Tokens
-from spot_async.serving.worker import EngineWorker
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities, Generation, SamplingSettings, VersionSpan, WeightVersion
-from spot_async.vocabulary import load_tokenizer
 
 VOCAB = 50
 PROMPT = np.array([5, 9, 2], np.int32)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from spot_async.errors import DataError, PermanentError
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
-from spot_async.serving.limits import Limits
-from spot_async.serving.model import load_model
+from spot_async.serving.engine.limits import Limits
+from spot_async.serving.engine.model import load_model
+from spot_async.serving.engine.weights import Parameters
 from spot_async.serving.settings import EngineSettings
-from spot_async.serving.weights import Parameters
 from spot_async.types import SamplingSettings, WeightVersion
 
 VOCAB = 61

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.backends.local import LocalBackend
-from spot_async.backends.remote import RemoteSettings
-from spot_async.backends.vllm import VllmBackend
-from spot_async.checks.preflight import check_places
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.shared.remote import RemoteSettings
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.checks.plan import check_places
 from spot_async.config import Config, ModelConfig
 from spot_async.config.loading import dump_yaml, load_config, validate_as
 from spot_async.errors import ConfigError
-from spot_async.servers import backend_factories
+from spot_async.running.servers import backend_factories
 from spot_async.types import PolicyNeeds
 
 ROOT = Path(__file__).parents[1]

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from simulated_run import PlainVocabulary
 
-from spot_async.concurrency import leaves
+from spot_async.base.concurrency import leaves
 from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.errors import TrainerError, TransientError
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
-from spot_async.simulation.services import (
+from spot_async.stages.stages import Services, Stages
+from spot_async.testing.services import (
     VOCAB_SIZE,
     SimulatedStudent,
     SimulatedTeacher,
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.stages import Services, Stages
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyContext, Problem, Prompt
 
 BATCH = 4

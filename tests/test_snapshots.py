@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from spot_async.backends.snapshots import check_snapshot
+from spot_async.backends.shared.snapshots import check_snapshot
 from spot_async.errors import DataError
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.w.weight", "model.norm.weight", "lm_head.weight")

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from spot_async.base.seeds import derive_seed
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
-from spot_async.seeds import derive_seed
-from spot_async.stages import Services, Stages
+from spot_async.stages.stages import Services, Stages
 from spot_async.types import Generation, Problem, Prompt, ScoredPositions, TokenScores, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))

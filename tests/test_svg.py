@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.inspection import svg
-from spot_async.inspection.bottleneck import percent
-from spot_async.inspection.series import (
+from spot_async.telemetry.bottleneck import percent
+from spot_async.tools.pages import svg
+from spot_async.tools.pages.series import (
     MAX_POINTS,
     Scale,
     Series,

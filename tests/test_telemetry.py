@@ -19,13 +19,13 @@ import pytest
 import structlog
 from rich.console import Console
 
-from spot_async.actor import StageCounters
-from spot_async.backends.launch import free_port
+from spot_async.backends.shared.launch import free_port
 from spot_async.config import TelemetryConfig
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
-from spot_async.orchestrator import IterationResult, PhaseTimes
-from spot_async.run_directory import RunDirectory
+from spot_async.loop.orchestrator import IterationResult, PhaseTimes
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.backends.text_alignment import align, as_text
-from spot_async.backends.token_texts import UNKNOWN, TokenTexts
+from spot_async.backends.openai.text_alignment import align, as_text
+from spot_async.backends.shared.token_texts import UNKNOWN, TokenTexts
 from spot_async.errors import ConfigError
 
 WORDS = ["a", "b", " ", "ab", " a", " ab", "ba", "aa", "é", "世", "世界", "é ", " 世", "a世", "<", "ä¸"]

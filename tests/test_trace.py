@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.service_pool import OneService
-from spot_async.simulation.services import (
+from spot_async.stages.stages import Services, Stages
+from spot_async.stages.timeline import RequestSpan, WaitClock, seconds_by_stage
+from spot_async.telemetry import trace
+from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
+from spot_async.testing.services import (
     END_TOKEN,
     VOCAB_SIZE,
     SimulatedStudent,
@@ -23,11 +27,7 @@ from spot_async.simulation.services import (
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.stages import Services, Stages
-from spot_async.telemetry import trace
-from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
-from spot_async.timeline import RequestSpan, WaitClock, seconds_by_stage
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import (
     Generation,
     PolicyContext,

@@ -24,8 +24,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from spot_async.base.processes.cores import available_cores
 from spot_async.cli import app
-from spot_async.processes.cores import available_cores
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "running_sum"

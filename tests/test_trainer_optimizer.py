@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from spot_async.seeds import derive_seed
+from spot_async.base.seeds import derive_seed
 from spot_async.trainer.batching import mini_batches
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer

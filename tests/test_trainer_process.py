@@ -25,9 +25,9 @@ from spoiled_gradient import SPOILS, spoiled_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async.trainer.handle as handle
-from spot_async import wire
+from spot_async.base import wire
+from spot_async.base.processes.child import ChildProcess, exit_at_once
 from spot_async.errors import ProcessDiedError, TrainerError
-from spot_async.processes.child import ChildProcess, exit_at_once
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group
@@ -114,7 +114,7 @@ from safetensors.torch import save_file
 import spot_async.trainer.model
 import spot_async.trainer.rank
 from spoiled_gradient import spoiled_loss
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group, strategy_of
@@ -352,7 +352,7 @@ def test_a_trainer_of_one_rank_listens_to_nobody_and_does_not_outlive_a_killed_o
 # Stands for rank 0: loses the first acknowledgement, answers late for another iteration, then sleeps.
 DEAF_RANK = """
 import sys, zmq
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.trainer.messages import Accepted, Batch, Ready, Trained, endpoint
 from spot_async.types import TrainReport, WeightSnapshot, WeightVersion
 

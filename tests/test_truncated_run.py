@@ -18,7 +18,7 @@ import numpy as np
 
 from spot_async import ScoredPositions
 from spot_async.backends.local import LocalBackend
-from spot_async.entropy import entropy_bounds
+from spot_async.models.entropy import entropy_bounds
 
 
 class Truncated(LocalBackend):

@@ -19,16 +19,16 @@ from spot_async.cli import app
 from spot_async.config import Config, SamplingConfig, StageConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError, ThrottledError
-from spot_async.simulation.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
-from spot_async.simulation.virtual_time import run_on_virtual_time
 from spot_async.spending.account import SpendingLedger
-from spot_async.stages import Services, Stages
-from spot_async.tuning.measurement import Level, Ramp, StageLoad
-from spot_async.tuning.mix import Template, by_server, endless, note_requests
-from spot_async.tuning.ramp import NoRetries, RampLimits, without_limits
-from spot_async.tuning.recommendation import conclude, demands, stage_limit
-from spot_async.tuning.results import Tuning, as_json, as_yaml, check_output, read_tuning
-from spot_async.tuning.running import TuneOptions, announcement, check_options, without_files
+from spot_async.stages.stages import Services, Stages
+from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.tools.tune.measurement import Level, Ramp, StageLoad
+from spot_async.tools.tune.mix import Template, by_server, endless, note_requests
+from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
+from spot_async.tools.tune.recommendation import conclude, demands, stage_limit
+from spot_async.tools.tune.results import Tuning, as_json, as_yaml, check_output, read_tuning
+from spot_async.tools.tune.running import TuneOptions, announcement, check_options, without_files
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
 ROOT = Path(__file__).parents[1]

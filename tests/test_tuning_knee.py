@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.tuning.knee import ENOUGH, STEP, knee, next_concurrency
+from spot_async.tools.tune.knee import ENOUGH, STEP, knee, next_concurrency
 
 MOST = 512
 

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from spot_async.errors import BudgetSpentError, PermanentError, ThrottledError
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.tuning.measurement import Ramp
-from spot_async.tuning.mix import Request
-from spot_async.tuning.ramp import RampLimits, ramp
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.tools.tune.measurement import Ramp
+from spot_async.tools.tune.mix import Request
+from spot_async.tools.tune.ramp import RampLimits, ramp
 
 LIMITS = RampLimits(seconds=60.0, most=256)
 SERVICE_S = {"rollout": 0.4, "probe": 0.1}

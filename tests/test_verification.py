@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spot_async import registry
+from spot_async.base import registry
 from spot_async.errors import ProcessDiedError
 from spot_async.types import Problem
 from spot_async.verification import BoxedMatch, MathVerify, Verdict, boxed_match, extract_boxed, normalize_answer

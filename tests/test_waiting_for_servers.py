@@ -11,7 +11,7 @@ from replica_incidents import OFFERS
 from spot_async.config import ServingConfig
 from spot_async.errors import ConfigError, Exchange, UnreachableError
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.testing.virtual_time import run_on_virtual_time
 
 
 @pytest.fixture(autouse=True)

@@ -20,18 +20,17 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from spot_async.checks.preflight import plan_training
-from spot_async.cli import exit_code
-from spot_async.commands import outcomes
-from spot_async.concurrency import alongside, root_cause
+from spot_async.base.concurrency import alongside, root_cause
+from spot_async.checks.plan import plan_training
+from spot_async.cli import exit_code, outcomes
 from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
-from spot_async.library import stages_for
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
-from spot_async.run_directory import RunDirectory
-from spot_async.simulation.services import (
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.library import stages_for
+from spot_async.testing.services import (
     END_TOKEN,
     VOCAB_SIZE,
     Latency,
@@ -40,7 +39,7 @@ from spot_async.simulation.services import (
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyContext, PolicyNeeds, Problem, Prompt
 from spot_async.watchdog.limits import SilenceLimits, silence_limits
 from spot_async.watchdog.monitor import Watchdog
@@ -291,9 +290,9 @@ HANGING = """
     import asyncio, sys, time
     from pathlib import Path
     from spot_async.cli import hung
-    from spot_async.concurrency import alongside
-    from spot_async.processes.child import ChildProcess, exit_with_parent
-    from spot_async.run_directory import RunDirectory
+    from spot_async.base.concurrency import alongside
+    from spot_async.base.processes.child import ChildProcess, exit_with_parent
+    from spot_async.run_directory.layout import RunDirectory
     from spot_async.watchdog import monitor
     from spot_async.watchdog.limits import SilenceLimits
 

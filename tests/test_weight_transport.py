@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.snapshots import TensorHeader
-from spot_async.backends.weight_transport import WeightSender, WeightSettings, buckets
-from spot_async.concurrency import both
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.shared.snapshots import TensorHeader
+from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings, buckets
+from spot_async.base.concurrency import both
 from spot_async.config.loading import validate_as
 from spot_async.errors import ConfigError, DeadlineExceededError, TransientError
-from spot_async.weight_files import weight_files
+from spot_async.models.weight_files import weight_files
 
 # Rank 1, with what servers join by; prints the sum of each tensor that it receives.
 RECEIVER = """

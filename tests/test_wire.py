@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.types import FloatArray, TokenScores, WeightVersion
 
 

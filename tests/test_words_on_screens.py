@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from spot_async.checks.diagnosis import Diagnosis
 from spot_async.cli import app
-from spot_async.doctor import show
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.telemetry.live_verdict import replica_lines
+from spot_async.tools.doctor import show
 from spot_async.types import Traffic
 
 
@@ -45,7 +45,7 @@ def test_a_line_on_a_replica_says_its_role_once_and_restarts_where_there_were_so
 
 
 def test_doctor_shows_the_whole_path_of_a_model_on_a_narrow_screen(monkeypatch):
-    monkeypatch.setattr("spot_async.doctor.ROWS", (("model", lambda facts: facts["model"]),))
+    monkeypatch.setattr("spot_async.tools.doctor.ROWS", (("model", lambda facts: facts["model"]),))
     models = {role: f"examples/running_sum_with_a_long_name/of-this-{role}" for role in ("student", "teacher")}
     roles = {role: {"role": role, "model": model} for role, model in models.items()}
     out = io.StringIO()

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from spot_async.checks import probes
-from spot_async.checks.probes import NOISE_MARGIN, Asked
-from spot_async.concurrency import gather
+from spot_async.base.concurrency import gather
+from spot_async.checks import discovery as probes
+from spot_async.checks.discovery import NOISE_MARGIN, Asked
 from spot_async.errors import ConfigError, RequestError
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined

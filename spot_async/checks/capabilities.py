@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spot_async.config import Config
-from spot_async.end_tokens import EndTokens
 from spot_async.errors import ConfigError
-from spot_async.model_files import ModelFiles
+from spot_async.models.end_tokens import EndTokens
+from spot_async.models.files import ModelFiles
 from spot_async.types import Capabilities, PolicyNeeds
 
 CANNOT_SUM = (

@@ -16,23 +16,23 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from spot_async.checks import probes
+from spot_async.base.concurrency import gather
+from spot_async.base.text import counted
+from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
+from spot_async.checks import discovery as probes
 from spot_async.checks.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends
-from spot_async.checks.preflight import TrainPlan
-from spot_async.checks.probes import Asked, Noise
-from spot_async.concurrency import gather
+from spot_async.checks.discovery import Asked, Noise
+from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, ModelConfig, backend_section
-from spot_async.deadlines import CAPABILITIES_TIMEOUT_S
+from spot_async.data.prompts import DATE_WARNING
 from spot_async.errors import ConfigError, RequestError
 from spot_async.evaluation.benchmarks import Benchmark
-from spot_async.model_files import ModelFiles
-from spot_async.prompts import DATE_WARNING
+from spot_async.models.files import ModelFiles
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.spending.teacher_cache import ReplayedTeacher
-from spot_async.text import counted
 from spot_async.types import Capabilities, IntArray, LogprobTemperature, WeightVersion
-from spot_async.vocabulary import Vocabulary
 
 PROMPTS = 3
 RESPONSE_TOKENS = 24

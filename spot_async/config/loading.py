@@ -18,12 +18,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from spot_async.base.text import kind_of_value
 from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json
 from spot_async.config.plugins import PluginSettings, PluginSettingsError
 from spot_async.config.suggestions import classes, unknown_key
 from spot_async.errors import ConfigError
-from spot_async.text import kind_of_value
 
 S = TypeVar("S", bound=BaseModel)
 

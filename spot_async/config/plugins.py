@@ -13,7 +13,7 @@ import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic_core import ErrorDetails
 
-from spot_async import registry
+from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
 
 if TYPE_CHECKING:

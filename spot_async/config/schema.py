@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import pydantic
 from pydantic import Field
 
+from spot_async.base.retry import DEFAULT_ATTEMPTS
 from spot_async.config.base import (
     NonNegativeFloat,
     PositiveFloat,
@@ -21,7 +22,6 @@ from spot_async.config.base import (
 from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSettings, PolicySettings, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
-from spot_async.retry import DEFAULT_ATTEMPTS
 
 CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
 

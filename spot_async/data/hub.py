@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from spot_async.base.text import first_line
 from spot_async.config import ProblemSetConfig
 from spot_async.data.keys import about, setting
 from spot_async.errors import DataError
-from spot_async.text import first_line
 
 CONNECT_TIMEOUT_S = 10.0
 

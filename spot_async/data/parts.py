@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from spot_async.base.text import shortened
 from spot_async.data.chat import Messages, asked, is_chat, last_of_assistant
 from spot_async.data.keys import setting
 from spot_async.data.rows import Columns, Row
 from spot_async.errors import DataError
-from spot_async.text import shortened
 from spot_async.types import ChatTurn, Problem
 from spot_async.verification.extraction import extract_boxed
 

@@ -18,11 +18,11 @@ from typing import IO, Any, AnyStr, BinaryIO, Generic, NamedTuple, Self, TypeAli
 
 import msgspec
 
+from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import ProblemSetConfig
 from spot_async.data.hub import read_hub
 from spot_async.data.keys import about, setting
 from spot_async.errors import DataError
-from spot_async.text import first_line, kind_of_value
 
 Columns: TypeAlias = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""Measures a student on benchmarks: prompts, responses, verdicts, figures. It starts no server."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
 from spot_async.config.evaluation import ALL_TIERS, ONLY
 from spot_async.data import load_problem_set, require_answers
+from spot_async.data.prompts import PromptRenderer, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, gold_index, order_choices, with_options
-from spot_async.model_files import ModelFiles
-from spot_async.prompts import PromptRenderer, PromptSource, render_all
+from spot_async.models.files import ModelFiles
 from spot_async.types import Problem
 
 LETTERS_ALONE = ("boxed_match", "math_verify")  # verifiers that compare with the answer and know no options

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import standard_error
-from spot_async.text import first_line
 
 FIGURES_FORMAT = 1  # raised when the file can no longer be read as before
 

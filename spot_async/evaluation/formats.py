@@ -16,8 +16,8 @@ from string import ascii_uppercase
 
 import msgspec
 
+from spot_async.base.seeds import derive_seed
 from spot_async.errors import DataError
-from spot_async.seeds import derive_seed
 from spot_async.types import Problem
 
 QUESTIONS = "The following are multiple choice questions about {category}, with their answers."

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from spot_async.base.text import first_line
 from spot_async.errors import DataError, StorageError
-from spot_async.run_directory import RunDirectory
-from spot_async.text import first_line
+from spot_async.run_directory.layout import RunDirectory
 from spot_async.types import FinishReason, Verdict
 
 T = TypeVar("T")

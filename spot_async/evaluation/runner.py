@@ -11,19 +11,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from spot_async.actor import Stage
+from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
+from spot_async.base.seeds import derive_seed
 from spot_async.config import EvaluationConfig
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool, pool_of
-from spot_async.retry import DEFAULT_ATTEMPTS, RetryPolicy
-from spot_async.seeds import derive_seed
-from spot_async.stages import ask_verdict
+from spot_async.stages.stage import Stage
+from spot_async.stages.stages import ask_verdict
 from spot_async.types import SamplingSettings
-from spot_async.vocabulary import Vocabulary
 
 S = TypeVar("S")
 Job = tuple[int, int, int]  # benchmark, problem, sample

@@ -16,6 +16,8 @@ from typing import Generic
 
 import structlog
 
+from spot_async.base.text import counted, rough_time
+from spot_async.base.waiting_room import Mailbox
 from spot_async.errors import (
     LONG_PAUSE_S,
     DeadlineExceededError,
@@ -25,13 +27,11 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
-from spot_async.mailbox import Mailbox
 from spot_async.replicas.concurrency_limit import Decrease
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import RateLimiter
-from spot_async.text import counted, rough_time
 from spot_async.types import WeightVersion
 
 HTTP_ERROR = 400

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 
+from spot_async.base.waiting_room import Priority
 from spot_async.errors import PermanentError
-from spot_async.mailbox import Priority
 
 SUSPECTED = 2  # losses
 

@@ -1,0 +1,1 @@
+"""The local inference server: `spot-async serve`, and what the `local` backend starts."""

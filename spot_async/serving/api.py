@@ -1,6 +1,6 @@
 """The wire contract between the local engine's server and its clients: paths, messages, error body.
 
-Bodies are msgpack (`spot_async.wire`). A request that fails is answered with an `ErrorReply` whose
+Bodies are msgpack (`spot_async.base.wire`). A request that fails is answered with an `ErrorReply` whose
 `error` names a class of `spot_async.errors`; `STATUS` gives the HTTP status of each. `timeout_s` is what
 is left of the caller's deadline, since the two processes share no clock.
 """

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from spot_async.addresses import is_loopback
+from spot_async.base.addresses import is_loopback
+from spot_async.base.processes.memory import tune_gc, tune_malloc, without_gc
+from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.errors import ConfigError, DataError
-from spot_async.processes.memory import tune_gc, tune_malloc, without_gc
-from spot_async.processes.open_files import raise_open_file_limit
-from spot_async.serving.credentials import API_KEY_VARIABLE, Credentials
+from spot_async.serving.http.credentials import API_KEY_VARIABLE, Credentials
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from spot_async.serving.worker import EngineWorker
+    from spot_async.serving.engine.worker import EngineWorker
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as systemd's: gets READY=1 once requests are answered
 BACKLOG = 4096
@@ -59,16 +59,16 @@ def serve(settings: ServeSettings) -> None:
 def _load(directory: Path, settings: ServeSettings, credentials: Credentials) -> tuple[EngineWorker, Starlette]:
     import torch  # seconds, and after malloc is tuned
 
-    from spot_async.serving.app import build_app
-    from spot_async.serving.completion import ServedModel
-    from spot_async.serving.detokenizer import TokenTexts
-    from spot_async.serving.engine import Engine
-    from spot_async.serving.fused import fused
-    from spot_async.serving.model import load_model, quiet_transformers
-    from spot_async.serving.openai_app import openai_routes
-    from spot_async.serving.worker import EngineWorker
+    from spot_async.models.vocabulary import end_token_ids, load_tokenizer, tokenizer_fingerprint
+    from spot_async.serving.engine.engine import Engine
+    from spot_async.serving.engine.fused import fused
+    from spot_async.serving.engine.model import load_model, quiet_transformers
+    from spot_async.serving.engine.worker import EngineWorker
+    from spot_async.serving.http.app import build_app
+    from spot_async.serving.openai.app import openai_routes
+    from spot_async.serving.openai.completion import ServedModel
+    from spot_async.serving.openai.detokenizer import TokenTexts
     from spot_async.types import Capabilities
-    from spot_async.vocabulary import end_token_ids, load_tokenizer, tokenizer_fingerprint
 
     quiet_transformers()
     torch.set_num_threads(settings.threads)

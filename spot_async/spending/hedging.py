@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from spot_async.concurrency import first_error
+from spot_async.base.concurrency import first_error
 from spot_async.errors import BudgetSpentError, RequestError
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, ReplayMissError, StorageError
 
 FORMAT = 1  # of keys and values

@@ -19,7 +19,7 @@ import numpy as np
 
 from spot_async.config import TeacherConfig
 from spot_async.errors import ConfigError, DataError, ReplayMissError
-from spot_async.model_files import ModelFiles
+from spot_async.models.files import ModelFiles
 from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
 

@@ -18,14 +18,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.base.text import counted, rough_time, visible, with_error
 from spot_async.errors import RequestError
 from spot_async.evaluation.results import EvaluationResult, paired_change
-from spot_async.orchestrator import IterationResult, Orchestrator
+from spot_async.loop.orchestrator import IterationResult, Orchestrator
+from spot_async.stages.timeline import WAITS_FOR, busiest
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
 from spot_async.telemetry.run_log import mean_metrics
-from spot_async.text import counted, rough_time, visible, with_error
-from spot_async.timeline import WAITS_FOR, busiest
 from spot_async.types import Prompt, Verdict
 
 REFRESH_PER_S = 4

@@ -13,8 +13,8 @@ from typing import Literal
 
 from spot_async.errors import RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.orchestrator import IterationResult
-from spot_async.run_directory import RunDirectory
+from spot_async.loop.orchestrator import IterationResult
+from spot_async.run_directory.layout import RunDirectory
 from spot_async.types import Prompt
 
 Criterion = Literal["avg", "pass"]

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.base.text import visible, with_error
 from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, Figures
-from spot_async.text import visible, with_error
 from spot_async.types import Verdict
 
 NOT_JUDGED = (Verdict.TIMEOUT, Verdict.ERROR)

@@ -14,16 +14,16 @@ from typing import Any
 
 import structlog
 
-from spot_async.actor import Stage
+from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
-from spot_async.inspection.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
-from spot_async.orchestrator import Orchestrator
+from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.stages import STAGE_SERVERS
+from spot_async.stages.stage import Stage
+from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
+from spot_async.telemetry.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.telemetry.replica_metrics import Pool
-from spot_async.text import rough_time
-from spot_async.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
 
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
 

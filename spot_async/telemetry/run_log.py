@@ -18,15 +18,15 @@ from typing import Any, TextIO, cast
 import msgspec
 import structlog
 
-from spot_async.concurrency import error_words, first_error, leaves, root_cause
-from spot_async.dead_letters import FILE_NAME, dead_letter
+from spot_async.base.concurrency import error_words, first_error, leaves, root_cause
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.orchestrator import IterationResult
+from spot_async.loop.orchestrator import IterationResult
 from spot_async.protocols import Backend, TrafficSource
-from spot_async.run_directory import ENDS_EARLY, RunDirectory, append_whole
+from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
+from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
 from spot_async.spending.run_spending import RunSpendingMetrics
-from spot_async.stages import Stages
+from spot_async.stages.stages import Stages
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.replica_metrics import ReplicaMetrics
 from spot_async.telemetry.sinks import MetricSink

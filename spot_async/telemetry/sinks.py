@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from spot_async.actor import Stage
-from spot_async.addresses import LOOPBACK, host_of, is_loopback
+from spot_async.base.addresses import LOOPBACK, host_of, is_loopback
+from spot_async.base.text import first_line
 from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError
-from spot_async.text import first_line
+from spot_async.stages.stage import Stage
 
 WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 

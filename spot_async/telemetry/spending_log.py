@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from spot_async.base.text import first_line
 from spot_async.errors import DataError, RequestError
-from spot_async.orchestrator import IterationResult
-from spot_async.run_directory import RunDirectory
+from spot_async.loop.orchestrator import IterationResult
+from spot_async.run_directory.layout import RunDirectory
 from spot_async.spending.account import FREE, Account, SpendingLedger
 from spot_async.spending.records import metered
-from spot_async.text import first_line
 from spot_async.types import Prompt
 
 FILE = "spending.jsonl"

@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from spot_async.orchestrator import Orchestrator
-from spot_async.run_directory import append_whole
-from spot_async.stages import STAGE_SERVERS, Stages
-from spot_async.supervision_queue import SupervisionQueue
-from spot_async.timeline import PhaseSpan, PromptSpan, RequestSpan
+from spot_async.loop.orchestrator import Orchestrator
+from spot_async.loop.supervision_queue import SupervisionQueue
+from spot_async.run_directory.layout import append_whole
+from spot_async.stages.stages import STAGE_SERVERS, Stages
+from spot_async.stages.timeline import PhaseSpan, PromptSpan, RequestSpan
 
 SHARE_BYTES = 16 << 20
 BUFFER_BYTES = 1 << 18

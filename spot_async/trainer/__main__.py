@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from spot_async.processes.child import exit_with_parent
-from spot_async.processes.memory import without_gc
+from spot_async.base.processes.child import exit_with_parent
+from spot_async.base.processes.memory import without_gc
 
 if __name__ == "__main__":
     exit_with_parent()  # before the seconds that importing torch and transformers takes

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spot_async.alignment import decision_rows
 from spot_async.errors import TrainerError
-from spot_async.feed_guard import check_arrays
+from spot_async.models.alignment import decision_rows
+from spot_async.trainer.feed_check import check_arrays
 from spot_async.types import BoolArray, FloatArray, SoftTargets, Supervision
 
 Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask

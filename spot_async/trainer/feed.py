@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import zmq
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer.messages import Accepted, Answer, Batch, Failure, Ready, Trained, endpoint
 from spot_async.trainer.parallel import broadcast_bytes

@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar
 import zmq
 import zmq.asyncio
 
-from spot_async import wire
+from spot_async.base import wire
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.private_directory import private_directory
 from spot_async.errors import ProcessDiedError, TrainerError
-from spot_async.processes.child import ChildProcess
-from spot_async.processes.private_directory import private_directory
 from spot_async.trainer.messages import Accepted, Answer, Batch, Failure, Ready, Trained, decode_answer, endpoint
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.types import Supervision, TrainReport
 
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from spot_async.base.processes.memory import without_gc
+from spot_async.base.text import first_line
 from spot_async.errors import DataError
-from spot_async.processes.memory import without_gc
-from spot_async.text import first_line
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.selected_logprobs import selected_logprobs
 

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spot_async.base.text import first_line
 from spot_async.errors import TrainerError
-from spot_async.text import first_line
-from spot_async.weight_files import complete_directory, delete_weights
+from spot_async.models.weight_files import complete_directory, delete_weights
 
 # What comes along from the initial student: tokenizer, chat template and generation settings.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})

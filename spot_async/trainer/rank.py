@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from spot_async.base.processes.memory import tune_malloc
+from spot_async.base.processes.open_files import raise_open_file_limit
+from spot_async.base.seeds import derive_seed
 from spot_async.errors import TrainerError
-from spot_async.processes.memory import tune_malloc
-from spot_async.processes.open_files import raise_open_file_limit
-from spot_async.seeds import derive_seed
 from spot_async.trainer.batching import (
     MicroBatch,
     check_sample,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from spot_async.processes.child import exit_with_parent
+from spot_async.base.processes.child import exit_with_parent
 
 TINY = 1e-3  # Math-Verify rounds to six decimals, which is one part in as many of such a number, and of 2e-19 nothing
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spot_async.base.timeouts import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import Config, StagesConfig
-from spot_async.deadlines import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.errors import ConfigError
-from spot_async.timeline import Phase
+from spot_async.stages.timeline import Phase
 from spot_async.types import PolicyNeeds
 
 MARGIN_S = 60.0  # by which a deadline comes before the watchdog

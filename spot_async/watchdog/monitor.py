@@ -17,12 +17,12 @@ from typing import Any, Self
 
 import structlog
 
-from spot_async.actor import Stage
 from spot_async.errors import StalledError
-from spot_async.ledger import PromptState
-from spot_async.orchestrator import Orchestrator
-from spot_async.run_directory import STALLED
-from spot_async.timeline import PhaseSpan, PromptSpan, RequestSpan
+from spot_async.loop.ledger import PromptState
+from spot_async.loop.orchestrator import Orchestrator
+from spot_async.run_directory.layout import STALLED
+from spot_async.stages.stage import Stage
+from spot_async.stages.timeline import PhaseSpan, PromptSpan, RequestSpan
 from spot_async.watchdog.culprit import RunLook, name_culprit
 from spot_async.watchdog.limits import SilenceLimits
 from spot_async.watchdog.progress import Commit, Progress

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spot_async.processes import guard
-from spot_async.processes.child import log_lines
-from spot_async.timeline import WAITS_FOR
+from spot_async.base.processes import guard
+from spot_async.base.processes.child import log_lines
+from spot_async.stages.timeline import WAITS_FOR
 from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
 from spot_async.watchdog.progress import LastCommit
 from spot_async.watchdog.stacks import grouped

@@ -22,9 +22,9 @@ import pytest
 from server_process import RunningServer, run_server
 from tiny_models import make_model
 
-from spot_async.backends.launch import Doorway, LaunchSettings, free_port
-from spot_async.backends.sglang_launch import sglang_command
-from spot_async.backends.vllm_launch import vllm_command
+from spot_async.backends.sglang.launch import sglang_command
+from spot_async.backends.shared.launch import Doorway, LaunchSettings, free_port
+from spot_async.backends.vllm.launch import vllm_command
 
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.conformance.checks import A_LITTLE
+from spot_async.tools.conformance.checks import A_LITTLE
 from spot_async.types import Generation
 
 PARITY_NATS = 2e-5  # in float32

@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import torch
 
-from spot_async import registry, stages_for
+from spot_async import stages_for
+from spot_async.base import registry
+from spot_async.base.concurrency import gather
 from spot_async.checks.diagnosis import capabilities
-from spot_async.concurrency import gather
 from spot_async.config import SamplingConfig, TrainingConfig
-from spot_async.model_files import read_model
+from spot_async.models.files import read_model
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import ReplicatedStrategy, process_group
 from spot_async.trainer.rank import StudentTrainer

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from spot_async.processes.guard import process_tree
+from spot_async.base.processes.guard import process_tree
 
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 20.0

@@ -16,7 +16,7 @@ import pytest
 from parity import expect_of_samples, nats_off, nats_off_topk, own, soon
 from server_process import WAIT_S, RunningServer
 
-from spot_async.backends.sglang import SglangBackend
+from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.types import SamplingSettings, WeightVersion
 
 VOCAB = 512

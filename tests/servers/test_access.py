@@ -15,10 +15,10 @@ from conftest import TinyModels
 from parity import soon
 from server_process import command_line
 
-from spot_async.backends.launch import LaunchSettings
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.vllm import VllmBackend
-from spot_async.processes.guard import process_tree
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.base.processes.guard import process_tree
 from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
 
 PROMPT = np.arange(10, 30, dtype=np.int32)

@@ -8,7 +8,7 @@ import pytest
 
 from spot_async.config import ModelConfig
 from spot_async.config.loading import validate_as
-from spot_async.conformance.running import check_backend
+from spot_async.tools.conformance.running import check_backend
 
 # (backend, role, the fixture of its server) and what it does not offer.
 CASES = {

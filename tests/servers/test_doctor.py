@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from spot_async.checks.diagnosis import Diagnosis
-from spot_async.checks.preflight import plan_training
+from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
-from spot_async.doctor import examine
+from spot_async.tools.doctor import examine
 
 BOTH = {"weight_update": True, "weight_transport": "disk", "vocab_as_students": True}
 KNOWN: dict[str, dict[str, Any]] = {

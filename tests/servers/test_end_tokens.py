@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from parity import PARITY_NATS, Dense, decisions, own, soon
 
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.vllm import VllmBackend
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
-from spot_async.stages import Services, Stages
+from spot_async.stages.stages import Services, Stages
 from spot_async.types import Problem, Prompt
 
 PROMPT = np.array([11, 45, 207, 88, 301, 17, 140], np.int32)

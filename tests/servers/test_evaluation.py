@@ -20,15 +20,15 @@ from conftest import StartServer
 from parity import Dense
 from wider_heads import with_wider_heads
 
-from spot_async.assembly import make_pool
-from spot_async.concurrency import running
+from spot_async.base.concurrency import running
 from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.evaluation.benchmarks import plan_benchmarks
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import evaluate
-from spot_async.model_files import read_model
-from spot_async.run_directory import RunDirectory
+from spot_async.models.files import read_model
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.assembly import make_pool
 from spot_async.types import Generation, IntArray, SamplingSettings, Verdict
 from spot_async.verification import BoxedMatch
 

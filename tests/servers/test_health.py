@@ -19,10 +19,10 @@ from sglang_on_cpu import wait_until
 from tiny_models import VOCAB_SIZE
 from vllm_metrics import WAITING, until_metric
 
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.vllm import VllmBackend
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.base.processes.guard import process_tree
 from spot_async.errors import DeadlineExceededError, ServerRestartedError
-from spot_async.processes.guard import process_tree
 from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
 
 PROMPT = np.random.default_rng(5).integers(5, VOCAB_SIZE, 40).astype(np.int32)

@@ -17,7 +17,7 @@ from server_process import RunningServer
 from tiny_models import make_plain_model
 from transformers import AutoTokenizer
 
-from spot_async.backends.openai import OpenAIBackend
+from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.errors import PermanentError
 from spot_async.types import IntArray, SamplingSettings, TokenScores
 

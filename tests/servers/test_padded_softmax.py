@@ -20,9 +20,9 @@ from parity import Dense, decisions, own, soon
 from wider_heads import with_wider_heads
 
 import spot_async
-from spot_async.backends.openai import OpenAIBackend
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.vllm import VllmBackend
+from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.types import SamplingSettings
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def prompts_of(run: Path) -> dict[str, list[int]]:
     """Rendered prompts by problem, as the run's own configuration makes them."""
-    from spot_async.checks.preflight import plan_training
+    from spot_async.checks.plan import plan_training
     from spot_async.config.loading import load_config
 
     schedule = plan_training(load_config(run / "config.yaml")).schedule

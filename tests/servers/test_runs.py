@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import StartServer, TinyModels
 
-from spot_async.backends.launch import LaunchSettings
+from spot_async.backends.shared.launch import LaunchSettings
 
 HERE = Path(__file__).parent
 ITERATIONS = 3

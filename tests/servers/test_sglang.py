@@ -33,7 +33,7 @@ from sglang_on_cpu import (
     wait_until,
 )
 
-from spot_async.backends.sglang import SglangBackend
+from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.errors import (
     ConfigError,
     PermanentError,

@@ -30,7 +30,7 @@ from sglang_on_cpu import (
     wait_until,
 )
 
-from spot_async.backends.weight_transport import WeightSettings
+from spot_async.backends.shared.weight_transport import WeightSettings
 from spot_async.errors import (
     DataError,
     RequestError,
@@ -67,7 +67,7 @@ async def test_new_weights_are_served_whole_and_named(
     rows: Rows,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spot_async.backends.weight_transport.buckets.__defaults__", (100_000,))  # several parts
+    monkeypatch.setattr("spot_async.backends.shared.weight_transport.buckets.__defaults__", (100_000,))  # several parts
     async with connect(sglang_student, weights=weight_settings(transport)) as backend:
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
         await check_everything(backend, models.student, rows, FIRST)
@@ -115,7 +115,7 @@ async def test_the_sequence_of_older_versions_ends_with_the_new_weights_too(
     sglang_student: RunningServer, models: Any, connect: Connect, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests in flight are aborted there, which their stages take as a reason to ask again."""
-    monkeypatch.setattr("spot_async.backends.sglang_weights.FLUSH_WHILE_PAUSED", (9,))
+    monkeypatch.setattr("spot_async.backends.sglang.weights.FLUSH_WHILE_PAUSED", (9,))
     async with connect(sglang_student) as backend:
         under_way = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
         await wait_until(sglang_student, 1)

@@ -35,13 +35,13 @@ from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 from vllm_metrics import ENDED_BY_LENGTH, SAMPLED, UNDER_WAY, metric, until_metric
 
-from spot_async.backends import vllm_weights
-from spot_async.backends.launch import LaunchSettings
-from spot_async.backends.remote import RemoteServer
-from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.vllm_client import VllmClient, read_error
-from spot_async.backends.vllm_replies import CompletionsRoute
-from spot_async.backends.vllm_weights import DiskTransport, WeightUpdater
+from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.remote import RemoteServer
+from spot_async.backends.vllm import weights as vllm_weights
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.backends.vllm.client import VllmClient, read_error
+from spot_async.backends.vllm.replies import CompletionsRoute
+from spot_async.backends.vllm.weights import DiskTransport, WeightUpdater
 from spot_async.errors import (
     ConfigError,
     DataError,

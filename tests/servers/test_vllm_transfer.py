@@ -16,9 +16,9 @@ import pytest_asyncio
 from conftest import TinyModels
 from parity import Dense, decisions, expect_rollout, soon
 
-from spot_async.backends.launch import LaunchSettings
-from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.weight_transport import WeightSender, WeightSettings
+from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
+from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.errors import ProcessDiedError, SpotError, TransientError
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from urllib.parse import urlsplit
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.serving import api
 from spot_async.types import WeightSnapshot, WeightVersion
 

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
-from spot_async.serving.engine import Engine
-from spot_async.serving.tasks import new_task
+from spot_async.serving.engine.engine import Engine
+from spot_async.serving.engine.requests import new_task
 from spot_async.types import Generation, SamplingSettings
 
 VOCAB = 61

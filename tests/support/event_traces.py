@@ -13,7 +13,7 @@ import structlog
 from simulated_replicas import at_random, servers, train
 
 from spot_async.errors import PermanentError
-from spot_async.simulation.servers import SimulatedReplica
+from spot_async.testing.servers import SimulatedReplica
 
 
 class Refusing(SimulatedReplica):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from spot_async.concurrency import watched
+from spot_async.base.concurrency import watched
 from spot_async.config import ServingConfig
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
-from spot_async.simulation.virtual_time import run_on_virtual_time
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Capabilities
 
 OFFERS = Capabilities(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
-from spot_async.inspection.reading import RunFiles
+from spot_async.run_directory.reading import RunFiles
 
 CONFIG = """
 policy: {kind: spot}

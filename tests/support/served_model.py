@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 
-from spot_async import wire
+from spot_async.base import wire
 from spot_async.serving import api
 
 KEY = "a-secret"

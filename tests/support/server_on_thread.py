@@ -15,9 +15,9 @@ from pathlib import Path
 
 import uvicorn
 
-from spot_async.backends.local_server import Address, LocalServer
-from spot_async.processes.private_directory import private_directory
-from spot_async.serving.credentials import Credentials
+from spot_async.backends.local.server import Address, LocalServer
+from spot_async.base.processes.private_directory import private_directory
+from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.server import KEEP_ALIVE_S, _listen, _load
 from spot_async.serving.settings import EngineSettings, ServeSettings
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from spot_async.backends.limits import Limits
-from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.weight_transport import Tensor
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.shared.limits import Limits
+from spot_async.backends.shared.weight_transport import Tensor
 from spot_async.types import Capabilities, WeightVersion
 
 RECORDED = Path(__file__).parents[1] / "data" / "sglang_0.5.23" / "replies.json"

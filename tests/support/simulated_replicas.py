@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from spot_async.concurrency import gather, watched
+from spot_async.base.concurrency import gather, watched
 from spot_async.config import SamplingConfig, ServingConfig, StageConfig, StagesConfig
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.simulation.servers import Rates, SimulatedReplica, SimulatedServer
-from spot_async.simulation.services import END_TOKEN, VOCAB_SIZE, SimulatedTrainer, SimulatedVerifier
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.stages import Services, Stages
+from spot_async.stages.stages import Services, Stages
+from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer
+from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, SimulatedTrainer, SimulatedVerifier
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds, Problem, Prompt, Sample, Supervision
 
 BATCH, ITERATIONS = 8, 4

@@ -8,12 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from spot_async.admission import Credits
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-from spot_async.ledger import Ledger
-from spot_async.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.admission import Credits
+from spot_async.loop.ledger import Ledger
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.kd import KdPolicy
-from spot_async.simulation.services import (
+from spot_async.stages.stages import Services, Stages
+from spot_async.testing.services import (
     END_TOKEN,
     VOCAB_SIZE,
     SimulatedStudent,
@@ -21,8 +22,7 @@ from spot_async.simulation.services import (
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.simulation.virtual_time import run_on_virtual_time
-from spot_async.stages import Services, Stages
+from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import (
     PolicyContext,
     Problem,

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from spot_async.backends.vllm import VllmBackend
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.models.vocabulary import load_tokenizer
 from spot_async.types import WeightVersion
-from spot_async.vocabulary import load_tokenizer
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_0.32.0" / "replies.json"
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)

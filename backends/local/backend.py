@@ -1,0 +1,352 @@
+"""The embedded backend: our own server, spoken to like any remote one.
+
+Entering starts it as a child process, unless one that runs already is named, and leaving ends it (`local_server.py`).
+Everything about inference happens there (`spot_async.serving`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from spot_async import errors
+from spot_async.base import wire
+from spot_async.config import backend_section
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.serving import api
+from spot_async.types import (
+    Capabilities,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    TokenScores,
+    Traffic,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes
+from ..shared.connection import proxy_for
+from ..shared.failures import UNREADABLE, FailedReply, classify
+from ..shared.held_weights import HeldWeights
+from ..shared.http import HttpEndpoint
+from ..shared.replies import check_candidates, check_generation, check_scores
+from ..shared.stepwise import read_aside
+from .coalescing import Coalescer, Outcome
+from .server import LocalServer, LocalSettings
+
+NOT_FOUND = 404
+
+T = TypeVar("T")
+
+
+class LocalBackend:
+    """A `Generator`, `Scorer`, `CandidateScorer`, `WeightSink` and `HealthCheck` around one server."""
+
+    class Settings(LocalSettings):
+        """See `LocalSettings`."""
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._settings = settings
+        self._name = settings.server_name(role)
+        self._section = backend_section(role, self._name)
+        self._is_student = role == "student"
+        log_path = run_directory / "logs" / f"{self._name}.log"
+        self._server = LocalServer(settings, name=self._name, model=model, log_path=log_path)
+        self._endpoint: HttpEndpoint
+        self._held: HeldWeights
+        self._capabilities: Capabilities
+        self._exit_stack: contextlib.AsyncExitStack
+        self._coalescer = Coalescer(self._generate_many)
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+            async with self._connection({}) as stranger:
+                found = await self._first_health(stranger, deadline)
+            self._held = HeldWeights(self._name, found.version)
+            # Requests are for this very process: another one at its address, with other weights, refuses them.
+            self._endpoint = await stack.enter_async_context(self._connection({api.INSTANCE_HEADER: found.instance}))
+            self._capabilities = await self.capabilities(deadline=deadline)
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def _first_health(self, stranger: HttpEndpoint, deadline: float) -> api.HealthReply:
+        """Raises `ConfigError` for a server of another kind."""
+        try:
+            return self._decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
+        except (PermanentError, PoisonedReplyError) as error:
+            if isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status != NOT_FOUND:
+                raise
+            raise ConfigError(
+                f"{self._section}: {self._name} does not answer as `spot-async serve` does (GET {api.HEALTH}); for "
+                "another server use kind: vllm, sglang or openai"
+            ) from None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit_stack.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        """Run for as long as the child lives; raise `ProcessDiedError` when it ends by itself."""
+        await self._server.watch()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._endpoint.traffic
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        found = self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)
+        is_unknown = self._is_student and self._settings.url is not None  # it may hold another run's weights
+        return msgspec.structs.replace(found, version=None) if is_unknown else found
+
+    async def ping(self, *, deadline: float) -> None:
+        """Cheap: the loop beside the engine answers, and a process whose engine fails ends."""
+        since = self._held.now()
+        health = self._decode(await self._endpoint.get(api.HEALTH, deadline=deadline), api.HealthReply)
+        self._held.check(health.version, since)
+
+    async def stats(self, *, deadline: float) -> api.Stats:
+        """The server's counters and the CPU seconds it has used."""
+        return self._decode(await self._endpoint.get(api.STATS, deadline=deadline), api.Stats)
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        request = api.GenerateRequest(
+            prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, timeout_s=_time_left(deadline)
+        )
+        if session is not None:
+            return await self._coalescer.ask(session, request, deadline)
+        return await self._generate(request, deadline)
+
+    async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
+        check = functools.partial(self._check_generation, request, self._held.now())
+        return await self._post(api.GENERATE, request, Generation, check, deadline, _largest_generation(request))
+
+    async def _generate_many(
+        self, requests: Sequence[api.GenerateRequest], on_reply: Callable[[int, Outcome], None], deadline: float
+    ) -> None:
+        """A `coalescing.Send`."""
+        if len(requests) == 1:
+            on_reply(0, await self._generate(requests[0], deadline))
+            return
+        received, since = bytearray(), self._held.now()
+        answered: set[int] = set()
+        body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
+
+        def failed(error: RequestError, received: bytes) -> RequestError:
+            error.exchange = self._endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
+            return error
+
+        # On the event loop, however large: requests that leave together are probes and samples of a group, of which
+        # no method here asks for a top-k, and 4,096 tokens without one take 20 µs. With a top-20 it would be 0.6 ms.
+        def read(part: bytes) -> None:
+            received.extend(part)
+            try:
+                for frame in _take_frames(received):
+                    reply = self._decode(frame, api.GenerateReply)
+                    if not 0 <= reply.index < len(requests):
+                        raise PoisonedReplyError(f"replied to request {reply.index} of {len(requests)}")
+                    answered.add(reply.index)
+                    outcome = self._outcome(requests[reply.index], reply, since)
+                    on_reply(reply.index, failed(outcome, frame) if isinstance(outcome, RequestError) else outcome)
+            except PoisonedReplyError as error:
+                raise failed(error.reworded(f"{self._name}{api.GENERATE_MANY}: {error}"), bytes(received)) from None
+
+        largest = sum(map(_largest_generation, requests))
+        await self._endpoint.stream(
+            api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest
+        )
+        if len(answered) < len(requests):
+            ended = f"{self._name}: the server ended after {len(answered)} of {len(requests)} replies"
+            raise failed(TransientError(ended), bytes(received))
+
+    def _outcome(self, request: api.GenerateRequest, reply: api.GenerateReply, since: int) -> Outcome:
+        try:
+            if reply.generation is None:
+                return self._error(reply.error) or TransientError(f"{self._name}: {reply.error}")
+            with self._naming(api.GENERATE):
+                return self._check_generation(request, since, reply.generation)
+        except RequestError as error:
+            return error
+
+    def _check_generation(self, request: api.GenerateRequest, since: int, reply: Generation) -> Generation:
+        for span in reply.version_spans:
+            self._held.check(span.version, since)
+        return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        request = api.ScoreRequest(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            top_k=top_k,
+            temperature=temperature,
+            timeout_s=_time_left(deadline),
+        )
+        since = self._held.now()
+
+        def check(reply: TokenScores) -> TokenScores:
+            self._held.check(reply.version, since)
+            return check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
+
+        largest = largest_reply_bytes(len(response_ids), len(response_ids) * (1 + top_k))
+        return await self._post(api.SCORE, request, TokenScores, check, deadline, largest)
+
+    async def candidate_logprobs(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        temperature: float,
+        expected_version: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        if not candidate_ids.size:
+            return np.zeros(candidate_ids.shape, np.float32)
+        request = api.CandidateRequest(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            positions=positions,
+            candidate_ids=candidate_ids,
+            temperature=temperature,
+            expected_version=expected_version,
+            timeout_s=_time_left(deadline),
+        )
+
+        def check(reply: api.CandidateReply) -> api.CandidateReply:
+            if reply.version != expected_version:
+                raise PoisonedReplyError(f"of weights {reply.version} where {expected_version} were asked for")
+            check_candidates(reply.logprobs, candidate_ids)
+            return reply
+
+        largest = largest_reply_bytes(logprobs=candidate_ids.size)
+        reply = await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline, largest)
+        return reply.logprobs
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        request = api.UpdateRequest(snapshot=snapshot, timeout_s=_time_left(deadline))
+
+        def check(reply: api.VersionReply) -> api.VersionReply:
+            if reply.version != snapshot.version:
+                raise PoisonedReplyError(f"holds weights {reply.version} after an update to {snapshot.version}")
+            return reply
+
+        with self._held.updating(snapshot.version):
+            await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
+
+    async def _post(
+        self,
+        path: str,
+        request: msgspec.Struct,
+        kind: type[T],
+        check: Callable[[T], T],
+        deadline: float,
+        largest: int = ANSWER_BYTES,
+    ) -> T:
+        """What `check` returns of the reply; a large one is read and checked in a thread."""
+        sent = wire.encode(request)
+
+        def read(body: bytes) -> T:
+            message = self._decode(body, kind)
+            with self._naming(path):
+                return check(message)
+
+        with self._endpoint.turn() as turn:
+            reply = await self._endpoint.post(
+                path, sent, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest, turn=turn
+            )
+            try:
+                return await read_aside(reply, read)
+            except RequestError as error:
+                error.exchange = self._endpoint.exchange("POST", path, sent, received=reply)
+                raise
+
+    def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
+        address = self._server.address
+        token = address.credentials.update_token
+        return HttpEndpoint(
+            self._name,
+            address.url,
+            uds=address.uds,
+            api_key=address.credentials.api_key,
+            headers=headers,
+            secret_headers={api.UPDATE_TOKEN_HEADER: token} if token is not None else None,
+            read_error=self._read_error,
+            proxy=proxy_for(self._name, address.url, None),
+        )
+
+    def _decode(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return wire.decode(body, kind)
+        except UNREADABLE as error:
+            raise classify(self._name, error) from error
+
+    def _read_error(self, status: int, body: bytes) -> RequestError | None:
+        """The error class that the server named; None when the body is not the server's own."""
+        try:
+            reply = wire.decode(body, api.ErrorReply)
+        except UNREADABLE:
+            return None
+        said = FailedReply(status, reply.message.encode())
+        return self._error(reply) or classify(self._name, said).reworded(f"{self._name}: {reply.message}")
+
+    def _error(self, reply: api.ErrorReply | None) -> RequestError | None:
+        """What the server named; None when that is no request's error."""
+        kind: Any = getattr(errors, reply.error, None) if reply is not None else None
+        if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
+            return None
+        return kind(f"{self._name}: {reply.message}")
+
+    @contextlib.contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except PoisonedReplyError as error:
+            raise PoisonedReplyError(f"{self._name}{path}: {error}") from None
+
+
+def _largest_generation(request: api.GenerateRequest) -> int:
+    tokens = request.sampling.max_tokens
+    return largest_reply_bytes(tokens, tokens * (1 + request.top_k))
+
+
+def _take_frames(received: bytearray) -> Iterator[bytes]:
+    """Cut whole frames off the front of what was received."""
+    header = api.FRAME_HEADER
+    while len(received) >= header.size:
+        length, checksum = header.unpack_from(received)
+        end = header.size + length
+        if len(received) < end:
+            return
+        frame = bytes(memoryview(received)[header.size : end])
+        if zlib.crc32(frame) != checksum:
+            raise PoisonedReplyError("a reply changed on its way")
+        yield frame
+        del received[:end]
+
+
+def _time_left(deadline: float) -> float:
+    return max(0.0, deadline - asyncio.get_running_loop().time())

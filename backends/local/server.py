@@ -1,0 +1,206 @@
+"""Our own server as the local adapter uses it: attached to, or started as a supervised child process.
+
+Entering returns once it can be asked; what is asked is the adapter's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.util
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import pydantic
+from pydantic import Field
+
+from spot_async.base.addresses import LOOPBACK
+from spot_async.base.concurrency import while_alive
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
+from spot_async.errors import ConfigError, ProcessDiedError
+from spot_async.serving.http.credentials import Credentials
+from spot_async.serving.settings import EngineSettings
+
+from ..shared.connection import Url, address_of, check_different
+
+READY_MESSAGE_BYTES = 256
+
+
+class LocalSettings(EngineSettings, PluginSettings):
+    """Settings of one or several of our own servers."""
+
+    kind: str = "local"
+    replicas: PositiveInt = Field(1, description="servers to start, all alike")
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="loopback port, with $SPOT_ASYNC_API_KEY or a random key; default: a private Unix socket",
+    )
+    url: OneOrMore[Url] | None = Field(
+        None,
+        description="of a `spot-async serve` that runs already, with options of its own, such as "
+        "http://10.0.0.5:8000; a list for several; its key is $SPOT_ASYNC_API_KEY",
+    )
+    start_timeout_s: PositiveFloat = Field(600.0, description="longest time loading the model may take")
+
+    def servers(self) -> Sequence[Self]:
+        if self.url is not None:
+            return self.numbered([{"url": url} for url in as_list(self.url)])
+        return self.numbered([{"replicas": 1}] * self.replicas)
+
+    @property
+    def place(self) -> Place | None:
+        if isinstance(self.url, str):
+            return Place(f"url={self.url}", address_of(self.url), is_attached=True)
+        return Place(f"port={self.port}", f"127.0.0.1:{self.port}") if self.port is not None else None
+
+    def check_machine(self, section: str) -> None:
+        if self.device.startswith("cuda") and not torch_has_gpus():
+            raise ConfigError(
+                f"{section}.device={self.device}: the torch installed here was built without CUDA: set it to cpu, or "
+                "install torch from an index with CUDA builds"
+            )
+        if self.port is not None and is_taken(self.port):
+            raise ConfigError(f"{section}.port={self.port}: in use by another process: choose another")
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _check_urls(cls, url: str | list[str] | None) -> str | list[str] | None:
+        check_different(as_list(url))
+        return url
+
+    @pydantic.model_validator(mode="after")
+    def _check_places(self) -> Self:
+        if self.port is not None and self.replicas > 1:
+            raise ValueError(
+                f"port={self.port}: one port for {self.replicas} servers (replicas): remove it, for private sockets"
+            )
+        if self.url is not None:
+            for name in ("replicas", "port", *EngineSettings.model_fields):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: says how a server is started, but that at url runs already: remove one")
+        return self
+
+
+class Address(NamedTuple):
+    """Where a server listens, and what it wants to be shown."""
+
+    url: str
+    credentials: Credentials
+    uds: str | None = None
+
+
+class LocalServer:
+    """A server from entering to leaving; ours ends with that."""
+
+    def __init__(self, settings: LocalSettings, *, name: str, model: str, log_path: Path) -> None:
+        self._settings = settings
+        self._name = name
+        self._model = model
+        self._log_path = log_path
+        self._child: ChildProcess | None = None
+        self._exit_stack: contextlib.AsyncExitStack
+        self.address: Address
+
+    async def __aenter__(self) -> Self:
+        """Raises `ProcessDiedError` when it ends or takes too long instead of being ready."""
+        if len(self._settings.servers()) > 1:
+            raise ConfigError(f"{self._name}: several servers, where one is taken: give each its own settings")
+        async with contextlib.AsyncExitStack() as stack:
+            urls = as_list(self._settings.url)
+            self.address = Address(urls[0], Credentials.of_environment()) if urls else await self._start(stack)
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit_stack.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        """Run for as long as the server does, when we started it; for ever when we did not."""
+        if self._child is not None:
+            await self._child.watch()
+        else:
+            await asyncio.get_running_loop().create_future()
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> Address:
+        directory = stack.enter_context(private_directory("spot-async-"))
+        check_length(directory)
+        uds = None if self._settings.port else str(directory / "http")
+        credentials = Credentials.of_new_server()
+        notifications = stack.enter_context(_notification_socket(directory / "ready"))
+        self._child = child = await ChildProcess.start(
+            self._name,
+            [sys.executable, "-m", "spot_async.serving", self._model, *self._arguments(uds)],
+            log_path=self._log_path,
+            environment={
+                "NOTIFY_SOCKET": str(directory / "ready"),
+                "OMP_NUM_THREADS": str(self._settings.threads),
+                **credentials.environment,
+            },
+            cores=self._settings.cores,
+        )
+        stack.push_async_callback(child.stop)
+        await self._ready(child, notifications)
+        url = "http://localhost" if uds else f"http://{LOOPBACK}:{self._settings.port}"
+        return Address(url, credentials, uds)
+
+    def _arguments(self, uds: str | None) -> list[str]:
+        listen = ["--uds", uds] if uds else ["--port", str(self._settings.port)]
+        given = {name: getattr(self._settings, name) for name in EngineSettings.model_fields}
+        return listen + [
+            text
+            for name, value in given.items()
+            if value is not None
+            for text in (f"--{name.replace('_', '-')}", str(value))
+        ]
+
+    async def _ready(self, child: ChildProcess, notifications: socket.socket) -> None:
+        """Wait for the child's word."""
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                notified = asyncio.get_running_loop().sock_recv(notifications, READY_MESSAGE_BYTES)
+                await while_alive(notified, child.watch)
+        except TimeoutError:
+            raise ProcessDiedError(
+                f"{self._name} (pid {child.pid}) was not ready after {self._settings.start_timeout_s:g} s: raise "
+                f"start_timeout_s or see the log: {self._log_path}"
+            ) from None
+
+
+def is_taken(port: int) -> bool:
+    """Whether somebody listens at a loopback port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def torch_has_gpus() -> bool:
+    """Whether torch was built for CUDA or ROCm. As its files say: importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
+    if version is None or not version.is_file():
+        return True  # nobody can say
+    return re.search(r"^(cuda|hip)\b.*= '", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+@contextlib.contextmanager
+def _notification_socket(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        yield listener

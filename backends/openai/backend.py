@@ -1,0 +1,381 @@
+"""Any OpenAI-compatible endpoint as a teacher that scores, a model that writes, or both.
+
+Speaks the dialect that the endpoint was found to understand (`openai_dialect.py`); what comes back is read by
+`openai_replies.py`. An endpoint takes no weights from us, so as a student it can be evaluated, not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from spot_async.base.concurrency import gather
+from spot_async.config import OneOrMore
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError, TransientError
+from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
+
+from ..shared.connection import Url
+from ..shared.discovery import noise_nats
+from ..shared.masking import OPENAI_BAN, logit_bias
+from ..shared.remote import AttachedSettings, RemoteBackend, RemoteServer
+from ..shared.replies import check_generation, check_scores
+from ..shared.stepwise import Steps
+from ..shared.token_texts import UNKNOWN, TokenTexts
+from .billing import request_size
+from .chat import ChatReply, user_message
+from .dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, UnsupportedError, failed_at, read_error
+from .discovery import probe
+from .replies import (
+    Completion,
+    PromptRows,
+    check_not_aborted,
+    echoed_rows,
+    generation,
+    no_scores,
+    prompt_rows,
+    retokenized,
+    token_scores,
+)
+from .text_alignment import align, as_text
+from .throttling import when_free
+
+DEFAULT_TOP_K = 64  # asked for where the endpoint allows it: every one tightens the entropy bounds
+NOISE_READINGS = 3  # beside each other
+SEEDED_TOKENS = 12
+UNAVAILABLE = 503
+HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
+    "skip_reading_prefix_cache": "vLLM ends when it scores a prompt that is in its cache",
+    "logprob_token_ids": "vLLM gives the requests beside it wrong log-probabilities",
+}
+
+_completion = msgspec.json.Decoder(Completion)
+_chat_reply = msgspec.json.Decoder(ChatReply)
+
+
+class OpenAIBackend(RemoteBackend):
+    """A `Generator`, a `HealthCheck` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
+
+    class Settings(AttachedSettings):
+        kind: str = "openai"
+        url: OneOrMore[Url] = Field(
+            description="of an endpoint, such as https://models.example.org/v1; a list for several"
+        )
+        request_fields: dict[str, Any] = Field(
+            {}, description="further fields of every request, as the endpoint spells them"
+        )
+
+        @pydantic.field_validator("request_fields")
+        @classmethod
+        def _refuse_harmful(cls, fields: dict[str, Any]) -> dict[str, Any]:
+            for name in HARMFUL_FIELDS.keys() & fields.keys():
+                raise ValueError(f"{name} must not be sent: {HARMFUL_FIELDS[name]}")
+            return fields
+
+        @pydantic.model_validator(mode="before")
+        @classmethod
+        def _starts_nothing(cls, given: Any) -> Any:
+            if not isinstance(given, dict):
+                return given
+            if given.get("launch") is not None:
+                raise ValueError("launch: kind openai starts no server: give the url of one that runs, or another kind")
+            return {key: value for key, value in given.items() if key != "launch"}  # null in older saved configurations
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._settings = settings
+        self._role = role
+        self._name = settings.server_name(role)
+        self._server = RemoteServer(
+            settings,
+            role=role,
+            model=model,
+            run_directory=run_directory,
+            read_error=functools.partial(read_error, role),
+        )
+        self._files = self._server.files
+        self._tokenizer = self._files.vocabulary.tokenizer
+        self._found: Capabilities | None = None
+        self._finding = asyncio.Lock()
+        self._dialect: Dialect
+        self._texts: TokenTexts | None = None  # None where every token goes and comes by its id
+        self._noise_nats = 0.0
+        self._refuses_bias = False
+
+    async def __aenter__(self) -> Self:
+        await self._server.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._server.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        await self._server.watch()
+
+    async def ping(self, *, deadline: float) -> None:
+        """What costs nothing: the list of models, and any refusal but "unavailable"; a 5xx of one that lists none.
+        An endpoint whose front answers for an engine that does not is found by the requests' own deadlines only."""
+        try:
+            await self._server.endpoint.get(MODELS, deadline=deadline)
+        except (PermanentError, ThrottledError, TransientError) as error:
+            status = error.exchange.status if error.exchange is not None else None
+            never_listed = self._found is not None and not self._dialect.lists_models
+            if status == UNAVAILABLE or (isinstance(error, TransientError) and not (failed_at(error) and never_listed)):
+                raise
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        async with self._finding:
+            if self._found is None:
+                self._found = await self._find(deadline)
+        return self._found
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        found = await self.capabilities(deadline=deadline)
+        self._check_request(prompt_ids, prompt_ids[:0], found)
+        if top_k > found.max_generation_top_k:
+            raise PermanentError(
+                f"{self._server.section} gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
+            )
+        if self._dialect.chat_length_key is not None:
+            return await self._chat(prompt_ids, sampling, deadline)
+        return await self._complete(prompt_ids, sampling, top_k, deadline)
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        found = await self.capabilities(deadline=deadline)
+        self._check_request(prompt_ids, response_ids, found)
+        if self._dialect.scoring is None:
+            raise PermanentError(f"{self._server.section} only writes: it gives no log-probabilities of given tokens")
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
+        if top_k > found.max_top_k:
+            raise PermanentError(f"{self._server.section} serves top-{found.max_top_k} at most, not {top_k}")
+        if temperature != 1.0 and found.score_temperature == "one":
+            raise PermanentError(f"{self._server.section} scores at temperature 1 only, not {temperature:g}")
+        if not len(response_ids):
+            return no_scores(top_k)
+        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
+
+    async def _find(self, deadline: float) -> Capabilities:
+        ids = self._tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+        self._dialect = dialect = await probe(self._server, ids, self._settings.request_fields, deadline)
+        scores = dialect.scoring is not None
+        reads_text = not dialect.token_id_prompts and dialect.chat_length_key is None
+        if dialect.keyed_by_text or reads_text:
+            self._texts = TokenTexts(self._tokenizer, self._files.vocab_size)
+        measured = await self._measure_noise(np.array(ids, dtype=np.int32), deadline) if scores else 0.0
+        noise = self._settings.logprob_noise_nats
+        self._noise_nats = measured if noise is None else noise
+        context = self._files.max_context_tokens
+        if dialect.max_context_tokens is not None:  # a scored text is followed by one generated token
+            context = min(context, dialect.max_context_tokens - int(scores))
+        named_by_id = dialect.sampled_token_ids and not dialect.keyed_by_text
+        return Capabilities(
+            model=dialect.model,
+            vocab_size=self._files.vocab_size,
+            vocab_fingerprint=self._files.vocabulary.fingerprint,
+            max_context_tokens=context,
+            max_top_k=dialect.max_top_k,
+            max_generation_top_k=dialect.max_top_k if named_by_id else 0,
+            exact_entropy=False,
+            candidate_logprobs="none",
+            weight_update=False,
+            token_id_prompts=dialect.token_id_prompts,
+            every_position=dialect.token_id_prompts and not dialect.keyed_by_text,
+            abort=False,  # what an unknown server does with a request that nobody waits for is its own affair
+            sampled_token_ids=dialect.sampled_token_ids,
+            seeds=dialect.sampled_token_ids and await self._honours_seeds(np.array(ids, dtype=np.int32), deadline),
+            logprob_noise_nats=self._noise_nats,
+            score_temperature=dialect.score_temperature,
+            generation_temperature=dialect.generation_temperature,
+            server=dialect.description,
+            unscored=dialect.unscored,
+        )
+
+    async def _honours_seeds(self, ids: IntArray, deadline: float) -> bool:
+        """Whether a seed decides the tokens: SGLang takes seeds and, unless told otherwise, ignores them."""
+        ends = tuple(self._files.vocabulary.end_token_ids)
+
+        async def sample(seed: int) -> list[int]:
+            sampling = SamplingSettings(max_tokens=SEEDED_TOKENS, stop_token_ids=ends, seed=seed)
+            reply = await when_free(lambda: self._complete(ids, sampling, 0, deadline), deadline)
+            tokens: list[int] = reply.token_ids.tolist()
+            return tokens
+
+        try:
+            first, *others = await gather(sample(seed) for seed in range(3))
+            again = await sample(0)
+        except (PermanentError, PoisonedReplyError):  # such as an end token of its own
+            return False
+        except TransientError as error:
+            if not failed_at(error):
+                raise
+            return False
+        return first == again and any(other != first for other in others)
+
+    async def _measure_noise(self, ids: IntArray, deadline: float) -> float:
+        """The noise, in nats, between readings of one text, alone and beside each other."""
+        half = len(ids) // 2
+
+        async def read() -> TokenScores:
+            return await when_free(lambda: self._score(ids[:half], ids[half:], 1, 1.0, deadline), deadline)
+
+        first = await read()
+        if first.valid is not None and not first.valid.any():
+            raise ConfigError(
+                f"{self._role}.backend.url: the endpoint tokenises text otherwise than {self._role}.model "
+                f"({self._files.directory}): not one token of a plain sentence is the same; name its own model there"
+            )
+        others = await gather(read() for _ in range(NOISE_READINGS))
+        return noise_nats(first.logprobs - other.logprobs for other in others)
+
+    async def _score(
+        self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        dialect, texts = self._dialect, self._texts
+        ids = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
+        sent = None if dialect.token_id_prompts or texts is None else as_text(ids, texts)
+        served_k = max(top_k, min(self._settings.top_k or DEFAULT_TOP_K, dialect.max_top_k))
+        body = dialect.score_body(
+            ids.tolist() if sent is None else self._without_start(sent.text, ids), served_k, temperature=temperature
+        )
+
+        def decode(reply: bytes) -> Steps[TokenScores]:
+            rows = self._rows(_completion.decode(reply), None if sent is not None else ids.tolist())
+            if sent is None:
+                at = np.arange(len(prompt_ids), len(ids), dtype=np.int32)
+            else:
+                assert texts is not None
+                at = align(sent, rows.token_ids, texts)[len(prompt_ids) :]
+            scores = yield from token_scores(
+                rows,
+                at,
+                served_k=served_k,
+                top_k=top_k,
+                texts=texts if dialect.keyed_by_text else None,
+                vocab_size=self._files.vocab_size,
+                noise_nats=self._noise_nats,
+            )
+            check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
+            return scores
+
+        return await self._server.ask_in_steps(
+            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(ids))
+        )
+
+    def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
+        """Rows of the prompt that was sent as `sent_ids`, or as text."""
+        dialect, choice = self._dialect, reply.only
+        check_not_aborted(self._role, choice.finish_reason)
+        if dialect.scoring == "prompt_logprobs":
+            return prompt_rows(choice, sent_ids)
+        tokens = None if sent_ids is None else len(sent_ids)
+        if tokens is None and dialect.scoring == "echo_and_generate" and choice.logprobs is not None:
+            stated = reply.usage.prompt_tokens if reply.usage is not None else None
+            tokens = stated if stated is not None else len(choice.logprobs.tokens) - 1
+        rows = echoed_rows(choice, self._texts if dialect.keyed_by_text else None, tokens=tokens)
+        if sent_ids is not None:
+            differ = [read for read, ours in zip(rows.token_ids, sent_ids, strict=True) if read not in (UNKNOWN, ours)]
+            if differ:
+                raise PoisonedReplyError(f"echoed {len(differ)} other tokens than were sent")
+        return rows
+
+    async def _complete(
+        self, prompt_ids: IntArray, sampling: SamplingSettings, top_k: int, deadline: float
+    ) -> Generation:
+        dialect = self._dialect
+        prompt = prompt_ids.tolist() if dialect.token_id_prompts else self._prompt_text(prompt_ids)
+        body = dialect.generate_body(prompt, sampling, self._tokenizer, top_k=top_k)
+        bias = {} if self._refuses_bias else logit_bias(sampling, self._files.vocab_size, OPENAI_BAN)
+
+        def decode(reply: bytes) -> Generation:
+            choice = _completion.decode(reply).only
+            if dialect.sampled_token_ids:
+                made = generation(self._role, choice, sampling, top_k=top_k)
+            else:
+                made = self._retokenized(choice.text or "", choice.finish_reason, sampling)
+            by_us = not dialect.sampled_token_ids
+            vocab_size = self._files.vocab_size
+            return check_generation(made, sampling, top_k=top_k, vocab_size=vocab_size, is_retokenized=by_us)
+
+        async def ask(body: Mapping[str, Any]) -> Generation:
+            size = request_size(body, len(prompt_ids))
+            return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=size)
+
+        if not (bias and dialect.sampled_token_ids):  # text holds no id without a token
+            return await ask(body)
+        try:
+            return await ask({**body, **bias})
+        except UnsupportedError:
+            reply = await ask(body)  # such rows are hardly ever sampled, and no such reply is taken
+        self._refuses_bias = True
+        return reply
+
+    async def _chat(self, prompt_ids: IntArray, sampling: SamplingSettings, deadline: float) -> Generation:
+        body = self._dialect.chat_body(user_message(self._role, self._tokenizer, prompt_ids), sampling)
+
+        def decode(reply: bytes) -> Generation:
+            choice = _chat_reply.decode(reply).only
+            made = self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
+            vocab_size = self._files.vocab_size
+            return check_generation(made, sampling, top_k=0, vocab_size=vocab_size, is_retokenized=True)
+
+        return await self._server.ask(
+            CHAT, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
+        )
+
+    def _retokenized(self, text: str, finish_reason: str | None, sampling: SamplingSettings) -> Generation:
+        ends = (*self._files.vocabulary.end_token_ids, *sampling.stop_token_ids)
+        end = next(each for each in ends if each in sampling.stop_token_ids)
+        return retokenized(self._role, text, finish_reason, sampling, self._tokenizer, end)
+
+    def _prompt_text(self, prompt_ids: IntArray) -> str:
+        assert self._texts is not None
+        sent = as_text(prompt_ids, self._texts)
+        if (sent.spans < 0).any():
+            raise PermanentError(
+                f"{self._server.section} takes text only, which cannot carry all tokens of this prompt"
+            )
+        return self._without_start(sent.text, prompt_ids)
+
+    def _without_start(self, text: str, ids: IntArray) -> str:
+        """Without the start token that the endpoint puts before every text by itself."""
+        start = self._tokenizer.bos_token_id
+        if not self._dialect.prepends_start or start is None or not len(ids) or ids[0] != start:
+            return text
+        return text.removeprefix(self._tokenizer.convert_ids_to_tokens(start))
+
+    def _with_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._settings.request_fields, **body}
+
+    def _check_request(self, prompt_ids: IntArray, response_ids: IntArray, found: Capabilities) -> None:
+        """What some servers end over, cut without a word, or answer with holes."""
+        ids = np.concatenate([prompt_ids, response_ids])
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._server.section}: a request needs at least one prompt token")
+        if not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
+            raise PermanentError(
+                f"{self._server.section}: a token id lies outside the vocabulary of {self._files.vocab_size}"
+            )
+        if len(ids) > found.max_context_tokens:
+            raise PermanentError(
+                f"{self._server.section} serves a context of {found.max_context_tokens} tokens, not {len(ids)}"
+            )

@@ -1,0 +1,378 @@
+"""What OpenAI-compatible servers answer, and how it becomes arrays. Pure; knows no connection.
+
+Servers differ in how they give a prompt's log-probabilities (echoed tokens, or vLLM's `prompt_logprobs`) and in
+how they name tokens (by id, or by text). Here both become rows: one for each token that the server read, with its
+own log-probability and those of the most likely ones. Sending requests and finding out who speaks how are not
+done here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.errors import PermanentError, PoisonedReplyError, TransientError
+from spot_async.models.entropy import entropy_bounds, plogp
+from spot_async.types import (
+    BoolArray,
+    Float64Array,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    TokenScores,
+    VersionSpan,
+    WeightVersion,
+)
+
+from ..shared.replies import only
+from ..shared.stepwise import Steps
+from ..shared.token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_PER_STEP = 256
+ABORTED = frozenset({"abort", "error"})  # of vLLM and SGLang, with status 200
+FLOOR_NATS = -9999.0  # vLLM's word for minus infinity and for NaN
+
+
+class Logprobs(msgspec.Struct):
+    """Log-probabilities of a completion: of the echoed prompt's tokens, where asked for, then of the generated ones."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[msgspec.Raw] | None = None
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float | None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None  # generated, of vLLM and SGLang
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None  # vLLM
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class Completion(msgspec.Struct):
+    """Reply of /v1/completions."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+    @property
+    def only(self) -> Choice:
+        return only(self.choices)
+
+
+Row = Mapping[str, float | None]  # of one token's distribution: log-probabilities by key
+_echoed_row = msgspec.json.Decoder(dict[str, float | None] | None)
+_prompt_row = msgspec.json.Decoder(dict[str, PromptLogprob] | None)
+
+
+def read_echoed_row(row: msgspec.Raw) -> Row:
+    return _echoed_row.decode(row) or {}
+
+
+def read_prompt_row(row: msgspec.Raw) -> Row:
+    return {key: entry.logprob for key, entry in (_prompt_row.decode(row) or {}).items()}
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """What a server said of each token of a prompt. Rows are read when they are needed: a prompt's own never are."""
+
+    token_ids: Sequence[int]  # (M,) `UNKNOWN` where it is not certain which token it is
+    logprobs: Sequence[float | None] | None  # (M,) None where each row holds its token's own, by id
+    rows: Sequence[msgspec.Raw]  # (M,) the first is empty
+    read_row: Callable[[msgspec.Raw], Row] = read_echoed_row
+
+    def own(self, chosen: Sequence[int], read: Sequence[Row]) -> Float64Array:
+        """Log-probabilities (N,) of the chosen tokens themselves, whose rows were `read`."""
+        if self.logprobs is not None:
+            return numbers([self.logprobs[at] for at in chosen])
+        return numbers([row.get(str(self.token_ids[at])) for at, row in zip(chosen, read, strict=True)])
+
+
+def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None) -> PromptRows:
+    """The prompt's rows in the reply to a request with `echo`.
+
+    `tokens` is the length of the prompt, where a generated token may follow it. `texts` is None where tokens are named
+    by id.
+    """
+    logprobs = choice.logprobs
+    if logprobs is None or logprobs.top_logprobs is None:
+        raise PoisonedReplyError("no log-probabilities although they were asked for")
+    ids = choice.prompt_token_ids
+    if ids is None:
+        ids = texts.ids_of(logprobs.tokens) if texts is not None else [token_id_of(each) for each in logprobs.tokens]
+    count = len(ids) if tokens is None else tokens
+    if not count <= len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs):
+        raise PoisonedReplyError("tokens and log-probabilities differ in number")
+    return PromptRows(
+        token_ids=ids[:count],
+        logprobs=logprobs.token_logprobs[:count],
+        rows=logprobs.top_logprobs[:count],
+    )
+
+
+def prompt_rows(choice: Choice, token_ids: Sequence[int] | None) -> PromptRows:
+    """The prompt's rows from `prompt_logprobs`; `token_ids`: those sent, None where the server made them of text."""
+    rows = choice.prompt_logprobs
+    ids = choice.prompt_token_ids or token_ids
+    if rows is None or ids is None:
+        raise PoisonedReplyError("no prompt_logprobs although they were asked for")
+    if len(rows) != len(ids):
+        raise PoisonedReplyError(f"{len(rows)} rows of prompt_logprobs for {len(ids)} tokens")
+    return PromptRows(token_ids=ids, logprobs=None, rows=rows, read_row=read_prompt_row)
+
+
+def token_scores(
+    rows: PromptRows,
+    at: IntArray,
+    *,
+    served_k: int,
+    top_k: int,
+    texts: TokenTexts | None,
+    vocab_size: int,
+    noise_nats: float,
+) -> Steps[TokenScores]:
+    """Scores of T response tokens; `at` (T,) is the row of each, -1 where the server has none.
+
+    Masked are tokens without a row, and rows whose `top_k` best tokens are not all known. Their entropy bounds need no
+    names, only numbers: they are formed from all that is served (method.md section 1), widened by the noise.
+    """
+    positions = np.flatnonzero(at >= 0)
+    chosen = at[positions].tolist()
+    own = np.zeros(len(chosen))  # (N,)
+    ids: IntArray = np.full((len(chosen), served_k + 1), UNKNOWN, dtype=np.int32)
+    values = np.full(ids.shape, -np.inf)
+    for start in range(0, len(chosen), ROWS_PER_STEP):
+        here = slice(start, start + ROWS_PER_STEP)
+        read = [rows.read_row(rows.rows[row]) for row in chosen[here]]
+        own[here] = rows.own(chosen[here], read)
+        ids[here], values[here] = _top(read, texts, width=served_k + 1)
+        yield
+    if texts is not None:
+        shown, lost = _without_extra(ids, values, own, served_k)
+    else:
+        shown, lost = values[:, :served_k], np.zeros(len(chosen), dtype=np.bool_)
+        if not np.isfinite(shown).all():
+            raise PoisonedReplyError(f"fewer than {served_k} log-probabilities at a position")
+    lower, upper = served_entropy_bounds(shown, lost, vocab_size)
+    lower = np.maximum(lower - noise_nats * (1 + lower), 0.0)
+    upper = np.minimum(upper + noise_nats * (1 + upper), math.log(vocab_size))
+    # An entry that is lost has at most what is missing: below the last candidate's, it can be no candidate itself.
+    missing = 1.0 - np.exp(shown).sum(axis=-1)
+    complete = ~lost | (missing * math.exp(2 * noise_nats) < np.exp(shown[:, top_k - 1]))
+    known = complete & (ids[:, :top_k] != UNKNOWN).all(axis=1)
+    rows_at = positions[known]
+    topk = ids[known, :top_k], values[known, :top_k]
+    return _scattered(len(at), rows_at, own[known], *topk, lower[known], upper[known], vocab_size)
+
+
+def served_entropy_bounds(shown: Float64Array, lost: BoolArray, vocab_size: int) -> tuple[Float64Array, Float64Array]:
+    """Bounds (N,) in nats from served log-probabilities (N, K), rows descending and padded with -inf.
+
+    Rows without a loss hold the K most likely. A `lost` row lacks entries that were among them: then no unseen token
+    is known to be less likely than a shown one, so the entropy is smallest with all that is missing on one token,
+    and largest, as ever, with it spread evenly.
+    """
+    lower, upper = np.zeros(len(shown)), np.zeros(len(shown))
+    whole = ~lost
+    if whole.any():
+        lower[whole], upper[whole] = entropy_bounds(shown[whole], vocab_size)
+    probabilities = np.exp(shown[lost])
+    unseen = vocab_size - np.isfinite(shown[lost]).sum(axis=-1)
+    missing = np.clip(1.0 - probabilities.sum(axis=-1), 0.0, 1.0)
+    entropy = -plogp(probabilities).sum(axis=-1) - plogp(missing)
+    lower[lost] = entropy
+    upper[lost] = entropy + missing * np.log(np.maximum(unseen, 1))
+    return lower, upper
+
+
+def _without_extra(
+    ids: IntArray, values: Float64Array, own: Float64Array, served_k: int
+) -> tuple[Float64Array, BoolArray]:
+    """The part of text-keyed rows (N, W) that is known to be among the K most likely, and which rows lack some.
+
+    Tokens with the same text are one entry, so that a row with such a text may hold fewer than K. The token that was
+    read is added where it is not among the K; with fewer than K + 1 entries nobody can tell whether it was.
+    """
+    count = np.isfinite(values).sum(axis=-1)
+    shown = values[:, :served_k].copy()
+    merged = ((ids == UNKNOWN) & np.isfinite(values)).any(axis=-1)  # perhaps
+    last = np.take_along_axis(values, np.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    added = merged & (count <= served_k) & (own <= last)  # perhaps; without it one entry fewer is known
+    shown[np.flatnonzero(added), count[added] - 1] = -np.inf
+    return shown, added | (count < served_k)
+
+
+def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tuple[IntArray, Float64Array]:
+    """Ids and log-probabilities (N, width), descending, padded with -inf."""
+    counts = np.array([len(each) for each in entries], dtype=np.int64)
+    if counts.max(initial=0) > width:
+        raise PoisonedReplyError(f"{counts.max()} log-probabilities at a position where {width} are the most")
+    keys = [key for each in entries for key in each]
+    flat_values = numbers([value for each in entries for value in each.values()])
+    ids = np.full((len(entries), width), UNKNOWN, dtype=np.int32)
+    values = np.full((len(entries), width), -np.inf)
+    filled = np.arange(width) < counts[:, None]
+    ids[filled] = texts.ids_of(keys) if texts is not None else [token_id_of(key) for key in keys]
+    values[filled] = flat_values
+    order = np.argsort(-values, axis=1, kind="stable")
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1)
+
+
+def token_id_of(key: str) -> int:
+    """The id of a token that is named by it, with vLLM's prefix or without. Raises ValueError for another name."""
+    token_id = int(key.removeprefix(TOKEN_ID_PREFIX))
+    if token_id < 0:  # or it would pass for `UNKNOWN`, and its row for one that the server cannot give
+        raise ValueError(f"token id {token_id}")
+    return token_id
+
+
+def numbers(values: Sequence[float | None]) -> Float64Array:
+    """Log-probabilities as an array. Servers write NaN and infinities as null, or as impossible numbers."""
+    try:
+        numbers = np.array(values, dtype=np.float64)
+    except TypeError:
+        numbers = np.array([np.nan])
+    if not (np.isfinite(numbers) & (numbers > FLOOR_NATS)).all():
+        raise PoisonedReplyError("a log-probability is not a number")
+    return numbers
+
+
+def _scattered(
+    count: int,
+    positions: npt.NDArray[Any],
+    logprobs: Float64Array,
+    topk_ids: IntArray,
+    topk_logprobs: Float64Array,
+    lower: Float64Array,
+    upper: Float64Array,
+    vocab_size: int,
+) -> TokenScores:
+    """Known rows at their positions; elsewhere placeholders, with nothing known of the entropy."""
+
+    def spread(values: npt.NDArray[Any], fill: float, dtype: type) -> npt.NDArray[Any]:
+        whole = np.full((count, *values.shape[1:]), fill, dtype=dtype)
+        whole[positions] = values
+        return whole
+
+    valid = np.zeros(count, dtype=np.bool_)
+    valid[positions] = True
+    bottom: FloatArray = spread(lower, 0.0, np.float32)
+    top: FloatArray = spread(upper, math.log(vocab_size), np.float32)
+    return TokenScores(
+        logprobs=spread(logprobs, 0.0, np.float32),
+        topk_ids=spread(topk_ids, 0, np.int32),
+        topk_logprobs=spread(topk_logprobs, 0.0, np.float32),
+        entropy=(bottom + top) / np.float32(2),
+        entropy_lower=bottom,
+        entropy_upper=top,
+        version=WeightVersion(0, 0),
+        valid=None if valid.all() else valid,
+    )
+
+
+def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: int) -> Generation:
+    """A response of a server that says which token ids it sampled. Raises `PoisonedReplyError`, or `TransientError`
+    for one that was aborted."""
+    check_finished(role, choice.finish_reason)
+    logprobs = choice.logprobs
+    if logprobs is None:
+        raise PoisonedReplyError("no log-probabilities although they were asked for")
+    ids = choice.token_ids if choice.token_ids is not None else [token_id_of(each) for each in logprobs.tokens]
+    if not len(ids) == len(logprobs.token_logprobs):
+        raise PoisonedReplyError(f"{len(logprobs.token_logprobs)} log-probabilities of {len(ids)} tokens")
+    count = len(ids)
+    ended = bool(ids) and ids[-1] in sampling.stop_token_ids
+    if not ended and choice.finish_reason != "length":
+        raise PermanentError(
+            f"{role}: the server ends responses at token {ids[-1] if ids else None}, which is none of the end tokens "
+            f"{list(sampling.stop_token_ids)}: name it in the generation_config.json (eos_token_id) of {role}.model"
+        )
+    topk_ids: IntArray | None = None
+    topk_logprobs: FloatArray | None = None
+    if top_k:
+        found, values = _top([read_echoed_row(row) for row in logprobs.top_logprobs or []], None, width=top_k + 1)
+        topk_ids, topk_logprobs = found[:, :top_k], values[:, :top_k].astype(np.float32)
+    return Generation(
+        token_ids=np.array(ids, dtype=np.int32),
+        logprobs=numbers(logprobs.token_logprobs).astype(np.float32),
+        finish_reason="stop" if ended else "length",
+        version_spans=(VersionSpan(0, count, WeightVersion(0, 0)),),
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+    )
+
+
+def retokenized(
+    role: str,
+    text: str,
+    finish_reason: str | None,
+    sampling: SamplingSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    end_token_id: int,
+) -> Generation:
+    """A response of a server that gives text only. Its token ids are ours, so no log-probability is known: all are 0.
+
+    For people and for cross-entropy (evaluation, KD); `Capabilities.sampled_token_ids` says that it is such.
+    """
+    check_finished(role, finish_reason)
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    ended = finish_reason != "length"
+    if ended and not (ids and ids[-1] in sampling.stop_token_ids):
+        ids.append(end_token_id)
+    ends = [n for n, token_id in enumerate(ids, start=1) if token_id in sampling.stop_token_ids]
+    ids = ids[: min([sampling.max_tokens, *ends[:1]])]
+    if not ids:
+        raise PoisonedReplyError("the response is empty although it was cut off")
+    return Generation(
+        token_ids=np.array(ids, dtype=np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason="stop" if ids[-1] in sampling.stop_token_ids else "length",
+        version_spans=(VersionSpan(0, len(ids), WeightVersion(0, 0)),),
+    )
+
+
+def check_finished(role: str, finish_reason: str | None) -> None:
+    """Whether it is a whole response, or one that used up its tokens."""
+    check_not_aborted(role, finish_reason)
+    if finish_reason not in ("stop", "length", "eos", "eos_token"):
+        raise PermanentError(f"{role}: the server ended the response for another reason: {finish_reason!r}")
+
+
+def check_not_aborted(role: str, finish_reason: str | None) -> None:
+    """Raises `TransientError` for a request that the server ended by itself: what it gives then is not all of it."""
+    if finish_reason in ABORTED:
+        raise TransientError(f"{role}: the server aborted the request (finish reason {finish_reason!r})")
+
+
+def no_scores(top_k: int) -> TokenScores:
+    """The scores of an empty response."""
+    none = np.zeros(0, np.float32)
+    return TokenScores(
+        logprobs=none,
+        topk_ids=np.zeros((0, top_k), np.int32),
+        topk_logprobs=np.zeros((0, top_k), np.float32),
+        entropy=none,
+        entropy_lower=none,
+        entropy_upper=none,
+        version=WeightVersion(0, 0),
+    )

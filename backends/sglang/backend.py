@@ -1,0 +1,409 @@
+"""SGLang servers, by their native API (`/generate`). Written against 0.5.23; older ones where they differ.
+
+Here requests are made, and checked before they are sent: a token out of the vocabulary, a k above it or a start
+before -1 end the whole server. Replies are read in `sglang_replies.py`, weights are sent in `sglang_weights.py`.
+
+What the server does that callers should know:
+* Sampled, top-k and chosen log-probabilities of generated positions are at the request's temperature and before
+  top-p; those of given tokens are at temperature 1 whatever is asked. So scores are at 1 only.
+* Chosen tokens at chosen positions are asked for as what would be generated after the prefix: a token's work, since
+  the prefix is cached, and at the request's temperature. `token_indices_to_pool`, made for this, counts from the end
+  of what is cached or of the chunk that is read, and ends the server where that is not the whole sequence.
+* A seed acts only under --enable-deterministic-inference, and is ignored otherwise.
+* It ends a response at its model's own end tokens besides those of the request; `ignore_eos` would drop both.
+* A `logit_bias` changes the log-probabilities too: `sglang_generation.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from spot_async.base.concurrency import gather
+from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
+from spot_async.models.alignment import branch_prefix_length
+from spot_async.spending.prices import Size
+from spot_async.types import (
+    Capabilities,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    ScoredPositions,
+    TokenScores,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+from ..shared.discovery import differences, noise_nats, temperature_convention
+from ..shared.health import Standstill
+from ..shared.held_weights import WeightNames
+from ..shared.limits import Limits
+from ..shared.masking import logit_bias
+from ..shared.remote import RemoteBackend, RemoteServer
+from ..shared.replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
+from ..shared.served_topk import bounded_scores, scored_positions
+from ..shared.stepwise import Steps
+from ..shared.student_settings import StudentServerSettings
+from . import health as sglang_health
+from . import sleeping as sglang_sleeping
+from .discovery import GENERATE, check_end, check_ready, check_vocabulary, probe_prompt, server_info
+from .generation import generate_below
+from .launch import PACKAGE, sglang_command
+from .replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
+from .weights import ModelInfo, ServerInfo, SglangWeights
+
+ABORT = "/abort_request"
+READY = "/model_info"  # /health costs a generated token and a second, and fails while the server is paused
+PROBE_TIMEOUT_S = 120.0
+PROBE_TOKENS = 32
+PROBE_TOP_K = 16
+ABORT_TIMEOUT_S = 2.0
+POSITIONS_IN_FLIGHT = 32  # of one request for single positions
+
+T = TypeVar("T")
+
+
+class SglangBackend(RemoteBackend):
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
+
+    class Settings(StudentServerSettings):
+        PACKAGE = PACKAGE
+        kind: str = "sglang"
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._settings = settings
+        self._role = role
+        self._name = settings.server_name(role)
+        self._server = RemoteServer(
+            settings,
+            role=role,
+            model=model,
+            run_directory=run_directory,
+            make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
+            ready_path=READY,
+        )
+        self._run_directory = run_directory
+        self._vocab_size = self._server.files.vocab_size
+        self._standstill = Standstill()
+        self._limits = self._limits_of(self._server.files.max_context_tokens)
+        self._names = WeightNames(self._name, is_student=role == "student")
+        self._weights: SglangWeights
+        self._capabilities: Capabilities
+        self._exit_stack: contextlib.AsyncExitStack
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
+            try:
+                info = await server_info(self._server, deadline=deadline)
+                self._weights = SglangWeights(
+                    self._server, self._settings.weights, info, log_directory=self._run_directory / "logs"
+                )
+                stack.push_async_callback(self._weights.close)
+                if self.sleeps_while_training:
+                    saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
+                    sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)
+                self._capabilities = await self._server.alongside(self._probe(info, deadline))
+            except PermanentError as error:  # of a first request: the server's flags, key or kind
+                raise ConfigError(str(error)) from None
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit_stack.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        await self._server.watch()
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        return self._capabilities
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        self._limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
+        return await generate_below(self, prompt_ids, sampling, self._vocab_size, top_k=top_k, deadline=deadline)
+
+    async def sample(
+        self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
+    ) -> Generation:
+        """One request. A `vocab_limit` makes its log-probabilities those of the tokens that are left."""
+        body = {
+            "input_ids": prompt_ids.tolist(),
+            "sampling_params": {
+                **logit_bias(sampling, self._vocab_size),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_new_tokens": sampling.max_tokens,
+                "stop_token_ids": sampling.stop_token_ids,
+                "ignore_eos": not sampling.stop_token_ids,  # it makes the server ignore stop_token_ids too
+                "sampling_seed": sampling.seed,
+            },
+            "return_logprob": True,
+            **_output_top_k(top_k),
+        }
+
+        names = self._names.now()
+
+        def read(reply: bytes) -> Steps[Generation]:
+            generation = yield from read_generation(reply, names, top_k=top_k)
+            check_end(self._name, generation, sampling)
+            return check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
+
+        return await self._ask(body, read, deadline)
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        if temperature != 1.0:
+            raise PermanentError(
+                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
+                "sampling.temperature=1"
+            )
+        served_k = max(top_k, min(self._settings.top_k or 1, self._vocab_size))
+        found = await self._score(prompt_ids, response_ids, served_k, deadline)
+        return bounded_scores(
+            found.logprobs,
+            *found.top,
+            top_k=top_k,
+            vocab_size=self._vocab_size,
+            noise_nats=self._capabilities.logprob_noise_nats,
+            version=found.version,
+        )
+
+    async def score_at(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        *,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+    ) -> ScoredPositions:
+        self._check_temperature(temperature)
+        self._limits.check_positions(positions, response_ids)
+        asked = ((prefix, None) for prefix in _prefixes(prompt_ids, response_ids, positions))
+        found = await self.next_tokens(asked, top_k, temperature, deadline)
+        tops = [each.top for each in found if each.top is not None]
+        return scored_positions(
+            np.concatenate([top.ids for top in tops] or [np.zeros((0, top_k), np.int32)]),
+            np.concatenate([top.logprobs for top in tops] or [np.zeros((0, top_k), np.float32)]),
+            vocab_size=self._vocab_size,
+        )
+
+    async def candidate_logprobs(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        temperature: float,
+        expected_version: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        if not candidate_ids.size:
+            return np.zeros(candidate_ids.shape, np.float32)
+        self._check_temperature(temperature)
+        self._limits.check_ids(candidate_ids)
+        self._limits.check_positions(positions, response_ids)
+        asked = zip(_prefixes(prompt_ids, response_ids, positions), candidate_ids, strict=True)
+        found = await self.next_tokens(asked, 0, temperature, deadline)
+        other = next((each.version for each in found if each.version != expected_version), None)
+        if other is not None:
+            raise VersionMismatchError(f"{self._name}: holds weights {other}, not the {expected_version} asked for")
+        return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        with self._standstill.loading(), self._names.updating(snapshot.version):
+            await self._weights.update(snapshot, deadline=deadline)
+        self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        self._standstill.sleeping(True)
+        await sglang_sleeping.sleep(self._server, self._weights.flush, deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await sglang_sleeping.wake(self._server, deadline=deadline)
+        self._standstill.sleeping(False)
+
+    async def ping(self, *, deadline: float) -> None:
+        names = self._names.now()
+        await self._standstill.ping(
+            lambda: sglang_health.ask_engine(self._server, names, deadline=deadline),
+            lambda: self._server.endpoint.get(READY, deadline=deadline),
+        )
+
+    async def _probe(self, info: ServerInfo, deadline: float) -> Capabilities:
+        """What the server offers, where it can be found out by asking it."""
+        files = self._server.files
+        served = info.max_req_input_len  # one more than it takes
+        max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
+        self._limits = self._limits_of(max_tokens)
+        if self._settings.is_attached:
+            await check_ready(self._server, deadline=deadline)
+        await check_vocabulary(self._server, info, deadline=deadline)
+        self._names.start((await self._server.get(READY, ModelInfo, deadline=deadline)).weight_version)
+        prompt_ids = await probe_prompt(self._server, deadline=deadline)
+        top_k = min(PROBE_TOP_K, self._vocab_size)
+        count = min(PROBE_TOKENS, max_tokens - len(prompt_ids))
+        sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
+        generated = await self.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
+        scored = await self._score(prompt_ids, generated.token_ids, top_k, deadline)
+        [halved] = await self.next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
+        assert halved.top is not None
+        noise = self._settings.logprob_noise_nats
+        if noise is None:
+            noise = noise_nats(differences(generated, scored.logprobs, *scored.top))
+        attached_student = self._role == "student" and self._settings.is_attached
+        return Capabilities(
+            model=str(files.directory),
+            vocab_size=self._vocab_size,
+            vocab_fingerprint=files.vocabulary.fingerprint,
+            max_context_tokens=max_tokens,
+            max_top_k=self._vocab_size,
+            max_generation_top_k=self._vocab_size,
+            max_position_top_k=self._vocab_size,
+            exact_entropy=False,
+            candidate_logprobs="single",
+            weight_update=True,
+            logprob_noise_nats=noise,
+            score_temperature="one",
+            generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),
+            seeds=info.enable_deterministic_inference,
+            prefix_caching=not info.disable_radix_cache,
+            weight_transport=self._settings.weights.transport,
+            version=None if attached_student else WeightVersion(0, 0),
+            server=f"sglang {info.version}",
+        )
+
+    async def _score(self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, deadline: float) -> Scores:
+        if not len(response_ids):
+            empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
+            return Scores(np.zeros(0, np.float32), TopK(*empty), self._capabilities.version or WeightVersion(0, 0))
+        sequence = np.concatenate([prompt_ids, response_ids])
+        self._limits.check(sequence, top_k=top_k)
+        self._limits.check(prompt_ids)
+        body = {
+            "input_ids": sequence.tolist(),
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": len(prompt_ids) - 1,  # whose row comes without a log-probability
+            "top_logprobs_num": top_k,
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }
+        names = self._names.now()
+
+        def read(reply: bytes) -> Steps[Scores]:
+            found = yield from read_scores(reply, names, response_ids, vocab_size=self._vocab_size)
+            check_rows(response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
+            return found
+
+        return await self._ask(body, read, deadline)
+
+    async def next_tokens(
+        self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
+    ) -> list[NextToken]:
+        """The distribution after each prefix: the top-k, or the tokens given with it."""
+        places = asyncio.Semaphore(POSITIONS_IN_FLIGHT)
+
+        async def ask(prefix_ids: IntArray, chosen_ids: IntArray | None) -> NextToken:
+            chosen = None if chosen_ids is None else chosen_ids.tolist()
+            body = {
+                "input_ids": prefix_ids.tolist(),
+                "sampling_params": {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True},
+                "return_logprob": True,
+                **(_output_top_k(top_k) if chosen is None else {"token_ids_logprob": chosen}),
+            }
+
+            def read(reply: bytes) -> Steps[NextToken]:
+                found = yield from read_next_token(reply, names, chosen)
+                if found.top is not None:
+                    check_topk(*found.top, (1, top_k), self._vocab_size)
+                if found.chosen is not None:
+                    check_logprobs("candidate log-probabilities", found.chosen, found.chosen.shape)
+                return found
+
+            async with places:
+                names = self._names.now()
+                return await self._ask(body, read, deadline)
+
+        requests = list(asked)
+        for prefix_ids, _ in requests:
+            self._limits.check(prefix_ids, new_tokens=1, top_k=top_k)
+        return await gather(ask(*each) for each in requests)
+
+    async def _ask(self, body: dict[str, Any], read: Callable[[bytes], Steps[T]], deadline: float) -> T:
+        """One request under an id of its own, by which it is taken back when nobody waits for it any longer.
+
+        The server aborts by prefix, so ids have one length. It would notice the closed connection after seconds.
+        """
+        request_id = uuid.uuid4().hex
+        new_tokens = max(1, body["sampling_params"]["max_new_tokens"])
+        rows = new_tokens + len(body["input_ids"]) - body.get("logprob_start_len", len(body["input_ids"]))
+        size = Size(
+            prompt_tokens=len(body["input_ids"]),
+            max_completion_tokens=new_tokens,
+            logprobs=rows * (1 + body.get("top_logprobs_num", 0)) + len(body.get("token_ids_logprob", ())),
+        )
+        try:
+            return await self._server.ask_in_steps(
+                GENERATE, {"rid": request_id, **body}, read, deadline=deadline, size=size
+            )
+        except (asyncio.CancelledError, DeadlineExceededError):
+            soon = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
+            with contextlib.suppress(RequestError):
+                await self._server.ask(ABORT, {"rid": request_id}, bytes, deadline=soon)
+            raise
+
+    def _limits_of(self, max_tokens: int) -> Limits:
+        return Limits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
+
+    def _check_temperature(self, temperature: float) -> None:
+        if temperature != 1.0 and self._capabilities.generation_temperature == "one":
+            raise PermanentError(
+                f"{self._name}: the server gives log-probabilities at temperature 1, not at {temperature:g}: start it "
+                "without SGLANG_RETURN_ORIGINAL_LOGPROB or set sampling.temperature=1"
+            )
+
+
+def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[IntArray]:
+    """The context of each position, views of one sequence: copies would be the square of a long response."""
+    sequence = np.concatenate([prompt_ids, response_ids])
+    return [sequence[: branch_prefix_length(len(prompt_ids), position)] for position in positions.tolist()]
+
+
+def _output_top_k(top_k: int) -> dict[str, Any]:
+    """What asks for the top-k of generated positions, in arrays where the server knows them."""
+    if not top_k:
+        return {}
+    return {
+        "top_logprobs_num": top_k,
+        "return_flat_raw_output_top_logprobs": True,
+        "return_flat_raw_top_logprobs_b64": True,
+    }

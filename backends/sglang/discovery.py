@@ -1,0 +1,107 @@
+"""What an SGLang server must be before it is asked anything else: ready, and of the model that the directory says.
+
+Raises `ConfigError` for one that is not. Asks only what the server survives. At the end: what is checked of one
+request and its reply.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import msgspec
+import numpy as np
+
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError
+from spot_async.types import Generation, IntArray, SamplingSettings
+
+from ..shared.remote import RemoteServer
+from .weights import ServerInfo
+
+GENERATE = "/generate"
+SERVER_INFO = "/server_info"
+NO_ROUTE = (404, 405)
+CHOSEN_IDS_CHECKED = (0, 5, 14)  # by the server; before, one out of the vocabulary ended it
+PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
+
+
+class Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
+    """What the server says of itself. Raises `ConfigError` for a server of another kind."""
+    try:
+        return await server.get(SERVER_INFO, ServerInfo, deadline=deadline)
+    except (PermanentError, PoisonedReplyError) as error:
+        if isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status not in NO_ROUTE:
+            raise
+        raise ConfigError(
+            f"{server.section}: {server.endpoint.name} does not answer as SGLang does (GET {SERVER_INFO}); for another "
+            "server use kind: vllm or openai"
+        ) from None
+
+
+async def check_ready(server: RemoteServer, *, deadline: float) -> None:
+    """A paused server takes requests and answers none, so it is not asked any."""
+    try:
+        await server.endpoint.get("/ready", deadline=deadline)
+    except ThrottledError:
+        raise ConfigError(
+            f"{server.section}: the server is paused, or still starting (GET /ready is 503): where an earlier run "
+            "left it paused, POST /continue_generation; a student gets this run's weights before it is used"
+        ) from None
+    except PermanentError:  # an older server or a router, which does not know the path
+        return
+
+
+async def check_vocabulary(server: RemoteServer, info: ServerInfo, *, deadline: float) -> None:
+    """Whether the server's vocabulary is as large as the directory's: it takes the last token, and refuses the next."""
+    if info.release < CHOSEN_IDS_CHECKED:
+        return
+    vocab_size = server.files.vocab_size
+    for token_id, is_taken in ((vocab_size - 1, True), (vocab_size, False)):
+        body = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "token_ids_logprob": [token_id],
+        }
+        try:
+            await server.ask(GENERATE, body, bytes, deadline=deadline)
+            was_taken = True
+        except PermanentError as error:
+            if "out-of-vocabulary" not in str(error):
+                raise
+            was_taken = False
+        if was_taken != is_taken:
+            raise ConfigError(
+                f"{server.role}.model: its config.json says vocab_size={vocab_size}, but the server "
+                f"{'takes' if was_taken else 'refuses'} token {token_id}: give the served model's directory"
+            )
+
+
+async def probe_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
+    """Some text's tokens, on which the server's tokenizer and ours must agree."""
+    ours = server.files.vocabulary.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
+    try:
+        theirs = (await server.post("/tokenize", body, Tokenized, deadline=deadline)).tokens
+    except PermanentError:  # a router, or a server without its tokenizer
+        theirs = ours
+    if ours != theirs:
+        raise ConfigError(
+            f"{server.role}.model: its tokenizer gives other tokens than the server's for {PROBE_TEXT!r}; give the "
+            "directory of the model that is served"
+        )
+    return np.array(ours, np.int32)
+
+
+def check_end(name: str, generation: Generation, sampling: SamplingSettings) -> None:
+    """Whether one of the request's own tokens ended the response, which the served model's do as well."""
+    last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
+    if generation.finish_reason == "stop" and last not in sampling.stop_token_ids:
+        raise PermanentError(
+            f"{name}: the server ends responses at token {last}, which is none of the end tokens "
+            f"{sampling.stop_token_ids}: name it in the model's generation_config.json (eos_token_id)"
+        )

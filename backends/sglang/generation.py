@@ -1,0 +1,118 @@
+"""Responses without the ids that a `vocab_limit` leaves out, with log-probabilities of the whole softmax.
+
+SGLang has no mask that leaves log-probabilities alone: under `logit_bias` they are those of the tokens that are left.
+So a response is sampled freely first. Where a left-out id comes, the response is cut off before it, the next few tokens
+are sampled with a bias, and their log-probabilities are asked for again, without it. A token that is drawn again until
+it is none of those left out has the distribution of one drawn among the others. Padding rows are hardly ever sampled,
+so nearly every response takes the one request that it would without a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from spot_async.base.seeds import derive_seed
+from spot_async.types import Generation, IntArray, SamplingSettings
+
+from ..shared.masking import allowed_tokens, first_tokens, joined
+from ..shared.replies import check_generation
+from .replies import NextToken
+
+MASKED_TOKENS = 32  # sampled with a bias before it is tried without one again
+
+
+class Server(Protocol):
+    """What is asked of the server; see `sglang.SglangBackend`."""
+
+    async def sample(
+        self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
+    ) -> Generation: ...
+
+    async def next_tokens(
+        self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
+    ) -> list[NextToken]: ...
+
+
+async def generate_below(
+    server: Server,
+    prompt_ids: IntArray,
+    sampling: SamplingSettings,
+    vocab_size: int,
+    *,
+    top_k: int,
+    deadline: float,
+) -> Generation:
+    """A response, all of whose tokens are below `sampling.vocab_limit`."""
+    limit = sampling.vocab_limit
+    if limit is None or limit >= vocab_size:
+        return await server.sample(prompt_ids, sampling, top_k=top_k, deadline=deadline)
+    # A response that goes on after a left-out id would be for nothing. Stop ids make SGLang mind the model's own, too.
+    left_out = tuple(range(limit, vocab_size)) if sampling.stop_token_ids else ()
+    parts: list[Generation] = []
+    while True:
+        context_ids, rest = _rest(prompt_ids, sampling, parts, "freely")
+        free = msgspec.structs.replace(rest, vocab_limit=None, stop_token_ids=(*sampling.stop_token_ids, *left_out))
+        reply = await server.sample(context_ids, free, top_k=top_k, deadline=deadline)
+        parts.append(first_tokens(reply, allowed_tokens(reply, limit)))
+        if _is_complete(parts, sampling):
+            break
+        context_ids, rest = _rest(prompt_ids, sampling, parts, "masked")
+        masked = msgspec.structs.replace(rest, max_tokens=min(MASKED_TOKENS, rest.max_tokens))
+        reply = await server.sample(context_ids, masked, top_k=0, deadline=deadline)
+        parts.append(await _unmasked(server, context_ids, masked, reply, top_k=top_k, deadline=deadline))
+        if _is_complete(parts, sampling):
+            break
+    return check_generation(joined(parts), sampling, top_k=top_k, vocab_size=vocab_size)
+
+
+def _rest(
+    prompt_ids: IntArray, sampling: SamplingSettings, parts: list[Generation], how: str
+) -> tuple[IntArray, SamplingSettings]:
+    """The context of what is still to be sampled, and its settings. The first request has the response's own seed."""
+    if not parts:
+        return prompt_ids, sampling
+    sampled = np.concatenate([part.token_ids for part in parts])
+    seed = derive_seed(sampling.seed, how, len(sampled))
+    rest = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(sampled), seed=seed)
+    return np.concatenate([prompt_ids, sampled]), rest
+
+
+def _is_complete(parts: list[Generation], sampling: SamplingSettings) -> bool:
+    last = parts[-1].token_ids[-1:]
+    stopped = bool(np.isin(last, sampling.stop_token_ids).any())
+    return stopped or sum(len(part.token_ids) for part in parts) == sampling.max_tokens
+
+
+async def _unmasked(
+    server: Server,
+    context_ids: IntArray,
+    sampling: SamplingSettings,
+    masked: Generation,
+    *,
+    top_k: int,
+    deadline: float,
+) -> Generation:
+    """The response with log-probabilities of the whole softmax, as far as the server still has the weights it is of."""
+    sequence = np.concatenate([context_ids, masked.token_ids])
+    prefixes = [sequence[: len(context_ids) + n] for n in range(len(masked.token_ids))]
+    chosen = [np.array([token_id]) for token_id in masked.token_ids]
+    own = await server.next_tokens(zip(prefixes, chosen, strict=True), 0, sampling.temperature, deadline)
+    tops: list[NextToken] = []
+    if top_k:
+        tops = await server.next_tokens(((each, None) for each in prefixes), top_k, sampling.temperature, deadline)
+    versions = [span.version for span in masked.version_spans for _ in range(span.start, span.end)]
+    answers = zip(versions, own, tops or own, strict=True)
+    count = sum(1 for _ in takewhile(lambda row: row[0] == row[1].version == row[2].version, answers))
+    return msgspec.structs.replace(
+        first_tokens(masked, count),
+        logprobs=np.array([row.chosen[0] for row in own if row.chosen is not None][:count], np.float32),
+        topk_ids=np.concatenate([row.top.ids for row in tops if row.top is not None])[:count] if top_k else None,
+        topk_logprobs=np.concatenate([row.top.logprobs for row in tops if row.top is not None])[:count]
+        if top_k
+        else None,
+    )

@@ -1,0 +1,289 @@
+"""New weights for an SGLang server: pause, update, flush, verify, resume, in the order that its version needs.
+
+From 0.5.21 on, requests in flight are set back (`retract`): after the update they are read again and go on with the
+new weights, and each token's version is told. Before, a cache could not be flushed while requests were held, and a
+refused flush ended the server; so they are aborted there, and their stages ask again.
+
+Weights reach the server as a directory that it reads, or over a process group that it joins (`weight_transport.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from spot_async.base.concurrency import both
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
+from spot_async.types import WeightSnapshot, WeightVersion
+
+from ..shared.remote import RemoteServer
+from ..shared.snapshots import Layout, check_snapshot
+from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
+
+FLUSH_WHILE_PAUSED = (0, 5, 21)  # and weight-update sessions, from the same version on
+UPDATED_BUT_NOT_FLUSHED = "Weights were updated, but"
+BUSY = "HTTP 400:"  # of a flush; what it says differs between versions
+PARTLY_UPDATED = "partially updated"
+FLUSH_RETRY_S = 0.2
+CLEAN_UP_TIMEOUT_S = 10.0
+
+
+class ServerInfo(msgspec.Struct):
+    """What is read of `/server_info`."""
+
+    version: str = "unknown"
+    max_req_input_len: int | None = None
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    enable_deterministic_inference: bool = False
+    disable_radix_cache: bool = False
+    enable_memory_saver: bool = False
+    enable_weights_cpu_backup: bool = False
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Numbers of the version; a version without any counts as the newest."""
+        found = re.match(r"\d+(\.\d+)*", self.version)
+        return tuple(map(int, found[0].split("."))) if found else (1 << 30,)
+
+
+class ModelInfo(msgspec.Struct):
+    """What is read of `/model_info`."""
+
+    weight_version: str | None = None
+
+
+class Outcome(msgspec.Struct):
+    success: bool = True
+    message: str = ""
+
+
+class SglangWeights:
+    """Weight updates of one server, one at a time. Close it in the end."""
+
+    def __init__(
+        self, server: RemoteServer, settings: WeightSettings, info: ServerInfo, *, log_directory: Path
+    ) -> None:
+        self._server = server
+        self._control = Control(server)
+        self._holds_requests = info.release >= FLUSH_WHILE_PAUSED
+        self._lock = asyncio.Lock()
+        self._transport: SglangTransport
+        if settings.transport == "disk":
+            self._transport = DiskTransport(self._control, flush=self._holds_requests)
+        elif info.dp_size > 1:
+            raise ConfigError(
+                f"{server.role}.backend.weights.transport=distributed: the server has {info.dp_size} data-parallel "
+                "replicas, which SGLang does not update so; start it with --dp-size 1 or set it to disk"
+            )
+        else:
+            sender = WeightSender(settings, name=server.name, log_directory=log_directory)
+            ranks = info.tp_size * info.pp_size
+            self._transport = DistributedTransport(self._control, settings, sender, ranks, self._holds_requests)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def flush(self, deadline: float) -> None:
+        """Empty the prefix cache; returns once no request is left."""
+        await self._control.flush(deadline)
+
+    async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """See `protocols.WeightSink`. Raises `DataError` for a snapshot that the server would not survive."""
+        layout = await check_snapshot(snapshot.directory, self._server.files.directory)
+        async with self._lock, self._paused(deadline):
+            await self._transport.send(snapshot, layout, deadline=deadline)
+            await self._control.confirm(snapshot.version, deadline)
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, deadline: float) -> AsyncIterator[None]:
+        """Pause the server while inside: it computes nothing. One whose weights an error left mixed stays paused."""
+        mode = "retract" if self._holds_requests else "abort"
+        try:  # from here on: a pause that nobody waited for to the end is one
+            await self._control.post("/pause_generation", {"mode": mode}, deadline)
+            if not self._holds_requests:
+                await self._control.flush(deadline)
+            yield
+            await self._control.post("/continue_generation", {}, deadline)
+        except BaseException as error:
+            if not self._transport.mixed:
+                with contextlib.suppress(RequestError):
+                    await self._control.post("/continue_generation", {}, _soon())
+            elif isinstance(error, RequestError):
+                raise PermanentError(
+                    f"{self._server.name}: the update ended half-way, so the server holds parts of two models and "
+                    f"stays paused: restart it, or POST /continue_generation and resume the run, which sends it whole "
+                    f"weights first. What ended the update: {error}"
+                ) from error
+            raise
+
+
+class Control:
+    """The server's control endpoints, which answer 400 or `success: false` when they refuse."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self._server = server
+
+    async def post(self, path: str, body: dict[str, Any], deadline: float, *, resend: bool = True) -> None:
+        outcome = await self._server.post(path, body, Outcome, deadline=deadline, resend=resend)
+        if not outcome.success:
+            raise PermanentError(f"{self._server.name}{path}: {outcome.message}")
+
+    async def flush(self, deadline: float) -> None:
+        """Empty the prefix cache. Refused while requests still leave, so asked until it is done."""
+        while True:
+            try:
+                await self._server.ask("/flush_cache", {}, bytes, deadline=deadline)
+            except PermanentError as error:
+                if BUSY not in str(error):  # the key, or a path that a router does not know
+                    raise
+                await asyncio.sleep(FLUSH_RETRY_S)
+            else:
+                return
+
+    async def confirm(self, version: WeightVersion, deadline: float) -> None:
+        """Whether the server says that it holds `version`."""
+        path = "/model_info"
+        served = (await self._server.get(path, ModelInfo, deadline=deadline)).weight_version
+        if served != str(version):
+            raise PoisonedReplyError(f"{self._server.name}{path}: serves weights {served} after an update to {version}")
+
+    async def name(self, version: WeightVersion, deadline: float) -> None:
+        """Give the weights that it holds a name; without the last key it would abort all requests."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self.post("/update_weight_version", body, deadline)
+
+
+class SglangTransport(WeightTransport, Protocol):
+    """A `WeightTransport` that may replace the weights in parts."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether an update ended half-way, so that the server's weights are neither the old nor the new ones."""
+        ...
+
+
+class DiskTransport:
+    """An `SglangTransport`: the server reads the published directory itself."""
+
+    mixed = False  # where it cannot read all of them it reads the old ones again
+
+    def __init__(self, control: Control, *, flush: bool) -> None:
+        self._control = control
+        self._flush = flush
+
+    async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
+        body = {
+            "model_path": str(Path(snapshot.directory).absolute()),  # noqa: ASYNC240 - touches no disk
+            "weight_version": str(snapshot.version),
+            "flush_cache": self._flush,
+            "abort_all_requests": False,
+        }
+        try:
+            await self._control.post("/update_weights_from_disk", body, deadline)
+        except PermanentError as error:
+            if UPDATED_BUT_NOT_FLUSHED not in str(error):
+                raise
+            await self._control.flush(deadline)
+            await self._control.name(snapshot.version, deadline)
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+class DistributedTransport:
+    """An `SglangTransport`: the server's ranks receive the tensors from a process of ours.
+
+    The group is made at the first update and kept. Any failure ends our process, which frees a server that waits for
+    it, and the next update makes a new group.
+    """
+
+    def __init__(
+        self, control: Control, settings: WeightSettings, sender: WeightSender, ranks: int, sessions: bool
+    ) -> None:
+        self._control = control
+        self._settings = settings
+        self._sender = sender
+        self._ranks = ranks  # of the server
+        self._sessions = sessions
+        self._group: str | None = None
+        self.mixed = False
+
+    async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
+        try:
+            if self._group is None:
+                await self._join(deadline)
+            if self._sessions:
+                await self._control.post("/begin_weight_update", {}, deadline)
+            await self._broadcast(snapshot, layout, deadline)
+            if self._sessions:
+                await self._control.post("/end_weight_update", {}, deadline)
+        except BaseException:
+            await self._leave(in_session=self._sessions)
+            raise
+        self.mixed = False
+
+    async def close(self) -> None:
+        """Take the group apart, at both ends."""
+        if self._group is not None:
+            await self._leave(in_session=False)
+
+    async def _join(self, deadline: float) -> None:
+        self._group = f"spot-async-{uuid.uuid4().hex}"  # the server refuses a name that it has had
+        port = await self._sender.start(deadline=deadline)
+        world_size = 1 + self._ranks
+        body = {
+            "master_address": self._settings.address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": self._group,
+            "backend": self._settings.backend,
+        }
+        await both(
+            self._sender.join(self._group, world_size=world_size, deadline=deadline),
+            self._control.post("/init_weights_update_group", body, deadline, resend=False),
+        )
+
+    async def _broadcast(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
+        parts = list(buckets(layout))
+        self.mixed = len(parts) > 1  # one part is received whole before any of it is used
+        for number, tensors in enumerate(parts, 1):
+            body = {
+                "names": [tensor.name for tensor in tensors],
+                "dtypes": [tensor.dtype for tensor in tensors],
+                "shapes": [tensor.shape for tensor in tensors],
+                "group_name": self._group,
+                "flush_cache": number == len(parts),
+                "weight_version": str(snapshot.version) if number == len(parts) else None,
+            }
+            try:
+                await both(
+                    self._sender.broadcast(snapshot.directory, tensors, deadline=deadline),
+                    self._control.post("/update_weights_from_distributed", body, deadline, resend=False),
+                )
+            except PermanentError as error:
+                self.mixed = number > 1 or PARTLY_UPDATED in str(error)
+                raise
+
+    async def _leave(self, *, in_session: bool) -> None:
+        """End our process, then what the server has open. It may be beyond answering."""
+        group, self._group = self._group, None
+        await self._sender.stop()
+        with contextlib.suppress(RequestError):
+            if in_session:
+                await self._control.post("/end_weight_update", {}, _soon())
+        with contextlib.suppress(RequestError):
+            await self._control.post("/destroy_weights_update_group", {"group_name": group}, _soon())
+
+
+def _soon() -> float:
+    return asyncio.get_running_loop().time() + CLEAN_UP_TIMEOUT_S

@@ -1,0 +1,162 @@
+"""How a remote server is reached: proxies and certificates, from settings or, as httpx does, from the environment.
+
+Only decides; the connections are `http.py`'s.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import ssl
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, TypeAlias
+
+import httpx
+from pydantic import AfterValidator
+
+from spot_async.base.addresses import is_loopback
+from spot_async.errors import ConfigError
+
+from .advice import Access
+
+PROXY_SCHEMES = ("http", "https")
+SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "api-key", "x-api-key", "cookie"})
+
+
+def tls_context(role: str, ca_certificates: str | None) -> ssl.SSLContext:
+    """Certificates to trust: the file or directory given, else SSL_CERT_FILE or SSL_CERT_DIR, else the usual ones."""
+    if ca_certificates is None:
+        return httpx.create_ssl_context()
+    try:
+        context = ssl.create_default_context()
+        context.load_verify_locations(ca_certificates)
+    except (OSError, ssl.SSLError) as error:
+        reason = getattr(error, "strerror", None) or "it holds no certificate in PEM form"
+        raise ConfigError(f"{role}.backend.ca_certificates={ca_certificates}: cannot be used: {reason}") from None
+    return context
+
+
+def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
+    """The proxy given, else that of HTTPS_PROXY, HTTP_PROXY or ALL_PROXY for an address that NO_PROXY does not name.
+
+    This machine's own addresses are never asked for through the environment's proxy.
+    """
+    target = httpx.URL(url)
+    if proxy is None:
+        if is_loopback(target.host) or urllib.request.proxy_bypass(target.host):
+            return None
+        named = urllib.request.getproxies()
+        proxy = named.get(target.scheme) or named.get("all")
+        if proxy is None:
+            return None
+    address = httpx.URL(proxy if "://" in proxy else f"http://{proxy}")
+    if address.scheme not in PROXY_SCHEMES:
+        raise ConfigError(
+            f"{role}.backend.proxy: {address.scheme} proxies are not supported; give an http or https one"
+        )
+    return httpx.Proxy(address)
+
+
+def check_url(url: str) -> str:
+    """For settings: a server's address without a password, and without the version of an API behind it.
+
+    Clients are often given the address with `/v1`. Raises ValueError.
+    """
+    _refuse_password(url)
+    if not _is_address(url):
+        raise ValueError("is no address of a server: give http://host:port or https://host:port")
+    bare = url.rstrip("/")
+    return bare.removesuffix("/v1") if bare.endswith("/v1") else url
+
+
+Url: TypeAlias = Annotated[str, AfterValidator(check_url)]
+
+
+def check_different(urls: Sequence[str]) -> None:
+    """For settings: whether each is another server, however it is written. Raises ValueError."""
+    addresses: set[str] = set()
+    for url in urls:
+        if address_of(url) in addresses:
+            raise ValueError(f"{url} is given twice: name each server once")
+        addresses.add(address_of(url))
+
+
+def check_proxy(proxy: str | None) -> str | None:
+    """For settings: a proxy's address, with or without a scheme, without a password. Raises ValueError."""
+    if proxy is None:
+        return None
+    url = proxy if "://" in proxy else f"http://{proxy}"
+    _refuse_password(url)
+    if not _is_address(url, schemes=None):  # which schemes there are is said when it is used
+        raise ValueError("is no address of a proxy: give http://host:port")
+    return proxy
+
+
+def _refuse_password(url: str) -> None:
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            "holds a password, which would be saved with the run: use api_key_env or secret_headers for a server, the "
+            "environment variable HTTPS_PROXY for a proxy"
+        )
+
+
+def _is_address(url: str, schemes: Collection[str] | None = ("http", "https")) -> bool:
+    """Whether this names a host and, if a port, one that there is."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    is_known = schemes is None or parsed.scheme in schemes
+    is_plain = not any(character.isspace() for character in url)
+    return is_known and is_plain and bool(parsed.host) and (parsed.port is None or 0 < parsed.port < 65536)
+
+
+def address_of(url: str) -> str:
+    """Host, port and path: equal for addresses that are written differently."""
+    target = httpx.URL(url)
+    host = "127.0.0.1" if target.host == "localhost" else target.host
+    port = target.port or {"http": 80, "https": 443}.get(target.scheme)
+    return f"{host}:{port}{target.path.rstrip('/')}"
+
+
+def read_secret(section: str, variable: str) -> str:
+    """An environment variable's value; raises `ConfigError` when it is not set or no header can carry it."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ConfigError(f"{section}: the environment variable {variable} is not set")
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{section}: the environment variable {variable} holds what no header can carry")
+    return value
+
+
+def secret_parts(value: str) -> list[str]:
+    """A secret header's value, and what of it alone is as secret: what follows a scheme, and Basic's password."""
+    scheme, _, rest = value.partition(" ")
+    if not rest:
+        return [value]
+    try:
+        password = base64.b64decode(rest, validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
+    except ValueError:
+        password = b""
+    return [value, rest, *([password.decode(errors="replace")] if password else [])]
+
+
+def access(section: str, url: str, api_key_env: str | None, secret_headers: Mapping[str, str]) -> Access:
+    """What advice in errors goes by. A header of one's own takes the place of the key."""
+    is_replaced = "authorization" in map(str.lower, secret_headers)
+    given = [
+        *(["api_key_env"] if api_key_env is not None and not is_replaced else []),
+        *(["secret_headers"] if secret_headers else []),
+    ]
+    return Access(section, "https" if httpx.URL(url).scheme == "https" else "http", given)
+
+
+def check_headers(headers: dict[str, str]) -> dict[str, str]:
+    """For settings: headers whose values may be saved with the run. Raises ValueError."""
+    for name in headers:
+        if name.lower() in SECRET_HEADERS:
+            raise ValueError(
+                f"{name} is a secret, which would be saved with the run: name an environment variable in secret_headers"
+            )
+    return headers

@@ -1,0 +1,264 @@
+"""What a failed request is: one pure function from what came back, or did not, to the class of request error.
+
+The class decides what is done about it (`spot_async.base.retry`), and nothing else decides the class. An adapter may
+reword an error in its server's terms (`http.ReadError`); where its server means something else by a status than
+everybody does, that is said here.
+
+Statuses are those of the servers that adapters are for, measured with vLLM 0.32.0 and SGLang 0.5.23; what hosted
+endpoints add is from their documentation as of November 2026: OpenAI and Azure (`retry-after-ms`,
+`insufficient_quota`), Anthropic (529, `enforced_spend_limit_reached`), DeepSeek (402). Their `x-ratelimit-reset-*`
+headers are not read: they tell when a limit is whole again, which is long after the next request would fit in.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import os
+import re
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.client_exceptions import UnixClientConnectorError
+from aiohttp.http_exceptions import BadStatusLine
+
+from spot_async.base.text import rough_time
+from spot_async.errors import (
+    LONG_PAUSE_S,
+    LONGEST_PAUSE_S,
+    DeadlineExceededError,
+    PermanentError,
+    PoisonedReplyError,
+    RequestError,
+    ThrottledError,
+    TransientError,
+    UnreachableError,
+)
+
+from .advice import TLS_ALERT, Access, of_handshake, of_reply
+from .pages import is_page, page_text
+
+ERROR_EXCERPT_CHARACTERS = 300
+SHOWN_BYTES = re.compile(r"""b(['"]).*\1""")
+PAGE_HEAD_BYTES = 256
+UNKNOWN_ACCESS = Access()
+THROTTLED = (429, 503, 529)
+# Of the 4xx: time-outs, a lock that another request holds, a request that came too early.
+TRANSIENT = (408, 409, 425)
+NOT_IMPLEMENTED = (501, 505)
+NO_CREDIT = 402
+# Codes in the body of a 429 that no waiting helps: the money is gone.
+SPENT = frozenset(
+    {"insufficient_quota", "billing_not_active", "billing_hard_limit_reached", "enforced_spend_limit_reached"}
+)
+# SGLang, of a request whose connection broke and that was sent again: it still has the first.
+STILL_THERE = b"Duplicate request ID"
+NO_SUCH_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+# What reading a reply that was tampered with can raise, other than our own errors.
+UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, EOFError)
+
+
+@dataclass(frozen=True)
+class FailedReply:
+    """A reply that is none: any status but success."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
+
+    @property
+    def is_page(self) -> bool:
+        """Whether it is for people, as gateways and proxies write it."""
+        return is_page(self.body[:PAGE_HEAD_BYTES].decode(errors="replace"))
+
+    @property
+    def said(self) -> str:
+        """What the server says of it, as one short line."""
+        return " ".join(error_message(self.body).split())[:ERROR_EXCERPT_CHARACTERS]
+
+    @property
+    def answer(self) -> str:
+        """Status and words."""
+        return f"HTTP {self.status}: {self.said}"
+
+
+def classify(
+    request: str,
+    failure: FailedReply | BaseException,
+    *,
+    has_answered: bool = True,
+    now_s: float = 0.0,
+    access: Access = UNKNOWN_ACCESS,
+) -> RequestError:
+    """The error that `request` (role and path) failed with.
+
+    An exception is that of connecting, sending, or reading a reply. `has_answered`: whether the endpoint ever did.
+    A host without an address, one that speaks no TLS, or a proxy that is not there, is then trouble that passes, and
+    otherwise a wrong setting.
+    `now_s` is Unix time, for replies that do not give theirs. `access` is for advice.
+    """
+    if isinstance(failure, FailedReply):
+        return _of_status(request, failure, now_s, access)
+    return _of_exception(request, failure, has_answered, access)
+
+
+def _of_status(request: str, reply: FailedReply, now_s: float, access: Access) -> RequestError:
+    status = reply.status
+    advice = of_reply(status, reply.said, reply.headers, access, is_page=reply.is_page)
+    message = f"{request}: {reply.answer}" + (f"; {advice}" if advice else "")
+    if status == NO_CREDIT or (status == 429 and not SPENT.isdisjoint(_codes(reply.body))):
+        return PermanentError(f"{message}; the account has no credit left")
+    if status in THROTTLED:
+        pause_s = retry_after_s(reply.headers, now_s)
+        if pause_s is not None and pause_s >= LONG_PAUSE_S:
+            message += f"; it asks to be left alone for {rough_time(pause_s)}"
+            message += ", which is too long to wait for" if pause_s > LONGEST_PAUSE_S else ""
+        return ThrottledError(message, pause_s)
+    if status in TRANSIENT or (status == 400 and STILL_THERE in reply.body):
+        return TransientError(message)
+    if status < 500 or status in NOT_IMPLEMENTED:
+        return PermanentError(message)
+    return TransientError(message)
+
+
+def _of_exception(request: str, error: BaseException, has_answered: bool, access: Access) -> RequestError:
+    causes = list(_causes(error))
+    message = f"{request}: {type(error.__cause__ or error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, TimeoutError):
+        return DeadlineExceededError(f"{request}: no reply before the deadline")
+    for cause in causes:
+        match cause:
+            case ssl.SSLCertVerificationError() | aiohttp.ClientConnectorCertificateError():
+                return PermanentError(f"{message}: its certificate is not trusted: see ca_certificates")
+            case aiohttp.ClientHttpProxyError(status=407):
+                return PermanentError(f"{message}: the proxy wants a password")
+            case aiohttp.ClientProxyConnectionError() if not has_answered:
+                return PermanentError(
+                    f"{request}: nothing answers at {_address(cause)}: {_reason(cause.os_error)}: correct "
+                    "backend.proxy, or HTTPS_PROXY"
+                )
+            case ssl.SSLError() if not has_answered:
+                reasons = [getattr(each, "reason", None) for each in causes if isinstance(each, ssl.SSLError)]
+                advice = of_handshake(next(filter(None, reasons), None))
+                return PermanentError(f"{message}: {advice}" if advice else message)
+            case BadStatusLine():
+                came = _shown_bytes(cause.message)
+                if came.startswith(TLS_ALERT) and access.scheme == "http" and not has_answered:
+                    return PermanentError(f"{request}: it speaks TLS: write https:// in {access.section}.url")
+                return TransientError(f"{request}: what comes back is no HTTP: {came}")
+            case aiohttp.ServerDisconnectedError() if access.scheme == "http" and not has_answered:
+                return TransientError(f"{message} without an answer: is it https, not http?")
+            case socket.gaierror() if cause.errno in NO_SUCH_HOST and not has_answered:
+                return PermanentError(f"{message}: there is no such host")
+    for cause in causes:
+        if isinstance(cause, aiohttp.ClientConnectorError) and not isinstance(cause, aiohttp.ClientSSLError):
+            reason = _reason(cause.os_error)
+            if isinstance(cause.os_error, ConnectionResetError) and access.scheme == "https":
+                reason = "the connection was closed before TLS was agreed on: does it speak TLS 1.2 or newer?"
+            message = f"{request}: nothing answers at {_address(cause)}: {reason}"
+            return TransientError(message) if has_answered else UnreachableError(message, reason)
+    if isinstance(error, aiohttp.ClientError | OSError) or any(
+        isinstance(each, aiohttp.ClientError) for each in causes
+    ):
+        return TransientError(message)
+    if isinstance(error, UNREADABLE):
+        return PoisonedReplyError(f"{request}: cannot read the reply: {type(error).__name__}: {error}")
+    return TransientError(message)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and what it stands for, outermost first."""
+    while error is not None:
+        yield error
+        if isinstance(error, aiohttp.ClientConnectorError):  # keeps what the system said as a value
+            yield error.os_error
+        elif isinstance(error, aiohttp.ClientConnectorCertificateError):
+            yield error.certificate_error
+        error = error.__cause__
+
+
+def _shown_bytes(message: str) -> str:
+    """The bytes that a message of the HTTP parser shows among its lines."""
+    shown = SHOWN_BYTES.search(message)
+    return (shown[0] if shown else " ".join(message.split()))[:ERROR_EXCERPT_CHARACTERS]
+
+
+def _address(error: aiohttp.ClientConnectorError) -> str:
+    if isinstance(error, UnixClientConnectorError):
+        return error.path
+    proxy = "the proxy " if isinstance(error, aiohttp.ClientProxyConnectionError) else ""
+    return f"{proxy}{error.host}:{error.port}"
+
+
+def _reason(error: OSError) -> str:
+    """What the system says: asyncio puts the address there, which several attempts at once have many of."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error) or type(error).__name__
+    return os.strerror(error.errno)
+
+
+def error_message(body: bytes) -> str:
+    """What a JSON error body says, in any of the shapes that inference servers use; else the body as text."""
+    reply = _json(body)
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+        if isinstance(message, str):
+            return message
+    text = body.decode(errors="replace")
+    return page_text(text) if is_page(text) else text
+
+
+def _codes(body: bytes) -> set[str]:
+    """What an error body calls its error, in any of the places that hosted endpoints use."""
+    reply = _json(body)
+    error = reply.get("error") if isinstance(reply, dict) else None
+    if not isinstance(error, dict):
+        return set()
+    details = error.get("details")
+    named = [error.get("code"), error.get("type"), details.get("error_code") if isinstance(details, dict) else None]
+    return {each for each in named if isinstance(each, str)}
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
+    """Seconds that an endpoint asks to be left alone for; nonsense counts as no advice.
+
+    In milliseconds (`retry-after-ms`), or as `Retry-After` has it: seconds, or a date, which is read against the
+    server's own clock where it gives that.
+    """
+    milliseconds = _number(headers.get("retry-after-ms"))
+    if milliseconds is not None:
+        return milliseconds / 1000.0
+    told = headers.get("retry-after")
+    seconds = _number(told)
+    if seconds is not None or told is None:
+        return seconds
+    until_s, sent_s = _date_s(told), _date_s(headers.get("date"))
+    return None if until_s is None else max(0.0, until_s - (now_s if sent_s is None else sent_s))
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if 0.0 <= number < math.inf else None
+
+
+def _date_s(text: str | None) -> float | None:
+    try:
+        return email.utils.parsedate_to_datetime(text).timestamp() if text else None
+    except (ValueError, TypeError, OverflowError):
+        return None

@@ -1,0 +1,338 @@
+"""Inference servers that we start ourselves, in their own Python environment.
+
+A server's adapter turns `LaunchSettings` into a command line; here it becomes a supervised child process that
+is waited for, explained by its log when it fails, and stopped with everything it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import random
+import shutil
+import socket
+import subprocess
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
+
+import pydantic
+import structlog
+from pydantic import Field
+
+from spot_async.base.addresses import LOOPBACK
+from spot_async.base.concurrency import while_alive
+from spot_async.base.processes.child import ChildProcess, foreign_environment
+from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
+from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
+from spot_async.serving.http.credentials import new_secret
+
+LOG_LINES = 10  # shown of a server that failed, from the end of its log
+LOG_ERRORS = 3  # and what exceptions said before
+PROBE_TIMEOUT_S = 10.0
+PROBE_INTERVAL_S = 0.25
+VERSION_TIMEOUT_S = 60.0
+LAST_REPLY_S = 10.0  # between a server's last reply and its end; SGLang looks for its reasons for five
+# Below those that outgoing connections get: a connection to a server that does not listen yet would now and then
+# get that very port, be connected to itself, and keep the server from listening.
+FREE_PORTS = range(20_000, 32_768)
+NO_SUCH_MODULE = 3
+# Prints the version of the distribution that a module comes from; exits with 3 when there is no such module.
+VERSION_CODE = """
+import importlib.metadata, importlib.util, sys
+sys.path[:] = [path for path in sys.path if path]
+spec = importlib.util.find_spec(sys.argv[1])
+if spec is None or spec.origin is None:
+    sys.exit(3)
+names = importlib.metadata.packages_distributions().get(sys.argv[1], [])
+print(importlib.metadata.version(names[0]) if names else "unknown")
+"""
+
+
+T = TypeVar("T")
+
+
+def _numbers_too(value: Any) -> Any:
+    return str(value) if type(value) is int else value  # `devices: 0` is a number to YAML
+
+
+class LaunchSettings(Section):
+    """A server to start. It needs nothing of this package in its environment."""
+
+    python: str = Field(description="interpreter of the environment that the server is installed in")
+    port: int | None = Field(
+        None, ge=1, le=65535, description="loopback port; default: a private socket (vLLM), else a free one"
+    )
+    devices: Annotated[str | None, pydantic.BeforeValidator(_numbers_too)] = Field(
+        None, description="CUDA_VISIBLE_DEVICES of the server, such as `0,1`; default: all"
+    )
+    tensor_parallel_size: PositiveInt = Field(1, description="devices that share the model")
+    memory_fraction: Probability | None = Field(
+        None, description="share of device memory for weights and KV cache; default: the server's own"
+    )
+    dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
+    arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
+    environment: dict[str, str] = Field(
+        {}, description="further environment variables; no secrets: what this process has is passed on, and not saved"
+    )
+    start_timeout_s: PositiveFloat = Field(600.0, description="longest time until it answers")
+
+    @pydantic.model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        given = None if self.devices is None else len(self.devices.split(","))
+        if given is not None and 1 < self.tensor_parallel_size != given:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices, but devices={self.devices} "
+                f"names {given}"
+            )
+        return self
+
+    def check_machine(self, section: str) -> None:
+        """See `PluginSettings.check_machine`."""
+        if self.interpreter is None:
+            raise ConfigError(
+                f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
+            )
+
+    def check_installed(self, section: str, package: str) -> None:
+        """See `PluginSettings.check_installed`."""
+        try:
+            installed_version(self.model_copy(update={"python": self.interpreter}), package)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("launch", section, 1)) from None
+
+    @property
+    def interpreter(self) -> str | None:
+        """The interpreter's path; None when there is none."""
+        return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
+
+
+def check_together(launches: Sequence[LaunchSettings]) -> None:
+    """Refuse servers that one machine has no room for together. Raises ValueError with the keys at fault.
+
+    A device that several name is shared by shares: each says its own, together they are at most the whole. Which
+    devices there are is not known here, so servers none of which names any are let through.
+    """
+    ports = [each.port for each in launches if each.port is not None]
+    if twice := sorted({port for port in ports if ports.count(port) > 1}):
+        raise ValueError(f"port={twice[0]} is given twice: give each server a port of its own, or none for free ones")
+    names = [None if each.devices is None else each.devices.split(",") for each in launches]
+    if None in names and any(names):
+        raise ValueError("devices: a server without any takes all of them: name those of each server, or of none")
+    for device in sorted({device.strip() for each in names for device in each or []}):
+        shares = [
+            each.memory_fraction
+            for each, named in zip(launches, names, strict=True)
+            if device in map(str.strip, named or [])
+        ]
+        if len(shares) > 1 and sum(share if share is not None else 1.0 for share in shares) > 1.0:
+            raise ValueError(
+                f"devices: {device} is given to {len(shares)} servers: give each others, or a memory_fraction of which "
+                "the sum is at most 1"
+            )
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts a server: all of its command line, the settings' own arguments included.
+
+    Devices and the settings' environment are added to `environment` here. `make_command` may take its time: it
+    runs in a thread, and raises `ConfigError` with keys that begin with `launch`.
+    """
+
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    package: str | None = None  # module that the interpreter must be able to import; None: not looked for
+    uds: str | None = None  # Unix socket that it listens on; None: the port on loopback
+
+
+@dataclass(frozen=True)
+class Doorway:
+    """How a server is to be reached. By its key alone where it listens on a port, since every user can reach that."""
+
+    port: int  # on loopback
+    directory: Path  # nobody else can enter it: for a socket, or for a file of what a command line would show to all
+    key: str = field(repr=False)
+
+    @property
+    def uds(self) -> str:
+        """A Unix socket in place of the port, for a server that can listen on one."""
+        check_length(self.directory)
+        return str(self.directory / "http")
+
+
+MakeCommand = Callable[[LaunchSettings, Path, Doorway], Command]  # of the settings, the model directory and the way in
+Ask = Callable[[float], Awaitable[object]]  # until a deadline; raises a `RequestError` while the server is not ready
+
+
+class LaunchedServer:
+    """A server as our child, from entering to leaving. Entered does not mean that it answers: see `until_ready`."""
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        *,
+        role: str,
+        model: Path,
+        log_path: Path,
+        make_command: MakeCommand,
+        key: str | None = None,
+        name: str | None = None,
+        cores: frozenset[int] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._cores = cores
+        self._role = role  # in configuration keys
+        self._name = name or role  # in messages: which of a role's servers
+        self._model = model.absolute()
+        self._log_path = log_path
+        self._make_command = make_command
+        self._child: ChildProcess
+        self._exit_stack: contextlib.AsyncExitStack
+        self.key = key or new_secret()  # one that its user knows, or this object's alone
+        self.url: str
+        self.uds: str | None
+
+    async def __aenter__(self) -> Self:
+        """Raises `ConfigError` for an interpreter, package or port that cannot be used."""
+        self._settings.check_machine(f"{self._role}.backend.launch")
+        async with contextlib.AsyncExitStack() as stack:
+            directory = stack.enter_context(private_directory("spot-server-"))
+            try:
+                port, command = await asyncio.to_thread(self._prepare, directory)
+            except ConfigError as error:
+                raise ConfigError(f"{self._role}.backend.{error}") from None
+            self.uds = command.uds
+            self.url = f"http://{LOOPBACK}:{port}" if command.uds is None else "http://localhost"
+            self._child = await ChildProcess.start_foreign(
+                self._name,
+                command.argv,
+                log_path=self._log_path,
+                environment=command.environment,
+                cores=self._cores,
+                secret=self.key,
+            )
+            stack.push_async_callback(self._child.stop)
+            self._exit_stack = stack.pop_all()
+        return self
+
+    def _prepare(self, directory: Path) -> tuple[int, Command]:
+        """The port, and the command with its whole environment. Runs the interpreter, so not in the event loop."""
+        settings = self._settings.model_copy(update={"python": self._settings.interpreter})
+        port = free_port() if settings.port is None else check_port(settings.port)
+        command = self._make_command(settings, self._model, Doorway(port, directory, self.key))
+        if command.package is not None:
+            version = installed_version(settings, command.package)
+            structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
+        devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
+        return port, replace(command, environment={**command.environment, **devices, **settings.environment})
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit_stack.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        """Run for as long as it lives; raise `ProcessDiedError`, the log's last lines as its note, when it ends."""
+        try:
+            await self._child.watch()
+        except ProcessDiedError as error:
+            self._explain(error)
+            raise
+
+    async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which asks the server something. Where the server ends of it, that is raised."""
+        try:
+            return await while_alive(work, self.watch)
+        except TransientError:  # a server's last reply comes before its end
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_REPLY_S):
+                    await self.watch()
+            raise
+
+    async def until_ready(self, ask: Ask) -> None:
+        """Return once it answers. Raises `ProcessDiedError` when it ends instead, or takes too long."""
+        last: RequestError | None = None
+
+        async def answered() -> None:
+            nonlocal last
+            while True:
+                try:
+                    await ask(asyncio.get_running_loop().time() + PROBE_TIMEOUT_S)
+                    return
+                except RequestError as error:
+                    last = error
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self.alongside(answered())
+        except TimeoutError:
+            late = ProcessDiedError(
+                f"{self._name} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
+                f"({last}): raise {self._role}.backend.launch.start_timeout_s or see the log: {self._log_path}"
+            )
+            self._explain(late)
+            raise late from None
+
+    def _explain(self, error: ProcessDiedError) -> None:
+        lines, errors = self._child.last_lines(LOG_LINES), self._child.earlier_errors(LOG_ERRORS, LOG_LINES)
+        error.add_note("\n".join(f"  {line}" for line in [*errors, *(["..."] if errors else []), *lines]))
+
+
+def installed_version(settings: LaunchSettings, package: str) -> str:
+    """The version of the distribution that a module comes from, in the settings' environment; asked for once.
+
+    Raises `ConfigError` when it is not there.
+    """
+    return _installed_version(settings.python, package, settings.environment.get("PYTHONPATH"))
+
+
+@functools.lru_cache
+def _installed_version(python: str, package: str, python_path: str | None) -> str:
+    own = {} if python_path is None else {"PYTHONPATH": python_path}
+    command = [python, "-c", VERSION_CODE, package]
+    try:
+        done = subprocess.run(
+            command,
+            env=foreign_environment(own),
+            capture_output=True,
+            text=True,
+            timeout=VERSION_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"launch.python: cannot run {python}: {error}") from None
+    if done.returncode == NO_SUCH_MODULE:
+        raise ConfigError(f"launch.python: no {package} in {python}: install it there, or name another interpreter")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"launch.python: {python} cannot look for {package}: {lines[-1]}")
+    return done.stdout.split()[-1]
+
+
+def check_port(port: int) -> int:
+    """The port, when it can be listened at; raises `ConfigError` when another program does."""
+    if not _is_free(port):
+        raise ConfigError(f"launch.port={port}: taken by another program; give another one, or none for a free one")
+    return port
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens at."""
+    return next(port for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no listeners
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True

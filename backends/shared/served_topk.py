@@ -1,0 +1,63 @@
+"""Scores of servers that give a top-K and no entropy: bounds take its place. Pure.
+
+Every served K tightens the bounds, also those past the k that were asked for (method.md section 1).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from spot_async.models.entropy import entropy_bounds
+from spot_async.types import FloatArray, IntArray, ScoredPositions, TokenScores, WeightVersion
+
+from .replies import check_logprobs
+
+
+def bounded_scores(
+    logprobs: FloatArray,
+    topk_ids: IntArray,
+    topk_logprobs: FloatArray,
+    *,
+    top_k: int,
+    vocab_size: int,
+    noise_nats: float,
+    version: WeightVersion,
+) -> TokenScores:
+    """Scores of T tokens from their log-probabilities (T,) and a served top-K (T, K), cut to the `top_k` asked for.
+
+    Raises `PoisonedReplyError` for numbers that are no log-probabilities: bounds of those would be nothing.
+    """
+    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
+    lower, upper = _widened_bounds(topk_logprobs, vocab_size, noise_nats)
+    return TokenScores(
+        logprobs=logprobs,
+        topk_ids=topk_ids[:, :top_k],
+        topk_logprobs=topk_logprobs[:, :top_k],
+        entropy=((lower + upper) / 2).astype(np.float32),
+        entropy_lower=lower,
+        entropy_upper=upper,
+        version=version,
+    )
+
+
+def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_size: int) -> ScoredPositions:
+    """Positions (N, K) that were asked for by themselves. What they show is what they are, so nothing is widened.
+
+    Raises `PoisonedReplyError`, as `bounded_scores`.
+    """
+    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
+    lower, upper = _widened_bounds(topk_logprobs, vocab_size, 0.0)
+    return ScoredPositions(topk_ids=topk_ids, topk_logprobs=topk_logprobs, entropy_lower=lower, entropy_upper=upper)
+
+
+def _widened_bounds(topk_logprobs: FloatArray, vocab_size: int, noise_nats: float) -> tuple[FloatArray, FloatArray]:
+    """Bounds (T,) of the entropy. Log-probabilities that are off by e move it by e (1 + H) at most, to first order."""
+    if not topk_logprobs.size:  # nothing is shown
+        rows = len(topk_logprobs)
+        return np.zeros(rows, np.float32), np.full(rows, math.log(vocab_size), np.float32)
+    lower, upper = entropy_bounds(topk_logprobs, vocab_size)
+    slack = noise_nats * (1.0 + upper)
+    lower, upper = np.maximum(lower - slack, 0.0), np.minimum(upper + slack, math.log(vocab_size))
+    return np.minimum(lower, upper).astype(np.float32), upper.astype(np.float32)

@@ -1,0 +1,128 @@
+"""Checks a weight snapshot before it is sent to a server that is not ours.
+
+Real servers trust what they are given: a file that is cut off or a tensor of another shape kills them, and a
+missing tensor leaves a mix of two models that answers as if nothing had happened. So a snapshot is compared with
+the model directory that the server was started with. Only the headers of the safetensors files are read, never a
+tensor; whether numbers are finite is the publisher's to guarantee. Sending is the adapters' part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from spot_async.errors import DataError
+from spot_async.models.files import files_signature
+from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
+
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers cast these into one another while they load
+# Not parameters, though older checkpoints hold them: servers compute them, and transformers publishes none.
+COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+TIED_SUFFIX = "lm_head.weight"  # what a model with tied embeddings may leave out
+
+
+class TensorHeader(NamedTuple):
+    """What a file's header says of one tensor."""
+
+    dtype: str  # as safetensors spells it, such as BF16
+    shape: tuple[int, ...]
+
+
+Layout = Mapping[str, TensorHeader]  # of all of a directory's tensors, by name
+
+
+async def check_snapshot(directory: str | Path, like: str | Path) -> Layout:
+    """Whether `directory` holds exactly the weights of the model in `like`; returns what it holds.
+
+    Raises `DataError`, one line that names the first tensor or file at fault: files missing, cut off or too many,
+    tensors missing, unknown, twice, of another shape or of a type that servers do not convert. The tied output
+    layer may be left out. Runs beside the event loop.
+    """
+    return await asyncio.to_thread(_check, Path(directory), Path(like))
+
+
+def _check(directory: Path, like: Path) -> Layout:
+    found = _read_layout(directory, _snapshot_files(directory))
+    expected, tied = _model_layout(like, files_signature(weight_files(like)))
+    compare(directory, found, expected, tied=tied)
+    return found
+
+
+def compare(directory: Path, found: Layout, expected: Layout, *, tied: bool) -> None:
+    """Raises `DataError` for the first tensor, by name, that `found` has otherwise than `expected`.
+
+    With `tied` embeddings either may go without the output layer.
+    """
+
+    def needed(names: Iterable[str]) -> list[str]:
+        return sorted(
+            name for name in names if not name.endswith(COMPUTED_SUFFIXES) and not (tied and name.endswith(TIED_SUFFIX))
+        )
+
+    if missing := needed(expected.keys() - found.keys()):
+        raise DataError(f"{directory}: tensor {missing[0]!r} is missing ({len(missing)} of {len(expected)} in all)")
+    if unknown := needed(found.keys() - expected.keys()):
+        raise DataError(f"{directory}: tensor {unknown[0]!r} is not one of the served model's ({len(unknown)} in all)")
+    for name in sorted(found.keys() & expected.keys()):
+        ours, served = found[name], expected[name]
+        if ours.shape != served.shape:
+            raise DataError(
+                f"{directory}: tensor {name!r} has shape {ours.shape}, the served model's has {served.shape}"
+            )
+        if ours.dtype != served.dtype and not {ours.dtype, served.dtype} <= FLOATING:
+            raise DataError(f"{directory}: tensor {name!r} is {ours.dtype}, the served model's is {served.dtype}")
+
+
+@functools.lru_cache(maxsize=8)
+def _model_layout(like: Path, signature: object) -> tuple[Layout, bool]:
+    """The served model's tensors, and whether its output layer is its embedding. `signature` tells replaced files."""
+    layout = _read_layout(like, weight_files(like))
+    has_output_layer = any(name.endswith(TIED_SUFFIX) for name in layout)
+    return layout, not has_output_layer or _ties_embeddings(like)
+
+
+def _ties_embeddings(directory: Path) -> bool:
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        return bool(config.get("text_config", config).get("tie_word_embeddings", False))
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{directory}: cannot read config.json: {error}") from None
+
+
+def _snapshot_files(directory: Path) -> list[Path]:
+    """The snapshot's files: where an index lies servers load what it names, else every file, and never a choice."""
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such weight directory")
+    files = weight_files(directory)
+    if files == [directory / SINGLE_FILE]:
+        if (directory / INDEX_FILE).exists():
+            raise DataError(f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not meant")
+        if others := sorted({*directory.glob("*.safetensors")} - {*files}):
+            raise DataError(f"{others[0]}: is no part of the weights, but servers would load it too; remove it")
+    return files
+
+
+def _read_layout(directory: Path, files: Sequence[Path]) -> Layout:
+    layout: dict[str, TensorHeader] = {}
+    for path in files:
+        for name, header in _read_headers(path).items():
+            if name in layout:
+                raise DataError(f"{path}: tensor {name!r} is in another file of {directory} too")
+            layout[name] = header
+    return layout
+
+
+def _read_headers(path: Path) -> dict[str, TensorHeader]:
+    """Every tensor's type and shape. safetensors compares the header with the file's size by itself."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return {name: TensorHeader(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: cannot be read, it may be cut off: {error}") from None

@@ -1,0 +1,248 @@
+"""How published weights reach inference servers: by a directory that both sides can read, or from process to process.
+
+`WeightTransport` is what every adapter asks of either; each adds what its own server needs. Here are their settings
+and `WeightSender`, our end of a process group: a child process that reads a snapshot's files and broadcasts its
+tensors (`weight_sender.py`), so that neither torch nor a tensor enters the orchestrator. How a server is told to
+receive is its adapter's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+
+import httpx
+import msgspec
+import zmq
+import zmq.asyncio
+from pydantic import Field
+
+from spot_async.base import wire
+from spot_async.base.addresses import is_loopback
+from spot_async.base.concurrency import while_alive
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.private_directory import private_directory
+from spot_async.config import Section
+from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
+from spot_async.types import WeightSnapshot
+
+from .snapshots import Layout
+
+TORCH_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+}  # names of safetensors' types in torch
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # of an element; 1 otherwise
+BUCKET_BYTES = 1 << 30  # broadcast by one request; the server needs as much memory besides its weights
+
+
+class WeightSettings(Section):
+    """How new weights reach the servers of a student."""
+
+    transport: Literal["disk", "distributed"] = Field(
+        "disk", description="disk: servers read the published directory; distributed: they receive its tensors"
+    )
+    backend: Literal["nccl", "gloo"] = Field("nccl", description="of the distributed transport: between GPUs or CPUs")
+    address: str = Field("127.0.0.1", description="of this machine as servers reach it; distributed listens there")
+    port: int | None = Field(None, ge=1, le=65535, description="where distributed listens; default: a free one")
+    device: str | None = Field(None, description="of the sending process; default: `cuda:0` for nccl, `cpu` for gloo")
+
+
+def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: int) -> None:
+    """Refuse a distributed transport in which a server elsewhere would look for us on its own machine, or several
+    at one port.
+
+    Raises ValueError. `urls` are those of the servers that we do not start.
+    """
+    if settings.transport != "distributed":
+        return
+    if settings.port is not None and servers > 1:
+        raise ValueError(
+            f"weights.port={settings.port}: {servers} servers get their weights from as many ports: remove it for free "
+            "ones"
+        )
+    for host in (httpx.URL(url).host for url in urls):
+        if is_loopback(settings.address) and not is_loopback(host):
+            raise ValueError(
+                f"weights.address={settings.address} means the server's own machine to {host}: give this machine's "
+                f"address as {host} reaches it, or weights.transport=disk"
+            )
+
+
+class WeightTransport(Protocol):
+    """Gives a paused server new weights and their name."""
+
+    async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
+        """Returns once the server holds the snapshot, whose tensors are those of `layout`, under its version."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what is kept between updates."""
+        ...
+
+
+class Tensor(NamedTuple):
+    """One tensor of a broadcast, as both ends must see it."""
+
+    name: str
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+
+
+def buckets(layout: Layout, capacity_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """All tensors, by name, in groups of at most `capacity_bytes` (a larger tensor is alone)."""
+    bucket: list[Tensor] = []
+    size = 0
+    for name, header in sorted(layout.items()):
+        count = BYTES.get(header.dtype, 1)
+        for length in header.shape:
+            count *= length
+        if bucket and size + count > capacity_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(Tensor(name, TORCH_TYPES[header.dtype], header.shape))
+        size += count
+    if bucket:
+        yield bucket
+
+
+# What is said over the socket: one command, one answer.
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    group: str
+    world_size: int
+
+
+class Mint(msgspec.Struct, frozen=True, tag="mint"):
+    pass
+
+
+class JoinNccl(msgspec.Struct, frozen=True, tag="join_nccl"):
+    unique_id: bytes
+    world_size: int
+
+
+class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
+    directory: str
+    names: list[str]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    port: int
+
+
+class Minted(msgspec.Struct, frozen=True, tag="minted"):
+    unique_id: bytes
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    pass
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    message: str
+
+
+Command: TypeAlias = Join | Mint | JoinNccl | Broadcast
+Answer: TypeAlias = Ready | Minted | Done | Failure
+
+
+def endpoint(channel_directory: str) -> str:
+    """The socket's address inside the private directory that both ends know."""
+    return f"ipc://{channel_directory}/sender.sock"
+
+
+class WeightSender:
+    """A sending process. Every error of it is a `TransientError`; after one, stop it. It can be started again."""
+
+    def __init__(self, settings: WeightSettings, *, name: str, log_directory: Path) -> None:
+        self._settings = settings
+        self._name = f"{name}-weights"
+        self._log_path = log_directory / f"{self._name}.log"
+        self._resources = AsyncExitStack()
+        self._socket: zmq.asyncio.Socket
+        self._child: ChildProcess
+
+    async def start(self, *, deadline: float) -> int:
+        """The port that it listens at. Only now may a server be told to join: it waits for as long as it takes."""
+        async with AsyncExitStack() as stack:
+            directory = str(stack.enter_context(private_directory("spot-sender-")))
+            context = stack.enter_context(zmq.asyncio.Context())
+            self._socket = stack.enter_context(context.socket(zmq.PAIR))
+            self._socket.linger = 0
+            self._socket.bind(endpoint(directory))
+            settings = self._settings
+            device = settings.device or ("cuda:0" if settings.backend == "nccl" else "cpu")
+            self._child = await ChildProcess.start(
+                self._name,
+                [
+                    *(sys.executable, "-m", "spot_async.backends.shared.weight_sender", directory),
+                    *(settings.backend, device, settings.address, str(settings.port or 0)),
+                ],
+                log_path=self._log_path,
+            )
+            stack.push_async_callback(self._child.stop, 0.0)
+            ready = await self._while_it_lives(self._receive(), "start", deadline)
+            self._resources = stack.pop_all()
+        return cast(Ready, ready).port
+
+    async def stop(self) -> None:
+        """End the process, whatever it does. Idempotent."""
+        await self._resources.aclose()
+
+    async def join(self, group: str, *, world_size: int, deadline: float) -> None:
+        """Become rank 0; returns when all others have joined too."""
+        await self._while_it_lives(self._ask(Join(group, world_size)), "join the group", deadline)
+
+    async def mint(self, *, deadline: float) -> bytes:
+        """A new NCCL id, by which ranks find rank 0: this process."""
+        minted = await self._while_it_lives(self._ask(Mint()), "make an NCCL id", deadline)
+        return cast(Minted, minted).unique_id
+
+    async def join_nccl(self, unique_id: bytes, *, world_size: int, deadline: float) -> None:
+        """`join` for ranks that meet by NCCL's id alone, as vLLM's do; both sides must join at once."""
+        await self._while_it_lives(self._ask(JoinNccl(unique_id, world_size)), "join the group", deadline)
+
+    async def broadcast(self, directory: str, tensors: Sequence[Tensor], *, deadline: float) -> None:
+        """Send tensors of a snapshot, in this order; returns when they are received."""
+        command = Broadcast(directory, [tensor.name for tensor in tensors])
+        await self._while_it_lives(self._ask(command), f"send {len(tensors)} tensors", deadline)
+
+    async def _ask(self, command: Command) -> Answer:
+        await self._socket.send(wire.encode(command))
+        return await self._receive()
+
+    async def _receive(self) -> Answer:
+        answer: Answer = wire.decode(await self._socket.recv(), cast(Any, Answer))
+        return answer
+
+    async def _while_it_lives(self, conversation: Coroutine[Any, Any, Answer], what: str, deadline: float) -> Answer:
+        try:
+            async with asyncio.timeout_at(deadline):
+                answer = await while_alive(conversation, self._child.watch)
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self._name}: did not {what} before the deadline") from None
+        except ProcessDiedError as died:
+            raise TransientError(str(died)) from None
+        except (msgspec.DecodeError, zmq.ZMQError) as error:
+            raise TransientError(f"{self._name}: cannot {what}: {error}") from error
+        if isinstance(answer, Failure):
+            raise TransientError(f"{self._name}: cannot {what}: {answer.message}")
+        return answer
+
+
+def environment_of(address: str) -> Mapping[str, str]:
+    """Keeps the group's own sockets off the network while it is met on the loopback address."""
+    if not address.startswith("127."):
+        return {}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}

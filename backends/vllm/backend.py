@@ -1,0 +1,409 @@
+"""The adapter for vLLM servers, 0.16 and later; attached to or started.
+
+Requests and replies are `vllm_client`'s, what a server can do is found by `vllm_probes`, weights go through
+`vllm_weights`. Here these become generations, scores and candidates with versions and entropies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+import structlog
+
+from spot_async.base.concurrency import gather
+from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
+from spot_async.models.alignment import branch_prefix, decision_row
+from spot_async.types import (
+    CandidateSupport,
+    Capabilities,
+    FinishReason,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    ScoredPositions,
+    TokenScores,
+    VersionSpan,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+from ..shared.health import Standstill
+from ..shared.held_weights import INITIAL, WeightNames
+from ..shared.launch import LaunchSettings
+from ..shared.limits import Limits
+from ..shared.masking import logit_bias
+from ..shared.remote import RemoteBackend, RemoteServer
+from ..shared.replies import check_candidates, check_generation
+from ..shared.served_topk import bounded_scores, scored_positions
+from ..shared.student_settings import StudentServerSettings
+from . import health as vllm_health
+from . import sleeping as vllm_sleeping
+from .client import Sampled, VllmClient, check_temperature, read_error
+from .discovery import ServerFacts, probe
+from .launch import PACKAGE, vllm_command
+from .replies import version_spans
+from .transfer import make_updater, transfer_config
+
+PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
+CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
+SINGLE_REQUESTS = 128  # requests in flight at once for positions and tokens that are asked for one by one
+LAUNCHED_MAX_LOGPROBS = 64
+
+T = TypeVar("T")
+
+
+class VllmBackend(RemoteBackend):
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
+
+    class Settings(StudentServerSettings):
+        PACKAGE = PACKAGE
+        kind: str = "vllm"
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._settings = settings
+        self._name = settings.server_name(role)
+        self._is_student = role == "student"
+        if self._is_student and isinstance(settings.where, LaunchSettings) and settings.where.port is not None:
+            raise ConfigError(
+                f"student.backend.launch.port={settings.where.port}: vLLM asks for no key before it takes weights, so "
+                "every user of the machine could replace the student there: remove it, for a private socket"
+            )
+        # One more than is asked for: the sampled token takes a place among those of its position.
+        make_command = functools.partial(
+            vllm_command,
+            max_logprobs=max(LAUNCHED_MAX_LOGPROBS, settings.top_k or 0) + 1,
+            takes_weights=self._is_student,
+            sleeps=settings.sleep_while_training,
+            weight_transfer=transfer_config(settings.weights),
+        )
+        self._server = RemoteServer(
+            settings,
+            role=role,
+            model=model,
+            run_directory=run_directory,
+            make_command=make_command,
+            read_error=functools.partial(read_error, role),
+        )
+        self._client = VllmClient(self._server)
+        self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
+        self._singles = asyncio.Semaphore(SINGLE_REQUESTS)
+        self._found: ServerFacts
+        self._names = WeightNames(self._name, is_student=self._is_student)
+        self._standstill = Standstill()
+        self._updates = 0
+
+    async def __aenter__(self) -> Self:
+        await self._server.__aenter__()
+        try:
+            deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
+            self._found = await self._server.alongside(probe(self._client, deadline=deadline))
+            self._names.start(self._found.weights)
+            if self.sleeps_while_training:
+                await vllm_sleeping.check_can_sleep(self._server, deadline=deadline)
+            if self._is_student and not self._found.takes_weights:
+                structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)
+            elif self._is_student and not self._settings.is_attached:
+                await self._updater.name(str(INITIAL), deadline=deadline)
+                self._names.start(str(INITIAL))
+        except BaseException as error:
+            await self._server.__aexit__(None, None, None)
+            if isinstance(error, PermanentError):  # of a first request: the server's flags, key or model
+                raise ConfigError(str(error)) from None
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._updater.close()
+        finally:
+            await self._server.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        await self._server.watch()
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        """What was found at start-up."""
+        found, files = self._found, self._server.files
+        takes_weights = self._is_student and found.takes_weights
+        top_k = min(found.max_logprobs, files.vocab_size)
+        return Capabilities(
+            model=self._client.model,
+            vocab_size=files.vocab_size,
+            vocab_fingerprint=files.vocabulary.fingerprint,
+            max_context_tokens=self._max_context_tokens,
+            max_top_k=top_k,
+            max_generation_top_k=top_k if top_k == files.vocab_size else max(0, top_k - 1),
+            max_position_top_k=0 if found.processed else top_k,
+            exact_entropy=False,
+            candidate_logprobs=self._candidate_support,
+            weight_update=takes_weights,
+            weight_transport=self._settings.weights.transport if takes_weights else None,
+            logprob_noise_nats=found.noise_nats,
+            logprob_convention="truncated" if found.processed else "untruncated",
+            score_temperature="one",
+            generation_temperature="request" if found.processed else "one",
+            version=None if takes_weights and self._settings.is_attached else INITIAL,
+            server=f"vllm {found.version}",
+        )
+
+    @property
+    def _max_context_tokens(self) -> int:
+        """A scored sequence needs room for the one token that vLLM always samples."""
+        scores = not self._is_student or self._found.chosen_tokens
+        return self._found.max_model_len - scores
+
+    @property
+    def _limits(self) -> Limits:
+        found, vocab_size = self._found, self._server.files.vocab_size
+        max_top_k = min(found.max_logprobs, vocab_size)
+        return Limits(self._name, vocab_size, found.max_model_len, max_top_k, "--max-model-len", "--max-logprobs")
+
+    @property
+    def _candidate_support(self) -> CandidateSupport:
+        if self._found.chosen_tokens:
+            return "batched"
+        return "none" if self._found.processed else "single"
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        self._limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
+        parameters: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # only those given end a response
+            **logit_bias(sampling, vocab_size := self._server.files.vocab_size),
+        }
+        names = self._names.now()
+
+        def make(reply: Sampled) -> Generation:
+            generation = Generation(
+                token_ids=reply.token_ids,
+                logprobs=reply.logprobs,
+                finish_reason=cast(FinishReason, reply.finish_reason),
+                version_spans=version_spans(names, reply.spans, len(reply.token_ids)),
+                topk_ids=reply.topk_ids if top_k else None,
+                topk_logprobs=reply.topk_logprobs if top_k else None,
+            )
+            return check_generation(generation, sampling, top_k=top_k, vocab_size=vocab_size)
+
+        return await self._client.sample_as(
+            make,
+            prompt_ids.tolist(),
+            parameters,
+            top_k=top_k,
+            logprobs=min(top_k + 1, vocab_size) if top_k else 0,
+            deadline=deadline,
+        )
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        """Scores at temperature 1: vLLM scores given tokens at no other."""
+        check_temperature(self._name, temperature)
+        if not len(prompt_ids):
+            raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
+        self._limits.check(np.concatenate([prompt_ids, response_ids]), new_tokens=1, top_k=top_k)  # always sampled
+        vocab_size = self._server.files.vocab_size
+        served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
+        if len(response_ids):
+            logprobs, topk_ids, topk_logprobs = await self._client.score(
+                prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
+            )
+        else:
+            logprobs = np.zeros(0, np.float32)
+            topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
+        return bounded_scores(
+            logprobs,
+            topk_ids,
+            topk_logprobs,
+            top_k=top_k,
+            vocab_size=vocab_size,
+            noise_nats=self._found.noise_nats,
+            version=INITIAL,
+        )
+
+    async def score_at(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        *,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+    ) -> ScoredPositions:
+        """One request a position: vLLM serves a wide top-k of what it samples, and of a whole prompt or nothing."""
+        check_temperature(self._name, temperature)
+        rows = await self._one_by_one(
+            functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
+            for prefix in _prefixes(prompt_ids, response_ids, positions)
+        )
+        none = np.zeros((0, top_k))
+        return scored_positions(
+            np.concatenate([none.astype(np.int32), *(row.topk_ids for row in rows)]),
+            np.concatenate([none.astype(np.float32), *(row.topk_logprobs for row in rows)]),
+            vocab_size=self._server.files.vocab_size,
+        )
+
+    async def candidate_logprobs(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        temperature: float,
+        expected_version: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        """Candidates at temperature 1, as the student's own log-probabilities are."""
+        check_temperature(self._name, temperature)
+        if not candidate_ids.size:
+            return np.zeros(candidate_ids.shape, np.float32)
+        self._limits.check_positions(positions, response_ids)
+        self._limits.check_ids(candidate_ids)
+        if self._candidate_support == "batched":
+            logprobs = await self._chosen_at_once(
+                prompt_ids, response_ids, positions, candidate_ids, expected_version, deadline
+            )
+        elif self._candidate_support == "single":
+            logprobs = await self._chosen_singly(
+                _prefixes(prompt_ids, response_ids, positions), candidate_ids, expected_version, deadline
+            )
+        else:
+            raise ConfigError(
+                f"{self._server.section}: no log-probabilities of chosen tokens with --logprobs-mode "
+                "processed_logprobs: start the server without it"
+            )
+        check_candidates(logprobs, candidate_ids)
+        return logprobs
+
+    async def _chosen_singly(
+        self, prefixes: Sequence[list[int]], candidate_ids: IntArray, expected: WeightVersion, deadline: float
+    ) -> FloatArray:
+        """(N, k): one request a position for its top-k, then one for each token that is not among those."""
+        top_k = min(self._found.max_logprobs, self._server.files.vocab_size, CANDIDATE_TOP_K)
+        names = self._names.now()
+        widest = await self._one_by_one(
+            functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline) for prefix in prefixes
+        )
+        found = [dict(zip(row.topk_ids[0].tolist(), row.topk_logprobs[0].tolist(), strict=True)) for row in widest]
+        missing = [
+            (n, token_id)
+            for n, tokens in enumerate(candidate_ids.tolist())
+            for token_id in tokens
+            if token_id not in found[n]
+        ]
+        singles = await self._one_by_one(
+            functools.partial(self._client.next_token, prefixes[n], token_id, deadline=deadline)
+            for n, token_id in missing
+        )
+        for row in (*widest, *singles):
+            self._expect(expected, version_spans(names, row.spans, 1))
+        for (n, token_id), row in zip(missing, singles, strict=True):
+            found[n][token_id] = float(row.logprobs[0])
+        rows = [[found[n][token_id] for token_id in tokens] for n, tokens in enumerate(candidate_ids.tolist())]
+        return np.array(rows, np.float32).reshape(candidate_ids.shape)
+
+    async def _chosen_at_once(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        expected: WeightVersion,
+        deadline: float,
+    ) -> FloatArray:
+        """One request for all of them (N, k); rows between those that are asked for stay empty."""
+        places = positions.tolist()
+        # A position that is named twice asks for all its tokens in one row.
+        wanted: dict[int, list[int]] = {}
+        columns = []
+        for position, tokens in zip(places, candidate_ids.tolist(), strict=True):
+            row = wanted.setdefault(position, [])
+            columns.append(len(row))
+            row.extend(tokens)
+        first, last = min(wanted), max(wanted)
+        updates, names = self._updates, self._names.now()
+        served = await self._client.chosen(
+            [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
+            [wanted.get(position, []) for position in range(first, last + 1)],
+            start=decision_row(len(prompt_ids), first),
+            check=lambda spans: self._expect(expected, version_spans(names, spans, 1)),
+            deadline=deadline,
+        )
+        if updates != self._updates:  # the version is that of the token after these rows
+            raise VersionMismatchError(f"{self._name}: the weights changed while candidates were scored")
+        count = candidate_ids.shape[1]
+        return np.stack(
+            [
+                served[position - first, column : column + count]
+                for position, column in zip(places, columns, strict=True)
+            ]
+        )
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """All or nothing, and without an answer lost: responses under way go on with the new weights."""
+        if not self._found.takes_weights:
+            needs = self._found.weights_need
+            raise ConfigError(f"{self._server.section}: the server takes no weights: it needs {needs}")
+        self._updates += 1
+        with self._standstill.loading(), self._names.updating(snapshot.version):
+            await self._updater.update(snapshot, deadline=deadline)
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        self._standstill.sleeping(True)
+        await vllm_sleeping.sleep(self._server, deadline=deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await vllm_sleeping.wake(self._server, deadline=deadline)
+        self._standstill.sleeping(False)
+
+    async def ping(self, *, deadline: float) -> None:
+        names = self._names.now()
+        await self._standstill.ping(
+            lambda: vllm_health.ask_engine(self._client, names, deadline=deadline),
+            lambda: self._server.endpoint.get("/health", deadline=deadline),
+        )
+
+    async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
+        """Results in order, with at most `SINGLE_REQUESTS` in flight."""
+
+        async def ask(request: Callable[[], Awaitable[T]]) -> T:
+            async with self._singles:
+                return await request()
+
+        return await gather(ask(request) for request in requests)
+
+    def _expect(self, expected: WeightVersion, spans: Sequence[VersionSpan]) -> None:
+        for span in spans:
+            if span.version != expected:
+                raise VersionMismatchError(f"{self._name}: holds weights {span.version}, {expected} were asked for")
+
+
+def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
+    """The context of each response position's decision."""
+    return [branch_prefix(prompt_ids, response_ids, position).tolist() for position in positions.tolist()]

@@ -1,0 +1,215 @@
+"""Requests to one vLLM server and their failures: responses sampled, given tokens scored, chosen tokens asked for.
+
+Numbers as the server gives them: no versions, no entropies, no capabilities. Those are the adapter's (`vllm`).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
+from spot_async.models.alignment import branch_prefix_length
+from spot_async.spending.prices import Size
+from spot_async.types import FloatArray, IntArray
+
+from ..shared.remote import RemoteServer
+from ..shared.replies import check_logprobs, check_rows
+from ..shared.stepwise import Steps
+from .replies import Answer, CompletionsRoute, Dialect, GenerateRoute, NamedSpan, read_npy, read_prompt_row, read_table
+
+UNFINISHED = frozenset({"abort", "error"})  # replies of status 200 that end before the response does
+SCALE_OUT = b"--enable-scale-out"
+
+T = TypeVar("T")
+
+
+class NoSuchRouteError(PermanentError):
+    """The server was started without what serves this path, or is too old for it."""
+
+
+class Sampled(NamedTuple):
+    """One response."""
+
+    token_ids: IntArray  # (T,)
+    logprobs: FloatArray  # (T,)
+    topk_ids: IntArray  # (T, K)
+    topk_logprobs: FloatArray  # (T, K) descending
+    finish_reason: str  # stop or length
+    spans: Sequence[NamedSpan]
+
+
+class Scored(NamedTuple):
+    """Rows of given tokens."""
+
+    logprobs: FloatArray  # (T,)
+    topk_ids: IntArray  # (T, K)
+    topk_logprobs: FloatArray  # (T, K) descending
+
+
+def read_error(role: str, status: int, body: bytes) -> RequestError | None:
+    """A `http.ReadError` once the role is given."""
+    if status == 404 and b'"error"' not in body:  # a 404 about the model has one
+        return NoSuchRouteError(f"{role}: HTTP 404: the server has no such route")
+    if status == 403 and SCALE_OUT in body:
+        return PermanentError(
+            f"{role}.backend: the server takes no token ids: add --enable-scale-out to its command and restart it"
+        )
+    return None
+
+
+def check_temperature(role: str, temperature: float) -> None:
+    """Given tokens are scored at temperature 1 in every mode, and so are others where nothing processes them."""
+    if temperature != 1.0:
+        raise PermanentError(
+            f"{role}: vLLM scores tokens at temperature 1 only, not at {temperature:g}: set sampling.temperature=1"
+        )
+
+
+class VllmClient:
+    """Speaks the best dialect that the server has; `model` is the name that requests carry."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self.server = server
+        self.model = ""
+        self.route: Dialect = GenerateRoute()
+
+    def use_completions(self) -> None:
+        """For servers without the route that takes and gives token ids only."""
+        self.route = CompletionsRoute()
+
+    async def sample(
+        self, prompt: list[int], parameters: Mapping[str, Any], *, top_k: int, logprobs: int, deadline: float
+    ) -> Sampled:
+        """`parameters` are vLLM's SamplingParams. The sampled token's place is one of the `logprobs` asked for."""
+        return await self.sample_as(
+            lambda sampled: sampled, prompt, parameters, top_k=top_k, logprobs=logprobs, deadline=deadline
+        )
+
+    async def sample_as(
+        self,
+        make: Callable[[Sampled], T],
+        prompt: list[int],
+        parameters: Mapping[str, Any],
+        *,
+        top_k: int,
+        logprobs: int,
+        deadline: float,
+    ) -> T:
+        """What `make` says of the response; what it raises is said of this reply."""
+
+        def read(answer: Answer) -> Steps[T]:
+            token_ids = np.array(answer.token_ids, np.int32)
+            if len(answer.token_rows) != len(token_ids):
+                raise PoisonedReplyError(f"{len(answer.token_rows)} log-probabilities of {len(token_ids)} tokens")
+            table = yield from read_table(answer.token_rows, self.route.read_row, width=logprobs + 1)
+            top, own = table.top(top_k), table.of_tokens(token_ids)
+            check_rows(token_ids, own, *top, top_k=top_k, vocab_size=self.server.files.vocab_size)
+            return make(Sampled(token_ids, own, *top, answer.finish_reason, answer.spans))
+
+        return await self._ask(prompt, {**parameters, "logprobs": logprobs}, read, deadline=deadline)
+
+    async def score(self, prompt: list[int], response: list[int], *, top_k: int, deadline: float) -> Scored:
+        """Scores at temperature 1, whatever the server's mode. Never send `skip_reading_prefix_cache` with it."""
+        count = len(prompt) + len(response)
+
+        def read(answer: Answer) -> Steps[Scored]:
+            if len(answer.prompt_rows) != count:
+                raise PoisonedReplyError(f"{len(answer.prompt_rows)} rows of {count} tokens")
+            # Row i is the distribution that token i was read against: its own decision, one after decision_row.
+            rows = answer.prompt_rows[branch_prefix_length(len(prompt), 0) :]
+            table = yield from read_table(rows, read_prompt_row, width=top_k + 1)
+            response_ids = np.array(response, np.int32)
+            scored = Scored(table.of_tokens(response_ids), *table.top(top_k))
+            yield
+            check_rows(response_ids, *scored, top_k=top_k, vocab_size=self.server.files.vocab_size)
+            return scored
+
+        parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+        return await self._ask(prompt + response, parameters, read, deadline=deadline)
+
+    async def next_token(self, prefix: list[int], token_id: int, *, deadline: float) -> Sampled:
+        """A chosen token after a prefix: nothing else may be sampled, and unprocessed log-probabilities do not know."""
+        parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "allowed_token_ids": [token_id]}
+        sampled = await self.sample(prefix, parameters, top_k=0, logprobs=0, deadline=deadline)
+        if sampled.token_ids.tolist() != [token_id]:
+            raise PoisonedReplyError(f"{self.server.name}: sampled {sampled.token_ids} where {token_id} alone may be")
+        return sampled
+
+    async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:
+        """The top-k after a prefix. The likeliest token is sampled, so it takes no place of the others."""
+        parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        sampled = await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
+        if len(sampled.token_ids) != 1:
+            raise PoisonedReplyError(f"{self.server.name}: {len(sampled.token_ids)} tokens where one was asked for")
+        return sampled
+
+    async def chosen(
+        self,
+        token_ids: list[int],
+        rows: list[list[int]],
+        *,
+        start: int,
+        check: Callable[[Sequence[NamedSpan]], None] = lambda spans: None,
+        deadline: float,
+    ) -> FloatArray:
+        """Log-probabilities (R, k) of `rows`' ids at the output rows from `start` on; short rows end in -inf.
+
+        `check` is given the weights that the reply names. Servers with the V2 model runner, 0.32 or later; a
+        `PermanentError` from others.
+        """
+
+        def read(answer: Answer) -> Steps[FloatArray]:
+            check(answer.spans)
+            if answer.chosen is None:
+                raise PoisonedReplyError("no log-probabilities of the chosen tokens")
+            yield
+            array = read_npy(base64.b64decode(answer.chosen), (len(rows), max(map(len, rows))))
+            asked = np.arange(array.shape[1]) < np.array([len(row) for row in rows])[:, None]
+            check_logprobs("log-probabilities of chosen tokens", array[asked], (int(asked.sum()),))
+            return array
+
+        parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprob_token_ids": rows}
+        return await self._ask(token_ids, {**parameters, "prompt_logprob_start": start}, read, deadline=deadline)
+
+    async def _ask(
+        self,
+        token_ids: list[int],
+        parameters: Mapping[str, Any],
+        read: Callable[[Answer], Steps[T]],
+        *,
+        deadline: float,
+    ) -> T:
+        def decode(reply: bytes) -> Steps[T]:
+            answer = self.route.read(reply)
+            self._check_finished(answer)
+            yield
+            return (yield from read(answer))
+
+        body = self.route.body(self.model, token_ids, parameters)
+        size = Size(
+            prompt_tokens=len(token_ids),
+            max_completion_tokens=parameters["max_tokens"],
+            logprobs=_logprobs_asked(len(token_ids), parameters),
+        )
+        return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline, size=size)
+
+    def _check_finished(self, answer: Answer) -> None:
+        if answer.finish_reason in UNFINISHED:
+            raise TransientError(
+                f"{self.server.name}{self.route.path}: the server gave up after {len(answer.token_ids)} tokens "
+                f"(finish reason {answer.finish_reason!r})"
+            )
+        if answer.finish_reason not in ("stop", "length"):
+            raise PoisonedReplyError(f"finish reason {answer.finish_reason!r} is unknown")
+
+
+def _logprobs_asked(prompt_tokens: int, parameters: Mapping[str, Any]) -> int:
+    """How many log-probabilities a reply may hold: of each token its own comes along."""
+    of_prompt: int = prompt_tokens * (1 + parameters["prompt_logprobs"]) if "prompt_logprobs" in parameters else 0
+    of_sampled: int = parameters["max_tokens"] * (1 + parameters.get("logprobs", 0))
+    chosen = parameters.get("prompt_logprob_token_ids", [])  # rows are filled up to the longest
+    return of_prompt + of_sampled + len(chosen) * max(map(len, chosen), default=0)

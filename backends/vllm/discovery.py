@@ -1,0 +1,243 @@
+"""What a vLLM server offers, found by asking it once at start-up: versions and flags change what it can do.
+
+Nothing here can harm a server: every request is one that vLLM answers with a reply or a 400, whatever its version.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from spot_async.base.concurrency import gather
+from spot_async.checks.discovery import NOISE_MARGIN
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
+from spot_async.models.alignment import decision_row
+
+from ..shared.discovery import noise_nats
+from .client import NoSuchRouteError, VllmClient
+from .weights import DEVELOPER_MODE
+
+TEXTS = ("The answer is \\boxed{42}.", "x² + y² ≤ r²\n\n\t∴ 3/4", "one  two   three 1234567890", " naïve 数学 🙂")
+PROMPT_TOKENS = 16
+RESPONSE_TOKENS = 32
+RESPONSES = 4
+COMPARED_TOP_K = 8
+LARGEST_NOISE_NATS = 0.5  # more is no noise: the numbers are not log-probabilities of the same thing
+SURE = -1e-4
+MAX_ALLOWED = re.compile(r"max allowed: (\d+)")
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What the server said and did."""
+
+    version: str  # of the software, such as 0.32.0
+    max_model_len: int  # prompt and response together
+    max_logprobs: int  # of one token, the vocabulary's size where there is no limit
+    processed: bool  # sampled tokens' log-probabilities after temperature, top-p and masks, not before
+    chosen_tokens: bool  # prompt_logprob_token_ids
+    takes_weights: bool
+    weights: str | None  # what the server called its weights; None where it does not say
+    noise_nats: float
+
+    @property
+    def weights_need(self) -> str:
+        """What a server needs to take weights, and lacks."""
+        if self.weights is None:
+            return f"vLLM 0.27 or later, whose replies name the weights that they come from, and is {self.version}"
+        return f"{DEVELOPER_MODE} in its environment"
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def probe(client: VllmClient, *, deadline: float) -> ServerFacts:
+    """Asks everything. Raises `ConfigError` for a server that cannot serve the role's model, with what to change."""
+    version = await _software_version(client, deadline)
+    await _refuse_paused(client, deadline)
+    model = await _served_model(client, deadline)
+    client.model = model.id
+    await _compare_tokenizers(client, deadline)
+    try:
+        weights = await _first_answer(client, deadline)
+    except NoSuchRouteError:
+        client.use_completions()
+        weights = await _first_answer(client, deadline)
+    await _compare_vocabulary_sizes(client, deadline)
+    max_logprobs = await _max_logprobs(client, deadline)
+    settings = client.server.settings
+    return ServerFacts(
+        version=version,
+        max_model_len=model.max_model_len,
+        max_logprobs=max_logprobs,
+        processed=await _is_processed(client, deadline),
+        chosen_tokens=await _has_chosen_tokens(client, deadline),
+        takes_weights=weights is not None and await _has_route(client, "/weight_info", deadline),
+        weights=weights,
+        noise_nats=await _noise(client, max_logprobs, deadline)
+        if settings.logprob_noise_nats is None
+        else settings.logprob_noise_nats,
+    )
+
+
+async def _software_version(client: VllmClient, deadline: float) -> str:
+    try:
+        return str((await client.server.get("/version", dict[str, Any], deadline=deadline))["version"])
+    except (PermanentError, PoisonedReplyError, KeyError):
+        raise ConfigError(
+            f"{client.server.section}: {client.server.endpoint.name} does not answer as vLLM does (GET /version); "
+            "for another server use kind: sglang or openai"
+        ) from None
+
+
+async def _refuse_paused(client: VllmClient, deadline: float) -> None:
+    """Requests to a paused server wait, and one that was left paused by an update may hold no weights at all."""
+    try:
+        is_paused = (await client.server.get("/is_paused", dict[str, bool], deadline=deadline)).get("is_paused")
+    except NoSuchRouteError:
+        return
+    if is_paused:
+        raise ConfigError(
+            f"{client.server.section}: the server is paused, perhaps by an update that failed: restart it"
+        )
+
+
+async def _served_model(client: VllmClient, deadline: float) -> _Model:
+    models = (await client.server.get("/v1/models", _Models, deadline=deadline)).data
+    wanted = client.server.settings.served_model
+    for model in models:
+        if wanted in (None, model.id):
+            return model
+    raise ConfigError(
+        f"{client.server.role}.backend.served_model={wanted}: the server has {[model.id for model in models]}"
+    )
+
+
+async def _compare_tokenizers(client: VllmClient, deadline: float) -> None:
+    """Ids must mean the same on both sides: a request carries nothing else."""
+    tokenizer = client.server.files.vocabulary.tokenizer
+    for text in TEXTS:
+        body = {"model": client.model, "prompt": text, "add_special_tokens": False}
+        try:
+            reply = await client.server.post("/tokenize", body, dict[str, Any], deadline=deadline)
+        except NoSuchRouteError:
+            structlog.get_logger().warning("tokenizers not compared", role=client.server.role, missing="/tokenize")
+            return
+        if reply["tokens"] != tokenizer.encode(text, add_special_tokens=False):
+            raise ConfigError(
+                f"{client.server.name}: the tokenizers of {client.server.files.directory} and of the served model "
+                f"{client.model} differ: they read {text!r} as different tokens"
+            )
+
+
+async def _first_answer(client: VllmClient, deadline: float) -> str | None:
+    """Ask for one token; says what the server calls its weights."""
+    answer = await client.sample(_prompt(client, 0), _sampling(1, 0), top_k=0, logprobs=0, deadline=deadline)
+    return answer.spans[0].version if answer.spans else None
+
+
+async def _compare_vocabulary_sizes(client: VllmClient, deadline: float) -> None:
+    """The server takes the last id of the vocabulary and refuses the next."""
+    size = client.server.files.vocab_size
+    if await _accepts(client, size - 1, deadline) and not await _accepts(client, size, deadline):
+        return
+    raise ConfigError(
+        f"{client.server.name}: the served model {client.model} has another vocabulary than the {size} tokens of "
+        f"{client.server.files.directory}/config.json"
+    )
+
+
+async def _accepts(client: VllmClient, token_id: int, deadline: float) -> bool:
+    try:
+        await client.sample([token_id], _sampling(1, 0), top_k=0, logprobs=0, deadline=deadline)
+    except PermanentError:
+        return False
+    return True
+
+
+async def _max_logprobs(client: VllmClient, deadline: float) -> int:
+    """The refusal of as many as the vocabulary has names the limit."""
+    size = client.server.files.vocab_size
+    try:
+        await client.score(_prompt(client, 0)[:1], [], top_k=size, deadline=deadline)
+    except PermanentError as refusal:
+        named = MAX_ALLOWED.search(str(refusal))
+        if named is None:
+            raise
+        return int(named[1])
+    return size
+
+
+async def _is_processed(client: VllmClient, deadline: float) -> bool:
+    """Where all tokens but one are masked, processed log-probabilities make that one sure; no model finds each sure."""
+    prompt = _prompt(client, 0)
+    asked = [client.next_token(prompt, token_id, deadline=deadline) for token_id in _prompt(client, 1)[:4]]
+    return all(float(answer.logprobs[0]) > SURE for answer in await gather(asked))
+
+
+async def _has_chosen_tokens(client: VllmClient, deadline: float) -> bool:
+    prompt, response = _prompt(client, 0), _prompt(client, 1)
+    start = decision_row(len(prompt), 0)
+    try:
+        chosen = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
+    except (PermanentError, PoisonedReplyError):  # refused, or not known and so left out of the reply
+        return False
+    scored = await client.score(prompt, response, top_k=0, deadline=deadline)
+    return bool(np.abs(chosen[:, 0] - scored.logprobs).max() < LARGEST_NOISE_NATS)
+
+
+async def _has_route(client: VllmClient, path: str, deadline: float) -> bool:
+    try:
+        await client.server.get(path, dict[str, Any], deadline=deadline)
+    except NoSuchRouteError:
+        return False
+    return True
+
+
+async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> float:
+    """Noise, in nats, between log-probabilities of tokens as they were sampled and as they are scored."""
+    top_k = max(0, min(COMPARED_TOP_K, max_logprobs - 1))
+    prompts = [_prompt(client, number) for number in range(RESPONSES)]
+    sampled = await gather(
+        client.sample(
+            prompt, _sampling(RESPONSE_TOKENS, seed), top_k=top_k, logprobs=top_k and top_k + 1, deadline=deadline
+        )
+        for seed, prompt in enumerate(prompts)
+    )
+    scored = await gather(
+        client.score(prompt, answer.token_ids.tolist(), top_k=top_k, deadline=deadline)
+        for prompt, answer in zip(prompts, sampled, strict=True)
+    )
+    noise = noise_nats(
+        one - other
+        for first, second in zip(sampled, scored, strict=True)
+        for one, other in ((first.logprobs, second.logprobs), (first.topk_logprobs, second.topk_logprobs))
+    )
+    if noise > NOISE_MARGIN * LARGEST_NOISE_NATS:
+        raise ConfigError(
+            f"{client.server.section}: log-probabilities of sampled tokens and of the same tokens scored "
+            f"differ by up to {noise / NOISE_MARGIN:.2f} nats: start the server with --logprobs-mode raw_logprobs"
+        )
+    return noise
+
+
+def _sampling(max_tokens: int, seed: int) -> dict[str, Any]:
+    return {"max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+
+
+def _prompt(client: VllmClient, number: int) -> list[int]:
+    """Tokens that say nothing in particular."""
+    draw = np.random.default_rng(number)
+    tokens: list[int] = draw.integers(0, client.server.files.vocab_size, PROMPT_TOKENS).tolist()
+    return tokens

@@ -1,0 +1,55 @@
+"""The command that starts a vLLM server of ours. Flags differ between versions: the environment is asked for its."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from spot_async.base.addresses import LOOPBACK
+
+from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
+
+PACKAGE = "vllm"
+SCALE_OUT_SINCE = (0, 30)  # /inference/v1/generate needs the flag from here on; before, the flag is unknown
+
+
+def vllm_command(
+    settings: LaunchSettings,
+    model: Path,
+    doorway: Doorway,
+    *,
+    max_logprobs: int,
+    takes_weights: bool,
+    sleeps: bool = False,
+    weight_transfer: str | None = None,
+) -> Command:
+    """A server on a Unix socket, or on a port of loopback where one is given: its key opens `/v1` and `/inference`
+    only, and whoever reaches it may ask for all the rest. `settings.arguments` come last and so win.
+    """
+    uds = doorway.uds if settings.port is None else None
+    argv = [
+        *(settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *(("--host", LOOPBACK, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
+        *("--generation-config", "vllm"),  # else defaults of sampling come from the model's directory
+        *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
+        *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
+        "--enable-prompt-tokens-details",  # else nothing says what the prefix cache held
+    ]
+    if settings.memory_fraction is not None:
+        argv += ["--gpu-memory-utilization", str(settings.memory_fraction)]
+    if release(installed_version(settings, PACKAGE)) >= SCALE_OUT_SINCE:
+        argv.append("--enable-scale-out")
+    if sleeps:
+        argv.append("--enable-sleep-mode")
+    if takes_weights and weight_transfer is not None:
+        argv += ["--weight-transfer-config", weight_transfer]
+    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": doorway.key}
+    if takes_weights:
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
+    return Command([*argv, *settings.arguments], {**environment, **settings.environment}, PACKAGE, uds)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor; a version without them counts as the newest."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else (1 << 30,)

@@ -1,0 +1,363 @@
+"""Intervals that surely hold the acquisition score, for servers that give a top-k of each row, not the whole row.
+
+Pure numpy in float64; asks no server and selects nothing. Method.md section 1, "When the full distribution is not
+served".
+
+What noise means here. A server that computes the same row twice (in another batch, with another kernel) gives two
+slightly different distributions. The *served* row is one of them. The row that *counts*, from which the exact selection
+would be made, is another. All bounds rest on one assumption: between the two, the log-probability of each token, served
+or not, differs by at most the server's measured noise `n`. It follows that
+
+* the log-probability of any set of tokens, and of its complement, differs by at most `n` too;
+* the entropies differ by a factor of at most e^n, since `H' <= -sum p' log p <= e^n H`, and the other way round;
+* the teacher's top k may be other tokens, where two log-probabilities are closer together than the noise moves them.
+
+Bounds are also widened for rounding: of float64 here, and of log-probabilities that were sent as float32. They must be
+true, and need not be tight.
+
+Axes: T positions, K the teacher's served top-k, k candidates (the first of those), L known student tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.types import BoolArray, Float64Array, Int64Array
+
+from ..acquisition import PositionScores, ScoreVariant, score_positions
+from .gap_bounds import gap_bounds
+
+ROUNDING_NATS = 2e-6  # what float32 rounds a log-probability down to -16 by, and the sum of many
+FLOAT32_SPACING = 2.0**-23  # relative, between neighbours
+MASS_ROUNDING = 1e-6  # what float32 rounds a sum of probabilities by
+OUTWARD = 1e-12  # relative; float64 rounds a hundred operations to less
+
+
+class Interval(NamedTuple):
+    """What is known of a quantity at each position: it lies in [lower, upper]."""
+
+    lower: Float64Array  # (T,)
+    upper: Float64Array  # (T,)
+
+    @property
+    def middle(self) -> Float64Array:
+        return (self.lower + self.upper) / 2.0
+
+    def at(self, rows: Int64Array) -> Interval:
+        return Interval(self.lower[rows], self.upper[rows])
+
+    def times(self, other: Interval) -> Interval:
+        """The product of two quantities that are not negative."""
+        return Interval(self.lower * other.lower * (1.0 - OUTWARD), self.upper * other.upper * (1.0 + OUTWARD))
+
+    def complement(self) -> Interval:
+        """One minus the quantity, a probability. What it loses to rounding is no share of a small difference."""
+        return Interval(np.maximum(1.0 - self.upper - OUTWARD, 0.0), np.minimum(1.0 - self.lower + OUTWARD, 1.0))
+
+
+class ScoreBounds(NamedTuple):
+    """Intervals of `acquisition.PositionScores`, part by part; equal ends where a quantity is known exactly."""
+
+    score: Interval
+    entropy: Interval
+    mass: Interval
+    coverage: Interval
+    divergence: Interval
+    gap: Interval
+
+    @property
+    def middle(self) -> PositionScores:
+        return PositionScores(*(part.middle for part in self))
+
+    def replaced(self, rows: Int64Array, other: ScoreBounds) -> ScoreBounds:
+        """These bounds with `rows` taken from `other`, which has only those."""
+        parts = [Interval(mine.lower.copy(), mine.upper.copy()) for mine in self]
+        for mine, theirs in zip(parts, other, strict=True):
+            mine.lower[rows], mine.upper[rows] = theirs.lower, theirs.upper
+        return ScoreBounds(*parts)
+
+
+@dataclass
+class TeacherRows:
+    """What is known of the teacher. A row that is asked for again replaces the one served first."""
+
+    ids: Int64Array  # (T, K) descending by probability
+    logprobs: Float64Array  # (T, K)
+    entropy_lower: Float64Array  # (T,) nats, of the served row
+    entropy_upper: Float64Array  # (T,)
+    exact_entropy: BoolArray  # (T,) whether the served row's entropy is exact, not bounded from its top-k
+    noise_nats: Float64Array  # (T,) 0 where the served row is the one that counts
+
+    def at(self, rows: Int64Array) -> TeacherRows:
+        return TeacherRows(*(value[rows] for value in vars(self).values()))
+
+
+@dataclass
+class StudentRows:
+    """What is known of the student: some tokens in any order, and upper bounds for all others."""
+
+    ids: Int64Array  # (T, L) -1 where empty; of a token that is listed twice the first entry counts
+    logprobs: Float64Array  # (T, L)
+    noise_nats: Float64Array  # (T, L) 0 where the value is the one that counts
+    cap: Float64Array  # (T,) largest probability that any one token not listed can have
+    missing: Float64Array  # (T,) largest probability that all tokens not listed can have together
+
+    def at(self, rows: Int64Array) -> StudentRows:
+        return StudentRows(*(value[rows] for value in vars(self).values()))
+
+    def with_room(self, count: int) -> StudentRows:
+        """The same with `count` empty places in front, for `put`."""
+        empty = np.zeros((len(self.ids), count))
+        return StudentRows(
+            np.concatenate([empty.astype(np.int64) - 1, self.ids], axis=-1),
+            np.concatenate([empty, self.logprobs], axis=-1),
+            np.concatenate([empty, self.noise_nats], axis=-1),
+            self.cap,
+            self.missing,
+        )
+
+    def put(self, rows: Int64Array, ids: Int64Array, logprobs: npt.ArrayLike) -> None:
+        """Exact values (N, k) at the candidates (N, k), in the places that `with_room` made."""
+        self.ids[rows, : ids.shape[-1]] = ids
+        self.logprobs[rows, : ids.shape[-1]] = np.asarray(logprobs, dtype=np.float64)
+
+    def logprobs_at(self, ids: Int64Array) -> Float64Array:
+        """The log-probabilities (T, k) listed for tokens (T, k); NaN where a token is not listed."""
+        same = ids[:, :, None] == self.ids[:, None, :]
+        told = np.take_along_axis(self.logprobs, same.argmax(axis=-1), axis=-1)
+        return np.where(same.any(axis=-1), told, np.nan)
+
+    def is_exact_at(self, ids: Int64Array) -> BoolArray:
+        """(T,) true where all of the tokens (T, k) are listed with the values that count."""
+        exact = (self.noise_nats == 0.0)[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
+        return np.asarray(exact.any(axis=-1).all(axis=-1))
+
+    def drop(self, rows: Int64Array, count: int) -> None:
+        """Empty the first `count` places of `rows` again, where `put` writes: the candidates have changed."""
+        self.ids[rows, :count] = -1
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a score is made of its parts (method.md section 1)."""
+
+    candidates: int  # k_s
+    vocab_size: int
+    lambda_mass: float = 0.5
+    lambda_shape: float = 0.5
+    variant: ScoreVariant = "Full"
+
+    @property
+    def asks_student(self) -> bool:
+        return self.variant not in ("H", "HC")
+
+
+def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
+    """Rows of a student that was asked for the exact log-probabilities (T, L) of tokens (T, L)."""
+    values = np.asarray(logprobs, dtype=np.float64)
+    missing = _left_by(np.exp(values).sum(axis=-1), 0.0)
+    return StudentRows(np.asarray(ids, dtype=np.int64), values, np.zeros(values.shape), missing, missing)
+
+
+def served_student(
+    topk_ids: npt.ArrayLike,
+    topk_logprobs: npt.ArrayLike,
+    sampled_ids: npt.ArrayLike,
+    sampled_logprobs: npt.ArrayLike,
+    noise_nats: float,
+) -> StudentRows:
+    """Rows of a student known only by its rollout: its top-K (T, K), or (T, 0) for none, and sampled tokens (T,)."""
+    ids, sampled = np.asarray(topk_ids, dtype=np.int64), np.asarray(sampled_ids, dtype=np.int64)
+    logprobs = np.asarray(topk_logprobs, dtype=np.float64)
+    last = logprobs[:, -1] if ids.shape[1] else np.zeros(len(ids))
+    last = np.where(np.isneginf(last), 0.0, last)  # a place that the server left empty bounds nothing
+    sampled = np.where((ids == sampled[:, None]).any(axis=-1), -1, sampled)
+    ids = np.concatenate([ids, sampled[:, None]], axis=-1)
+    logprobs = np.concatenate([logprobs, np.asarray(sampled_logprobs, dtype=np.float64)[:, None]], axis=-1)
+    seen = np.where(ids >= 0, np.exp(logprobs), 0.0).sum(axis=-1)
+    missing = _left_by(seen, noise_nats)
+    cap = np.minimum(np.exp(np.minimum(last + noise_nats + rounding_nats(last), 0.0)), missing)
+    return StudentRows(ids, logprobs, np.full(ids.shape, noise_nats), cap, missing)
+
+
+def _left_by(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Float64Array:
+    """What a set of tokens leaves to all others at most. Rows in float32 sum to 1 up to their rounding."""
+    return np.minimum(probability_interval(mass, noise_nats).complement().upper + MASS_ROUNDING, 1.0)
+
+
+def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *, shape: bool = True) -> ScoreBounds:
+    """Intervals (T,) of the scores, and their parts, of the rows that count.
+
+    `shape=False` leaves JS at [0, 1]: its bounds take most of the time.
+    """
+    k = rule.candidates
+    served = teacher.entropy_lower, teacher.entropy_upper, teacher.exact_entropy
+    entropy = normalized_entropy(*served, teacher.noise_nats, rule.vocab_size)
+    mass = probability_interval(np.exp(teacher.logprobs[:, :k]).sum(axis=-1), teacher.noise_nats)
+    none, one = np.zeros_like(mass.lower), np.ones_like(mass.lower)
+    if rule.asks_student:
+        lower, upper, coverage = _student_at_candidates(teacher, student, rule)
+    else:
+        coverage = Interval(none, one)
+    missing = coverage.complement()
+    divergence = Interval(none, one)
+    gap = Interval(rule.lambda_mass * missing.lower, rule.lambda_mass * missing.upper + rule.lambda_shape)
+    if shape and rule.asks_student:
+        divergence, gap = (
+            Interval(*pair)
+            for pair in gap_bounds(
+                *_teacher_shares(teacher, k), lower, upper, coverage, rule.lambda_mass, rule.lambda_shape
+            )
+        )
+    factor = {
+        "H": Interval(one, one),
+        "HC": mass,
+        "HG": gap,
+        "HC-Mass": mass.times(missing),
+        "Full": mass.times(gap),
+    }[rule.variant]
+    bounds = ScoreBounds(entropy.times(factor), entropy, mass, coverage, divergence, gap)
+    return _with_exact_rows(bounds, teacher, student, rule)
+
+
+def normalized_entropy(
+    lower: npt.ArrayLike, upper: npt.ArrayLike, exact: npt.ArrayLike, noise_nats: npt.ArrayLike, vocab_size: int
+) -> Interval:
+    """Interval of Hbar (T,) in the rows that count, from entropy bounds (T,) in nats of the served rows."""
+    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
+    # A sum of float32 probabilities leaves this much unseen, wherever in the vocabulary it may be.
+    lost = np.where(exact, 0.0, MASS_ROUNDING * np.log(vocab_size / MASS_ROUNDING))
+    low = np.asarray(lower, dtype=np.float64) / factor - lost
+    high = np.asarray(upper, dtype=np.float64) * factor + lost
+    scale = np.log(max(vocab_size, 2))
+    return Interval(np.clip(low / scale, 0.0, 1.0), np.clip(high / scale, 0.0, 1.0))
+
+
+def rounding_nats(logprobs: npt.ArrayLike) -> Float64Array:
+    """What float32 rounds log-probabilities, or the log of a sum of probabilities, by at most. No mass stays none."""
+    values = np.asarray(logprobs, dtype=np.float64)
+    return np.maximum(ROUNDING_NATS, np.abs(np.where(np.isneginf(values), 0.0, values)) * FLOAT32_SPACING)
+
+
+def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Interval:
+    """The probability of a set of tokens in the row that counts, from that in the served row (any shape).
+
+    The noise changes it, and that of all other tokens together, by a factor of at most e^noise each.
+    """
+    served = np.clip(np.asarray(mass, dtype=np.float64), 0.0, 1.0)
+    rounding = rounding_nats(np.log(np.where(served > 0.0, served, 1.0)))
+    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + rounding)
+    lower = np.maximum(served / factor, 1.0 - (1.0 - served + MASS_ROUNDING) * factor) - MASS_ROUNDING * served
+    upper = np.minimum(served * factor, 1.0 - (1.0 - served - MASS_ROUNDING) / factor) + MASS_ROUNDING * served
+    return Interval(np.clip(lower, 0.0, 1.0), np.clip(upper, 0.0, 1.0))
+
+
+def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Float64Array, Float64Array]:
+    """Bounds (T, k) of the teacher renormalised on its candidates, by rank.
+
+    Odds of one candidate against the others are a ratio of two noisy numbers, so the noise counts twice.
+    """
+    logprobs = teacher.logprobs[:, :k]
+    weights = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True))
+    share = weights / weights.sum(axis=-1, keepdims=True)
+    odds = np.exp(2.0 * (teacher.noise_nats[:, None] + rounding_nats(logprobs).max(axis=-1, keepdims=True)))
+    return share / (share + (1.0 - share) * odds), share / (share + (1.0 - share) / odds)
+
+
+def _student_at_candidates(
+    teacher: TeacherRows, student: StudentRows, rule: ScoreRule
+) -> tuple[Float64Array, Float64Array, Interval]:
+    """Bounds (T, k) of the student's probabilities at the teacher's candidates by rank, and of their sum A."""
+    k = rule.candidates
+    same = teacher.ids[:, :, None] == student.ids[:, None, :]  # (T, K, L)
+    known, place = same.any(axis=-1), same.argmax(axis=-1)
+    logprobs = np.where(known, np.take_along_axis(student.logprobs, place, axis=-1), -np.inf)
+    noise = np.where(known, np.take_along_axis(student.noise_nats, place, axis=-1), 0.0)
+    values = probability_interval(np.exp(logprobs), noise)  # (T, K)
+    lower = np.where(known, values.lower, 0.0)
+    upper = np.where(known, values.upper, student.cap[:, None])
+
+    inside = known[:, :k]
+    seen, worst = np.exp(logprobs[:, :k]).sum(axis=-1), noise[:, :k].max(axis=-1)
+    alike = (np.where(inside, noise[:, :k], worst[:, None]) == worst[:, None]).all(axis=-1)
+    together = probability_interval(seen, worst)
+    unseen = np.minimum(np.where(inside, 0.0, upper[:, :k]).sum(axis=-1), student.missing)
+    known_upper = np.where(alike, together.upper, np.where(inside, upper[:, :k], 0.0).sum(axis=-1))
+    coverage_lower = np.where(alike, together.lower, lower[:, :k].sum(axis=-1))
+    elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are no candidates
+    others = probability_interval(np.exp(student.logprobs), student.noise_nats).lower
+    left = 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + MASS_ROUNDING  # as `_left_by`
+    coverage_upper = np.minimum(known_upper + unseen, left) + OUTWARD
+
+    # Where the noise leaves open which tokens are the candidates, a rank may be any of them.
+    swap, pool, hidden = interchangeable(teacher, rule)
+    if swap.any():
+        apart = np.where(same.any(axis=1) | (student.ids < 0), 0.0, _upper(student)).max(axis=-1, initial=0.0)
+        open_lower = np.where(pool, lower, np.inf).min(axis=-1)
+        open_upper = np.where(pool, upper, 0.0).max(axis=-1)
+        open_lower = np.where(hidden, 0.0, open_lower)
+        open_upper = np.where(hidden, np.maximum(open_upper, np.maximum(apart, student.cap)), open_upper)
+        lower = np.where(swap, open_lower[:, None], lower[:, :k])
+        upper = np.where(swap, open_upper[:, None], upper[:, :k])
+        some = swap.any(axis=-1)
+        coverage_lower = np.where(some, lower.sum(axis=-1), coverage_lower)
+        coverage_upper = np.where(some, upper.sum(axis=-1), coverage_upper)
+    coverage = Interval(np.clip(coverage_lower, 0.0, 1.0), np.clip(coverage_upper, 0.0, 1.0))
+    return lower[:, :k], upper[:, :k], coverage
+
+
+def _upper(student: StudentRows) -> Float64Array:
+    return probability_interval(np.exp(student.logprobs), student.noise_nats).upper
+
+
+class Interchangeable(NamedTuple):
+    """Where the noise leaves open which tokens are the teacher's best k."""
+
+    rank: BoolArray  # (T, k) that another token may hold
+    pool: BoolArray  # (T, K) served tokens that may
+    hidden: BoolArray  # (T,) tokens that were not served may
+
+
+def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
+    """Finds tokens whose log-probabilities are so close that the noise may change which are the best k."""
+    k, served = rule.candidates, teacher.logprobs.shape[-1]
+    if k >= rule.vocab_size:
+        nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
+        return Interchangeable(nothing[:, :k], nothing, nothing[:, 0])
+    noisy = (teacher.noise_nats > 0.0)[:, None]
+    last, following = teacher.logprobs[:, k - 1 : k], teacher.logprobs[:, min(k, served - 1)][:, None]
+    reach = 2.0 * (teacher.noise_nats[:, None] + rounding_nats(following))
+    swap = noisy & (teacher.logprobs[:, :k] <= following + reach)
+    pool = np.concatenate([swap, noisy & (teacher.logprobs[:, k:] >= last - reach)], axis=-1)
+    hidden = (noisy & (teacher.logprobs[:, -1:] >= last - reach))[:, 0] & (served < rule.vocab_size)
+    return Interchangeable(swap, pool, hidden)
+
+
+def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: StudentRows, rule: ScoreRule) -> ScoreBounds:
+    """Rows in which nothing is estimated get exactly what `score_positions` computes, so that ties stay ties."""
+    k = rule.candidates
+    exact = (teacher.noise_nats == 0.0) & teacher.exact_entropy
+    logprobs = np.full((len(exact), k), -np.inf)
+    if rule.asks_student:
+        exact &= student.is_exact_at(teacher.ids[:, :k])
+        logprobs = student.logprobs_at(teacher.ids[:, :k])
+    rows = np.flatnonzero(exact)
+    if not len(rows):
+        return bounds
+    scores = score_positions(
+        teacher.logprobs[rows, :k],
+        logprobs[rows],
+        teacher.entropy_lower[rows],
+        rule.vocab_size,
+        lambda_mass=rule.lambda_mass,
+        lambda_shape=rule.lambda_shape,
+        variant=rule.variant,
+    )
+    known = ScoreBounds(*(Interval(part, part) for part in scores))
+    if not rule.asks_student:  # it was not asked
+        known = known._replace(**{name: getattr(bounds, name).at(rows) for name in ("coverage", "divergence", "gap")})
+    return bounds.replaced(rows, known)

@@ -1,0 +1,180 @@
+"""What every part does with asyncio: tasks that run and fail together (`asyncio.TaskGroup`), requests sent again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+import structlog
+
+from spot_async.base.retry import RetryPolicy
+from spot_async.errors import (
+    BudgetSpentError,
+    FailureClass,
+    ProcessDiedError,
+    RequestError,
+    SpotError,
+    StalledError,
+    ThrottledError,
+    TrainerError,
+)
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. The first failure cancels the rest and is raised by itself, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
+    return [task.result() for task in tasks]
+
+
+async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """`gather` for two results of different types."""
+    results: list[Any] = await gather([first, second])
+    return results[0], results[1]
+
+
+async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them to their end, also when others fail: then one failure is raised by itself, several as a group.
+
+    For what must not be cut short, such as leaving. A cancellation from outside reaches all of them.
+    """
+    failures: list[Exception] = []
+
+    async def settled(coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        except Exception as error:  # noqa: BLE001 - raised once all have ended
+            failures.append(error)
+
+    async with asyncio.TaskGroup() as group:
+        for coroutine in coroutines:
+            group.create_task(settled(coroutine))
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise ExceptionGroup("several failed", failures)
+
+
+@asynccontextmanager
+async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run each of them while inside, and cancel them on leaving. What one raises ends the inside, as a group."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each(), name=each.__qualname__) for each in loops]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def watched(run: Awaitable[T], watches: list[Callable[[], Awaitable[None]]]) -> T:
+    """Run while children live; the first that dies by itself cancels everything with its `ProcessDiedError`."""
+    async with asyncio.TaskGroup() as group:
+
+        async def watch(each: Callable[[], Awaitable[None]]) -> None:
+            await each()
+
+        watching = [group.create_task(watch(each), name="watch") for each in watches]
+        result = await run
+        for task in watching:
+            task.cancel()
+    return result
+
+
+async def while_alive(run: Awaitable[T], watch: Callable[[], Awaitable[None]]) -> T:
+    """`watched` by one. The first failure of either is raised by itself, not in a group."""
+    try:
+        return await watched(run, [watch])
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
+
+
+@asynccontextmanager
+async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+    """All of them entered at once and left at once; what entered is left whatever happens to the others."""
+    entered: list[AbstractAsyncContextManager[Any]] = []
+
+    async def enter(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aenter__()
+        entered.append(resource)
+
+    async def leave(resource: AbstractAsyncContextManager[Any]) -> None:
+        await resource.__aexit__(None, None, None)
+
+    try:
+        await gather(enter(resource) for resource in resources)
+        yield
+    finally:
+        await settle(leave(resource) for resource in entered)
+
+
+async def sent_again(
+    ask: Callable[[], Awaitable[T]], retry: RetryPolicy, deadline: float, *, jitter: Callable[[], float], what: str
+) -> T:
+    """What `ask` gives, asked again as `retry` says until `deadline` (loop time). For requests outside of stages.
+
+    `jitter` is uniform in [0, 1); the log names them as `what`. Raises the last failure.
+    """
+    failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
+    while True:
+        try:
+            return await ask()
+        except RequestError as error:
+            failures[error.failure_class] += 1
+            delay_s = retry.delay_s(error, failures[error.failure_class], jitter())
+            asked_s = error.asked_s if isinstance(error, ThrottledError) else None
+            if delay_s is None or asyncio.get_running_loop().time() + max(delay_s, asked_s or 0.0) >= deadline:
+                raise
+            structlog.get_logger().warning("retry", stage=what, attempt=failures.total(), error=str(error))
+        await asyncio.sleep(delay_s)
+
+
+def first_error(failures: BaseException) -> BaseException:
+    """The first leaf of a group, what failed first and the others followed from; of a plain exception itself."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def error_words(error: BaseException) -> str:
+    """An error in one line; where it is none of ours, what it is called too."""
+    words = " ".join(str(error).split())
+    return words if isinstance(error, SpotError) else f"{type(error).__name__}: {words}"
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """All exceptions inside nested groups, in order; a plain exception is its own leaf."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+
+
+def budget_error(error: BaseException) -> BudgetSpentError:
+    """The first one inside an `except* BudgetSpentError`."""
+    return next(leaf for leaf in leaves(error) if isinstance(leaf, BudgetSpentError))
+
+
+def root_cause(error: BaseException) -> SpotError:
+    """The error in a group from which the others followed. Raises it, with its trace, when it is a bug."""
+    failures = leaves(error)
+    for failure in failures:
+        if isinstance(failure, StalledError):  # what hung may end in any way once it is cancelled
+            return failure
+    for failure in failures:
+        if not isinstance(failure, SpotError):
+            raise error
+    for kind in (ProcessDiedError, TrainerError, BudgetSpentError, SpotError):
+        for failure in failures:
+            if isinstance(failure, kind):
+                return failure
+    raise error

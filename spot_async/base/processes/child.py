@@ -1,0 +1,230 @@
+"""Child processes that are supervised: own process group, log file, and no way to outlive their parent.
+
+A child that ends by itself raises `ProcessDiedError` from `watch`, naming the signal or exit code and
+the last lines of its log. `stop` ends everything below it: SIGTERM, a grace period, SIGKILL. A foreign program,
+which cannot call `exit_with_parent`, runs under a guard of ours (`guard.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import structlog
+
+from spot_async.base.processes import guard
+from spot_async.errors import ProcessDiedError, StorageError
+
+LOG_TAIL_BYTES = 4096
+LOG_SEARCH_BYTES = 1 << 16  # looked through for what went wrong before the last words
+LINE_CHARACTERS = 300
+LAST_WORDS = 5  # lines of a log to look at: interpreters write more after the exception that ended a program
+STOP_GRACE_S = 5.0
+FOREIGN_GRACE_S = 15.0  # inference servers take their time to stop, and leave shared memory behind when killed
+GUARD_MARGIN_S = 5.0  # by which a guard is given longer than what it guards
+OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # misleads an interpreter of another one
+_PR_SET_PDEATHSIG = 1
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# At the start of a line, or after what loggers put there: a warning may quote one too.
+_EXCEPTION = re.compile(r"(?:^|[\])] )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|(?:[\w. -]+: )?error: .*)")
+
+
+class ChildProcess:
+    """One running child. Made by `start`."""
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log_path: Path, *, is_foreign: bool = False
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._process = process
+        self._is_foreign = is_foreign
+        self._stopping = False
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
+    ) -> ChildProcess:
+        """Start `argv` in a session of its own, on other `cores` than ours where some are given; stdout and stderr go
+        to `log_path`."""
+        return cls(name, await _spawn(argv, log_path, {**os.environ, **(environment or {})}, cores), log_path)
+
+    @classmethod
+    async def start_foreign(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
+        secret: str | None = None,
+    ) -> ChildProcess:
+        """Start a program that knows nothing of us, so that nothing of it outlives its end, `stop` or our own death.
+
+        `pid` is the guard's. What Python modules are found by comes from `environment` alone. Where the program says
+        `secret`, its log has asterisks.
+        """
+        hidden = {guard.SECRET_VARIABLE: secret} if secret is not None else {}
+        guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
+        process = await _spawn(guarded, log_path, foreign_environment({**(environment or {}), **hidden}), cores)
+        return cls(name, process, log_path, is_foreign=True)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def watch(self) -> None:
+        """Return when the child was stopped on purpose; raise `ProcessDiedError` when it ended by itself."""
+        code = await self._process.wait()
+        if not self._stopping:
+            raise ProcessDiedError(self.describe_end(code))
+
+    def describe_end(self, code: int) -> str:
+        """One line: who ended, how, and the last error in the last lines of its log, or its last line."""
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            lines = self.last_lines(LAST_WORDS)
+            errors = [line for line in lines if _EXCEPTION.search(line)]
+            how = ": ".join([f"exited with code {code}", *(errors or lines)[-1:]])
+        return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
+
+    def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
+        """The end of the child's log; empty where it cannot be read, which must not hide how the child ended."""
+        with contextlib.suppress(OSError):
+            return _tail(self.log_path, size)
+        return ""
+
+    def last_lines(self, count: int) -> list[str]:
+        """The log's last lines that say something, without terminal colours and overwritten progress bars."""
+        return _readable(self.log_tail())[-count:]
+
+    def earlier_errors(self, count: int, before: int) -> list[str]:
+        """What exceptions said before the last lines, each once: the cause is often far above its consequences."""
+        lines = _readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
+        said = dict.fromkeys(found[1] for line in lines if (found := _EXCEPTION.search(line)))
+        return [*said][-count:]
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """End the child and everything below it; returns when it is gone. Idempotent."""
+        self._stopping = True
+        if grace_s is None:
+            grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S if self._is_foreign else STOP_GRACE_S
+        cpu_s = tree_cpu_s(self.pid)
+        try:
+            if self._process.returncode is None:
+                self._terminate()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace_s):
+                        await self._process.wait()
+        finally:
+            self._kill()
+            await self._process.wait()
+        structlog.get_logger().info("stopped", process=self.name, pid=self.pid, cpu_s=cpu_s)
+
+    def _terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._is_foreign:
+                os.kill(self.pid, signal.SIGTERM)  # the guard, which asks the program to end and sees to the rest
+            else:
+                os.killpg(self.pid, signal.SIGTERM)
+
+    def _kill(self) -> None:
+        below = guard.process_tree(self.pid) if self._process.returncode is None else {}
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for pid in below:  # those in sessions of their own too
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def log_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a log that say something, as `ChildProcess.last_lines`. Raises OSError."""
+    return _readable(_tail(path, LOG_TAIL_BYTES))[-count:]
+
+
+def _tail(path: Path, size: int) -> str:
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - size))
+        return log.read().decode(errors="replace")
+
+
+def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """What a program of another Python environment is given: ours, without what our modules are found by, and `own`."""
+    return {**{name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}, **own}
+
+
+def _readable(text: str) -> list[str]:
+    lines = (_ESCAPE.sub("", line.rstrip().rpartition("\r")[2]) for line in text.split("\n"))
+    return [line[:LINE_CHARACTERS] for line in lines if line.strip()]
+
+
+async def _spawn(
+    argv: Sequence[str], log_path: Path, environment: Mapping[str, str], cores: Collection[int] | None
+) -> asyncio.subprocess.Process:
+    given = {guard.CORES_VARIABLE: ",".join(map(str, sorted(cores)))} if cores else {}
+    with _open_log(log_path) as log:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, **given, "SPOT_ASYNC_PARENT": str(os.getpid())},
+            start_new_session=True,
+        )
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was taken away stays so
+        return path.open("ab")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def tree_cpu_s(root: int) -> float:
+    """CPU seconds that a process and its living descendants have used; NaN where there is no /proc."""
+    tree = guard.process_tree(root)
+    if not tree:
+        return math.nan
+    ticks = sum(sum(map(int, fields[11:15])) for fields in tree.values())  # user, system, and of reaped children
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook` for a process whose interpreter might not come to its end: print the trace and be gone."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def exit_with_parent() -> None:
+    """In a child of `ChildProcess`, first of all: be killed when the parent dies, however it dies, and use the cores
+    that it gave.
+
+    Linux only; elsewhere, and in a process that a person started, a no-op.
+    """
+    guard.take_given_cores()
+    expected_parent = os.environ.get("SPOT_ASYNC_PARENT")
+    if expected_parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(expected_parent):
+        os._exit(1)  # it died before we asked

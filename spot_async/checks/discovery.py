@@ -1,0 +1,250 @@
+"""What a running service does, found by asking it: small requests whose answers are compared with each other.
+
+Nothing here knows a server's dialect, a run or what is good: each function asks through the protocols and returns
+what it saw, or None where that could not be seen. Failed requests are the caller's to handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spot_async.base.concurrency import gather
+from spot_async.errors import PermanentError
+from spot_async.protocols import Generator, Scorer
+from spot_async.types import (
+    FloatArray,
+    Generation,
+    IntArray,
+    LogprobTemperature,
+    SamplingSettings,
+    TokenScores,
+)
+
+COOL = 0.5  # a temperature that log-probabilities at 1 differ from
+NOISE_MARGIN = 2.0  # a short probe sees less noise than a long run
+VISIBLE_NATS = 0.05  # differences that no server's rounding makes
+REPEATS = 4
+TOGETHER = 8
+ROUND_TRIPS = 5
+SEED = 20_240_229
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What requests are made of: prompts of the run, a response to each, and where responses end."""
+
+    prompts: Sequence[IntArray]
+    responses: Sequence[IntArray]
+    stop_token_ids: tuple[int, ...]
+    vocab_limit: int | None = None  # of sampling: responses are scored by models that may know no more ids
+    timeout_s: float = 120.0
+
+    def deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.timeout_s
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Largest differences between computations of the same rows, nats."""
+
+    alone: float
+    together: float  # while as many others were asked for
+
+    @property
+    def largest(self) -> float:
+        return max(self.alone, self.together)
+
+
+async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list[IntArray]:
+    """One response to each prompt."""
+    replies = await gather(
+        _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
+        for n, prompt in enumerate(asked.prompts)
+    )
+    return [reply.token_ids for reply in replies]
+
+
+async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise:
+    """Noise of scores: of the response's tokens, and of the top-k."""
+
+    async def read() -> FloatArray:
+        return _values(await _score(scorer, asked, 0, top_k=top_k))
+
+    return await _noise(read)
+
+
+async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> Noise:
+    """Noise of the distribution after a prompt, as it is served with a sampled token."""
+
+    async def read() -> FloatArray:
+        reply = await _generate(generator, asked.prompts[0], asked, seed=SEED, max_tokens=1, top_k=top_k)
+        assert reply.topk_logprobs is not None
+        row: FloatArray = reply.topk_logprobs[0]
+        return row
+
+    return await _noise(read)
+
+
+async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_top_k: int) -> list[FloatArray]:
+    """Rows to compare with another server's of the same model: scores of the responses, and the distributions after
+    the prompts as they come with a sampled token. A top-k of 0 leaves them out. Unknown positions are NaN."""
+    rows = []
+    for n in range(len(asked.prompts)):
+        if score_top_k:
+            scores = await _score(server, asked, n, top_k=score_top_k)
+            unknown = slice(0) if scores.valid is None else ~scores.valid
+            values = np.column_stack([scores.logprobs, scores.topk_logprobs])
+            values[unknown] = np.nan
+            rows.append(values)
+        if generation_top_k:
+            reply = await _generate(server, asked.prompts[n], asked, seed=SEED, max_tokens=1, top_k=generation_top_k)
+            assert reply.topk_logprobs is not None
+            rows.append(reply.topk_logprobs[:1])
+    return rows
+
+
+def largest_difference_nats(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> float:
+    """Between two servers' `readings`; 0 where they have no position in common."""
+    differences = np.concatenate([np.abs(one - two).ravel() for one, two in zip(first, other, strict=True)])
+    return float(np.nanmax(differences, initial=0.0))
+
+
+async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature | None:
+    """Which temperature scores are at, by asking at two; a refusal of the second means 1."""
+    at_one = _values(await _score(scorer, asked, 0, top_k=1))
+    try:
+        cool = _values(await _score(scorer, asked, 0, top_k=1, temperature=COOL))
+    except PermanentError:
+        return "one"
+    return _convention(at_one, cool)
+
+
+async def generation_temperature(generator: Generator, asked: Asked) -> LogprobTemperature | None:
+    """The same of sampled tokens, by the likeliest token after a few prompts."""
+    best: list[float] = []
+    cool: list[float] = []
+    for temperature, found in ((1.0, best), (COOL, cool)):
+        for prompt in asked.prompts:
+            reply = await _generate(generator, prompt, asked, seed=SEED, max_tokens=1, top_k=1, temperature=temperature)
+            assert reply.topk_logprobs is not None
+            found.append(float(reply.topk_logprobs[0, 0]))
+    return _convention(np.array(best, np.float32), np.array(cool, np.float32))
+
+
+async def honours_seeds(generator: Generator, asked: Asked, max_tokens: int) -> bool | None:
+    """Whether a seed decides the tokens; None where different seeds give the same ones as well."""
+    prompt = asked.prompts[0]
+
+    async def sample(seed: int) -> tuple[int, ...]:
+        return tuple((await _generate(generator, prompt, asked, seed=seed, max_tokens=max_tokens)).token_ids.tolist())
+
+    first, *others = await gather(sample(seed) for seed in range(SEED, SEED + 4))
+    again = await sample(SEED)
+    if first != again:
+        return False
+    return True if any(other != first for other in others) else None
+
+
+async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, max_tokens: int) -> float:
+    """Between the log-probabilities that one server gives tokens as it samples them and as it scores them."""
+    largest = 0.0
+    for n, prompt in enumerate(asked.prompts):
+        reply = await _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
+        scores = await scorer.score(prompt, reply.token_ids, top_k=1, temperature=1.0, deadline=asked.deadline())
+        known = slice(None) if scores.valid is None else scores.valid
+        largest = max(largest, float(np.abs(scores.logprobs - reply.logprobs)[known].max(initial=0.0)))
+    return largest
+
+
+async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float:
+    """Mean distance of the entropy's bounds."""
+    widths = []
+    for n in range(len(asked.prompts)):
+        scores = await _score(scorer, asked, n, top_k=top_k)
+        known = slice(None) if scores.valid is None else scores.valid
+        widths.append((scores.entropy_upper - scores.entropy_lower)[known])
+    together = np.concatenate(widths)
+    return float(together.mean()) if together.size else float("nan")
+
+
+async def generation_round_trip_s(generator: Generator, asked: Asked) -> float:
+    """Median of small requests."""
+    return await _median_s(lambda: _generate(generator, asked.prompts[0], asked, seed=SEED, max_tokens=1))
+
+
+async def score_round_trip_s(scorer: Scorer, asked: Asked) -> float:
+    return await _median_s(
+        lambda: scorer.score(
+            asked.prompts[0], asked.responses[0][:1], top_k=1, temperature=1.0, deadline=asked.deadline()
+        )
+    )
+
+
+async def _median_s(request: Callable[[], Awaitable[object]]) -> float:
+    clock = asyncio.get_running_loop().time
+    seconds = []
+    for _ in range(ROUND_TRIPS):
+        started = clock()
+        await request()
+        seconds.append(clock() - started)
+    return statistics.median(seconds)
+
+
+async def _noise(read: Callable[[], Awaitable[FloatArray]]) -> Noise:
+    first = await read()
+    alone = [await read() for _ in range(REPEATS - 1)]
+
+    async def one() -> FloatArray:
+        return await read()
+
+    together = await gather(one() for _ in range(TOGETHER))
+    return Noise(_largest(first, alone), _largest(first, together))
+
+
+def _largest(first: FloatArray, others: Sequence[FloatArray]) -> float:
+    return max((float(np.abs(other - first).max(initial=0.0)) for other in others), default=0.0)
+
+
+def _convention(at_one: FloatArray, cool: FloatArray) -> LogprobTemperature | None:
+    """None where the rows are so sure of a token that no temperature changes it."""
+    if not at_one.size or float(at_one.min()) > -VISIBLE_NATS:
+        return None
+    return "request" if float(np.abs(at_one - cool).max()) > VISIBLE_NATS else "one"
+
+
+def _values(scores: TokenScores) -> FloatArray:
+    """Everything that should repeat, of known positions."""
+    known = slice(None) if scores.valid is None else scores.valid
+    return np.concatenate([scores.logprobs[known], scores.topk_logprobs[known].ravel()])
+
+
+async def _score(scorer: Scorer, asked: Asked, n: int, *, top_k: int, temperature: float = 1.0) -> TokenScores:
+    return await scorer.score(
+        asked.prompts[n], asked.responses[n], top_k=top_k, temperature=temperature, deadline=asked.deadline()
+    )
+
+
+async def _generate(
+    generator: Generator,
+    prompt_ids: IntArray,
+    asked: Asked,
+    *,
+    seed: int,
+    max_tokens: int,
+    top_k: int = 0,
+    temperature: float = 1.0,
+) -> Generation:
+    sampling = SamplingSettings(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=asked.stop_token_ids,
+        seed=seed,
+        vocab_limit=asked.vocab_limit,
+    )
+    return await generator.generate(prompt_ids, sampling, top_k=top_k, deadline=asked.deadline())

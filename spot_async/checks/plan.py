@@ -1,0 +1,344 @@
+"""Checks a run before anything starts, and prepares what it needs of models and data.
+
+Everything here is read from files: no server, no GPU, and of processes only the interpreters of servers to start, which
+say whether the server is installed. What only running backends can say is checked by `capabilities.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from spot_async.base import registry
+from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
+from spot_async.config import Config, ModelConfig, Place
+from spot_async.data import load_problem_set, require_answers
+from spot_async.data.overlap import count_identical
+from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
+from spot_async.errors import ConfigError
+from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
+from spot_async.loop.supervision_queue import worst_case_bytes
+from spot_async.models.common_vocabulary import CommonVocabulary
+from spot_async.models.files import ModelFiles, read_model, softmax_width
+from spot_async.models.vocabulary import stop_token_ids
+from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
+from spot_async.spending.teacher_cache import teacher_model
+from spot_async.stages.plugin_contract import check_policy
+from spot_async.telemetry.sinks import check_packages
+from spot_async.types import PolicyNeeds
+from spot_async.watchdog.limits import SilenceLimits, silence_limits, start_timeouts
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """A training run that can start."""
+
+    student: ModelFiles
+    teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
+    served: Mapping[str, ModelConfig]  # what must be served, by role: student, teacher, reference
+    renderer: PromptRenderer
+    schedule: PromptSchedule
+    problems: int
+    rows: Mapping[str, int]  # what became of the rows of data.train: read, dropped, mended
+    filtered: int  # problems whose prompts are too long
+    policy: Policy
+    evaluation: Sequence[Benchmark]  # empty without an evaluation section
+    seen: Mapping[str, int]  # held-out problems that stand in data.train too, by the key of their set; without zeros
+    silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
+    common: CommonVocabulary  # of all models that the configuration names
+
+    @property
+    def reference(self) -> ModelConfig | None:
+        """What to serve as the frozen reference; None when the policy asks for none."""
+        return self.served.get("reference")
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_token_ids(self.student.vocabulary, (self.teacher or self.student).vocabulary)
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether prompts, of training or of evaluation, have today's date in them."""
+        in_training = self.renderer.reads_clock(next(iter(self.schedule)).problem)
+        return in_training or any(benchmark.reads_clock for benchmark in self.evaluation)
+
+
+def plan_training(config: Config) -> TrainPlan:
+    """Raises ConfigError or DataError, one line each, for everything that would fail later."""
+    check_packages(config.telemetry)
+    student = read_model("student", config.student.model)
+    teacher = read_model("teacher", config.teacher.model) if config.teacher is not None else None
+    others = {"teacher": teacher} if teacher is not None else {}
+    if config.reference is not None:
+        others["reference"] = read_model("reference", config.reference.model)
+    for role, model in others.items():
+        _check_same_vocabulary(student, role, model)
+    common = CommonVocabulary({role: model.vocab_size for role, model in {"student": student, **others}.items()})
+    _check_ends(common, {"student": student, **others})
+    _check_context(config, {"student": student, **others})
+    policy = make_policy(config, teacher or student, common)
+    _check_roles(config, policy.needs)
+    is_summing = sums_ends(config, policy.needs, student, teacher)
+    if config.teacher is not None and is_summing and not _offers(config.teacher, CandidateScorer):
+        raise ConfigError(CANNOT_SUM)
+    check_places(config, policy.needs)
+    _check_sleep(config)
+    training_set = load_problem_set(config.data.train, "data.train", needs_answers=policy.needs.outcomes)
+    if policy.needs.outcomes:
+        require_answers(training_set, "data.train")
+    problems = training_set.problems
+    renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
+    sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
+    if not sources:
+        raise ConfigError(
+            f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(problems)} prompts are longer, "
+            "the instruction included; raise it"
+        )
+    _check_prompt_tokens(common, sources)
+    schedule = PromptSchedule(
+        sources,
+        batch_size=config.training.batch_size,
+        run_seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        epochs=config.training.epochs,
+        iterations=config.training.iterations,
+    )
+    check_eval_every(config, schedule.iterations)
+    if isinstance(policy, ScheduleChecker):
+        policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
+    _check_queue_bytes(config, policy.needs)
+    silence = silence_limits(config, policy.needs)
+    evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
+    served = served_models(config, policy.needs)
+    for role, each in served.items():
+        each.backend.check_installed(f"{role}.backend")
+    return TrainPlan(
+        student=student,
+        teacher=teacher,
+        served=served,
+        renderer=renderer,
+        schedule=schedule,
+        problems=len(problems),
+        rows=training_set.counts,
+        filtered=len(problems) - len(sources),
+        policy=policy,
+        evaluation=evaluation,
+        seen={each.key: seen for each in evaluation if (seen := count_identical(problems, each.problems))},
+        silence=silence,
+        common=common,
+    )
+
+
+def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
+    """The held-out problems, rendered with the student's own chat template."""
+    if config.evaluation is None:
+        raise ConfigError("evaluation: required, but not given; it names the held-out problems")
+    config.student.backend.check_machine("student.backend")
+    _check_recovery("student", config.student)
+    silence_limits(config, PolicyNeeds())
+    benchmarks = plan_benchmarks(config, student, _common_of_files(config, student).limit)
+    config.student.backend.check_installed("student.backend")
+    return benchmarks
+
+
+def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | None = None) -> Policy:
+    """The configured policy; `model` is the teacher, or the student in a run without one."""
+    context = msgspec.structs.replace(
+        model.policy_context,
+        vocab_limit=None if common is None else common.limit,
+        sampling=config.sampling,
+        teacher=config.teacher and config.teacher.model,
+        teacher_identity=config.teacher and partial(teacher_model, config.teacher),
+        run_seed=config.run.seed,
+        reference_kl=config.training.reference_kl > 0,
+    )
+    policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
+    check_policy(policy, config.policy.kind)
+    return policy
+
+
+def _check_roles(config: Config, needs: PolicyNeeds) -> None:
+    """Whether every model that the policy asks for is given, with a backend that can do what it asks."""
+    kind = config.policy.kind
+    if needs.teacher and config.teacher is None:
+        raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
+    if needs.teacher_responses and config.teacher is not None and config.teacher.replay:
+        raise ConfigError(
+            f"teacher.replay: policy {kind} asks the teacher for responses, which no cache holds: give policy.load"
+        )
+    if config.training.reference_kl > 0 and not needs.reference:
+        raise ConfigError(
+            f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
+        )
+    reference = served_models(config, needs).get("reference")
+    asked = [
+        ("student", config.student, Generator, "generate", True),
+        ("student", config.student, WeightSink, "update_weights", True),
+        ("student", config.student, CandidateScorer, "candidate_logprobs", needs.candidate_logprobs),
+        ("teacher", config.teacher, Scorer, "score", needs.teacher_top_k > 0),
+        ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
+        ("reference", reference, Scorer, "score", needs.reference),
+    ]
+    for role, model, protocol, method, is_needed in asked:
+        if is_needed and model is not None and not _offers(model, protocol):
+            raise ConfigError(
+                f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
+                "choose another backend"
+            )
+
+
+def _offers(model: ModelConfig, protocol: type) -> bool:
+    """Whether the model's kind of backend has the methods."""
+    return issubclass(registry.load("backends", model.backend.kind), protocol)
+
+
+def check_places(config: Config, needs: PolicyNeeds) -> None:
+    """Whether every server that is needed has a place of its own, and this machine what its settings name."""
+    fixed = next(filter(None, places(config.student)), None)
+    if needs.reference and config.reference is None and fixed is not None:
+        raise ConfigError(
+            f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
+            "once more; name its model and backend"
+        )
+    first_at: dict[str, str] = {}
+    for role, model in served_models(config, needs).items():
+        model.backend.check_machine(f"{role}.backend")
+        _check_recovery(role, model)
+        for place in filter(None, places(model)):
+            if (other := first_at.setdefault(place.address, role)) == role:
+                continue
+            if other == "student":
+                raise ConfigError(
+                    f"{role}.backend.{place.setting}: the student is served there, whose weights change; give the "
+                    f"{role} a server of its own"
+                )
+            if not place.is_attached:
+                raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+
+
+def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
+    """What must be served, by role: a replay's teacher is not, and a reference is the initial student by default."""
+    is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
+    models = {
+        "student": config.student,
+        "teacher": config.teacher if is_asked else None,
+        "reference": (config.reference or config.student) if needs.reference else None,
+    }
+    return {role: model for role, model in models.items() if model is not None}
+
+
+def _check_recovery(role: str, model: ModelConfig) -> None:
+    """Whether a server of ours that ended has the time to start again before the run is given up for want of it."""
+    if all(place is not None and place.is_attached for place in places(model)):
+        return
+    start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
+    if model.serving.restarts and start_s > recovery_s:
+        raise ConfigError(
+            f"{role}.serving.recovery_timeout_s={recovery_s:g}: shorter than the start_timeout_s={start_s:g} of "
+            f"{role}.backend, so that a server that ended would not have the time to start again; raise it, "
+            f"lower that, or set {role}.serving.restarts to 0"
+        )
+
+
+def places(model: ModelConfig) -> Sequence[Place | None]:
+    """Where each of the model's servers listens; None for one whose settings do not say."""
+    return [each.place for each in model.backend.servers()]
+
+
+def _check_sleep(config: Config) -> None:
+    """Whether the server that is to make room for the trainer is the student's, and has nothing to do meanwhile."""
+    for role, model in (("teacher", config.teacher), ("reference", config.reference)):
+        if model is not None and sleeps_while_training(model):
+            raise ConfigError(
+                f"{role}.backend.sleep_while_training: only the student's server shares devices with the trainer; "
+                "remove it"
+            )
+    if sleeps_while_training(config.student) and config.max_staleness > 0:
+        raise ConfigError(
+            f"student.backend.sleep_while_training: with max_staleness={config.max_staleness} the student samples "
+            "while the trainer trains; set max_staleness to 0, or give them devices of their own"
+        )
+
+
+def sleeps_while_training(model: ModelConfig) -> bool:
+    """Whether the model's server gives its memory to the trainer while that trains; a key of backends that can."""
+    return bool(getattr(model.backend, "sleep_while_training", False))
+
+
+def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
+    """Whose tokenizer renders training prompts; a Jinja file is rendered with the student's."""
+    if config.prompt.template != "teacher":
+        return student
+    if teacher is None:
+        raise ConfigError("prompt.template=teacher: the run has no teacher section; set prompt.template=student")
+    return teacher
+
+
+def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) -> None:
+    if student.vocabulary.fingerprint == other.vocabulary.fingerprint:
+        return
+    ours, theirs = (model.vocabulary.tokenizer.get_vocab() for model in (student, other))
+    different = sorted(
+        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
+        key=lambda token: (ours.get(token, theirs.get(token)), token),
+    )
+    raise ConfigError(
+        f"{role}.model: {other.directory} and student {student.directory} have different vocabularies "
+        f"({len(different)} tokens, the first is {different[0]!r}); both must mean the same by the same token ids"
+    )
+
+
+def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
+    """What an evaluation samples from is what training does, as far as the other models' directories are here."""
+    others = {"teacher": config.teacher, "reference": config.reference}
+    names = {role: Path(model.model) for role, model in others.items() if model is not None}
+    widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
+    return CommonVocabulary({"student": student.vocab_size, **widths})
+
+
+def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> None:
+    """Whether every model that may be asked to end a response has a row for the token that does."""
+    for role, model in models.items():
+        for token_id in model.vocabulary.end_token_ids:
+            if common.limit is not None and token_id >= common.limit:
+                raise ConfigError(
+                    f"{role}.model: its end token {model.vocabulary.tokenizer.convert_ids_to_tokens(token_id)!r} "
+                    f"({token_id}) is none of the {common.limit} tokens that all models have: their vocabularies differ"
+                )
+
+
+def _check_prompt_tokens(common: CommonVocabulary, sources: Sequence[PromptSource]) -> None:
+    """Whether every model can read every prompt."""
+    for source in sources:
+        if common.limit is not None and (largest := int(source.token_ids.max())) >= common.limit:
+            raise ConfigError(
+                f"data.train: the prompt of problem {source.problem.id!r} holds token {largest}, which is none of the "
+                f"{common.limit} tokens that all models have: their vocabularies differ"
+            )
+
+
+def _check_context(config: Config, models: Mapping[str, ModelFiles]) -> None:
+    sampling = config.sampling
+    needed = sampling.max_prompt_tokens + sampling.max_response_tokens
+    for role, model in models.items():
+        if needed > model.max_context_tokens:
+            raise ConfigError(
+                f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + sampling.max_response_tokens="
+                f"{sampling.max_response_tokens} exceed the {role}'s context: together they may be at most "
+                f"{model.max_context_tokens}"
+            )
+
+
+def _check_queue_bytes(config: Config, needs: PolicyNeeds) -> None:
+    sampling, batch = config.sampling, config.training.batch_size
+    each = worst_case_bytes(sampling.max_prompt_tokens, sampling.max_response_tokens, needs)
+    if config.queue.capacity_bytes < batch * each:
+        raise ConfigError(
+            f"queue.capacity_bytes={config.queue.capacity_bytes} holds less than one batch in the worst case: "
+            f"raise it to {batch * each} or more"
+        )

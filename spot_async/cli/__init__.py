@@ -1,0 +1,69 @@
+"""The `spot-async` command: its commands under their names. What they do is in `commands/`.
+
+Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 3 it stalled, 4 its budget is
+spent, 130, 143 and 129 stopped by Ctrl-C, SIGTERM or a terminal that was closed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from spot_async.cli import files, runs, servers
+from spot_async.cli.outcomes import EXIT_CODES as EXIT_CODES
+from spot_async.cli.outcomes import exit_code as exit_code
+from spot_async.cli.outcomes import hung as hung
+from spot_async.cli.outcomes import screen
+
+app = typer.Typer(
+    name="spot-async",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(no_args_is_help=True, help="Look at problem files.")
+app.add_typer(data_app, name="data")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"spot-async {importlib.metadata.version('spot-async')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """On-policy distillation of small reasoning models, with sparse probing and outcome calibration."""
+
+
+def flowing(command: Callable[..., None]) -> str:
+    """The help of a command, each paragraph on one line: screens are narrower than source files."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
+
+
+app.command(help=flowing(runs.train))(runs.train)
+app.command("eval", help=flowing(runs.evaluate))(runs.evaluate)
+app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="MODEL_DIR [--uds PATH | --port N] [OPTIONS]",
+)(servers.serve)
+app.command(help=flowing(servers.doctor))(servers.doctor)
+app.command(help=flowing(servers.tune))(servers.tune)
+app.command(help=flowing(servers.conformance))(servers.conformance)
+data_app.command("check", help=flowing(files.check_data))(files.check_data)
+app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)
+app.command(help=flowing(files.report))(files.report)
+app.command("compare", help=flowing(files.compare_runs))(files.compare_runs)
+
+
+def main() -> None:
+    """Entry point of the `spot-async` command."""
+    app()

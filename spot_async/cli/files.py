@@ -1,0 +1,128 @@
+"""The commands that only read files: `data check`, `inspect`, `report` and `compare`. They start nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spot_async.cli.arguments import PagePath, RunPath
+from spot_async.cli.outcomes import fail, screen
+from spot_async.errors import ConfigError, DataError
+
+
+def check_data(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|CONFIG", help="a problem file, a hub id, or a run's YAML file")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="of the problem set, e.g. fields.answer=gold; of CONFIG, overrides of it"
+        ),
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="short for layout=NAME; see docs/data.md")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="an evaluation set to look for; may be given again")
+    ] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="KIND", help="default: boxed_match, or CONFIG's")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR", help="whose tokenizer renders prompts of a FILE")] = None,
+) -> None:
+    """Read problems as a run would: what is kept, dropped and mended, what answers cannot be verified, what overlaps.
+
+    Exit code 1 when an answer is not right by its own verifier, 2 when something cannot be read.
+    """
+    from spot_async.tools.data_check import command
+
+    try:
+        if command.is_config(target):
+            if layout or model:
+                raise ConfigError("--layout and --model are for files; CONFIG names both")
+            check = command.check_of_config(Path(target), settings or (), against or (), verifier)
+        else:
+            chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
+            check = command.check_of_file(target, chosen, against or (), verifier, model)
+        is_verifiable = command.run(screen, check)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+    if not is_verifiable:
+        raise typer.Exit(1)
+
+
+def inspect_run(
+    run: RunPath,
+    sample: Annotated[
+        str | None, typer.Argument(metavar="[SAMPLE]", help="a sample's number, or a problem's id for its latest one")
+    ] = None,
+    html: PagePath = None,
+    iteration: Annotated[int | None, typer.Option(help="list this one; default: the last")] = None,
+    verdict: Annotated[str | None, typer.Option(help="list only samples with this verdict")] = None,
+) -> None:
+    """List what a run sampled, or show one sample: scores, probed positions, probes, targets.
+
+    A sample is also written as a page, to RUN/inspect-NUMBER.html unless --html says otherwise.
+    """
+    from spot_async.tools.inspect import command as commands
+
+    try:
+        if sample is None and html is not None:
+            raise ConfigError("--html: name a sample; a list has no page")
+        if sample is not None and (iteration is not None or verdict is not None):
+            raise ConfigError("--iteration and --verdict choose what is listed; leave them out to see one sample")
+        if sample is None:
+            commands.list_samples(screen, run, iteration, verdict)
+        else:
+            commands.show_sample(screen, run, sample, html)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+
+def report(
+    run: RunPath,
+    html: PagePath = None,
+    tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="also show this .json file of `tune`")] = None,
+) -> None:
+    """Write one page about a run: curves, what was probed, where the time went and what to change about it.
+
+    It goes to RUN/report.html unless --html says otherwise.
+    """
+    from spot_async.tools.inspect import command as commands
+    from spot_async.tools.tune.results import read_tuning
+    from spot_async.tools.tune.view import tuning_section
+
+    try:
+        more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
+        commands.write_report(screen, run, html, more)
+    except DataError as error:
+        fail(error, code=2)
+
+
+def compare_runs(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=]RUN...", help="directories of `eval` or `train`, or their evaluation*.json"),
+    ],
+    baseline: Annotated[str | None, typer.Option(help="NAME that differences are from; default: the first")] = None,
+    benchmark: Annotated[
+        list[str] | None, typer.Option(help="compare only this one; repeat it for several; default: all of the mean")
+    ] = None,
+    pass_k: Annotated[int | None, typer.Option(help="the k of Pass@k; default: the number of responses")] = None,
+    draws: Annotated[int, typer.Option(min=100, help="of the bootstrap")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap")] = 0,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the intervals")] = 0.95,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="also write Markdown, LaTeX, CSV and curves")
+    ] = None,
+) -> None:
+    """Compare evaluations of the same problems: a table, paired differences, Pass@k curves, compute.
+
+    Nothing is asked of any server. Exit code 2 when the evaluations cannot be paired.
+    """
+    from spot_async.tools.compare import command
+
+    options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output)
+    try:
+        command.run(screen, runs, options)
+    except DataError as error:
+        fail(error, code=2)

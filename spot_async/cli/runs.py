@@ -1,0 +1,259 @@
+"""The commands that make a run, `train` and `eval`: planned, shown with `--dry-run`, run, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from spot_async.base.text import counted
+from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides
+from spot_async.cli.outcomes import exit_code, fail, hung, run_until_stopped, saved, screen
+from spot_async.config import Config
+from spot_async.config.loading import dump_yaml, load_config
+from spot_async.config.suggestions import CANNOT_RESUME
+from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.run_directory.layout import RunDirectory, name_of
+
+if TYPE_CHECKING:  # they import transformers, which --help need not wait for
+    from spot_async.checks.plan import TrainPlan
+    from spot_async.evaluation.benchmarks import Benchmark
+    from spot_async.models.files import ModelFiles
+    from spot_async.running.summary import TrainOutcome
+
+
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    brief: Brief = False,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # people try it
+) -> None:
+    """Train a student from a teacher, and evaluate it before and after.
+
+    Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
+    samples.jsonl (what the policy saw), the resolved configuration and all logs.
+    """
+    from spot_async.checks.plan import plan_training  # imports transformers: not for --help
+    from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
+    from spot_async.tools.estimate.machine import estimate_machine, show_machine
+
+    try:
+        if resume:
+            raise ConfigError(f"--resume: {CANNOT_RESUME}")
+        check_brief(brief, dry_run)
+        settings = load_config(config, overrides or ())
+        path = RunDirectory.choose_path(settings, name_of(config))
+        RunDirectory.check_usable(path)
+        plan = plan_training(settings)
+        estimates = estimate_run(settings, plan, earlier)
+        machine = estimate_machine(settings, plan, earlier)
+        if dry_run:
+            show_plan(settings, path, plan, brief=brief)
+            show_estimates(screen, estimates)
+            show_machine(screen, machine)
+            return
+        from spot_async.running.training import (
+            train as run_training,  # who is stopped in these seconds leaves no directory
+        )
+
+        directory = RunDirectory.create(path, settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    if len(plan.rows) > 2:  # more than read and problems
+        screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
+    if plan.filtered:
+        screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
+    show_estimates(screen, estimates)
+    show_machine(screen, machine)
+    training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
+    outcome = run_until_stopped(training, directory)
+    show_outcome(outcome, path)
+    if outcome.spent is not None:
+        fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
+
+
+def show_outcome(outcome: TrainOutcome, path: Path) -> None:
+    """What `train` prints at its end; `path` is the run directory."""
+    from spot_async.run_directory.reading import RunFiles
+    from spot_async.spending.records import spending_words
+    from spot_async.telemetry.console import evaluation_table, unverified_note
+    from spot_async.tools.inspect.signal import missing_signal
+
+    last = outcome.after or outcome.before
+    if last is not None:
+        screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
+        if note := unverified_note(last):
+            screen.print(note)
+    if note := missing_signal(RunFiles(path).metrics()):
+        screen.print(Text(note, style="yellow"))
+    states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
+    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states or 'none'}", highlight=False)
+    for role, spent in outcome.spending.get("spending", {}).items():
+        screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
+    screen.print(Text(f"run directory: {path}"))
+    if outcome.iterations:
+        screen.print(Text(f"trained student: {path / 'student'}"))
+    if outcome.best is not None:
+        screen.print(Text(f"best student: {path / 'best'}"))
+
+
+def evaluate(
+    config: ConfigPath,
+    overrides: EvaluationOverrides = None,
+    dry_run: DryRun = False,
+    brief: Brief = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="go on with an evaluation that was stopped, in its directory"),
+    ] = None,
+) -> None:
+    """Evaluate `student.model` on the held-out problems of the `evaluation` section.
+
+    To evaluate a trained student: spot-async eval CONFIG student.model=RUN/student
+
+    Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
+    """
+    from spot_async.checks.plan import plan_evaluation
+    from spot_async.evaluation.figures import read_figures
+    from spot_async.evaluation.response_log import count_kept
+    from spot_async.models.files import read_model
+    from spot_async.running.measuring import add_pass_k, is_complete
+    from spot_async.telemetry.figures_table import figures_table
+    from spot_async.tools.estimate.endpoints import evaluation_estimate
+
+    with ExitStack() as stack:
+        try:
+            check_brief(brief, dry_run)
+            settings = load_config(config, overrides or ())
+            path = resume or RunDirectory.choose_path(settings, f"{name_of(config)}-eval")
+            if resume is None:
+                RunDirectory.check_usable(path, "eval")
+            elif settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
+                raise ConfigError(
+                    f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
+                    "(run.directory=null takes that of the configuration away)"
+                )
+            student = read_model("student", settings.student.model)
+            benchmarks = plan_evaluation(settings, student)
+            if dry_run:
+                show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
+                return
+            from spot_async.running.evaluation import evaluate_student  # as in `train`
+
+            directory = evaluation_directory(settings, path, is_new=resume is None)
+            try:
+                stack.enter_context(directory.locked())
+            except StorageError as error:  # such as a cluster's file system, mounted without locks
+                warning = f"warning: {error}; nothing keeps other processes from evaluating into it"
+                screen.print(Text(warning, style="yellow"), soft_wrap=True)
+            complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
+            if complete:
+                add_pass_k(directory, settings, benchmarks, student.directory)
+        except (ConfigError, DataError, StorageError) as error:
+            fail(error, code=exit_code(error))
+
+        for benchmark in benchmarks:
+            if len(benchmark.counts) > 2:  # more than read and problems
+                screen.print(f"{benchmark.key}: {words_of(benchmark.counts)}", highlight=False, soft_wrap=True)
+        if complete:
+            screen.print("this evaluation is complete")
+        else:
+            kept = count_kept(directory.path / "evaluation.jsonl")
+            of_those = f"; {kept:,} of the responses are kept from before" if kept else ""
+            screen.print(Text(f"{evaluation_estimate(settings, benchmarks)}{of_those}"), soft_wrap=True)
+            run = evaluate_student(settings, student, benchmarks, directory, screen, exit_process=hung(directory))
+            run_until_stopped(run, directory)
+        screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
+        screen.print(Text(f"run directory: {path}"))
+
+
+def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDirectory:
+    """Raises ConfigError where a new one cannot be made, DataError where there is none to go on in."""
+    if is_new:
+        return RunDirectory.create(path, config, "eval")
+    directory = RunDirectory.open(path)
+    if directory.purpose == "train":
+        raise DataError(
+            f"--resume {path} is the directory of a training run: give that of an evaluation, or begin one with "
+            f"student.model={path / 'student'} and without --resume"
+        )
+    return directory
+
+
+def check_brief(brief: bool, dry_run: bool) -> None:
+    if brief and not dry_run:
+        raise ConfigError("--brief: only --dry-run shows the configuration; add that, or take --brief away")
+
+
+def show_evaluation_plan(
+    config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles, *, brief: bool
+) -> None:
+    """What `eval --dry-run` prints."""
+    from spot_async.checks.diagnosis import evaluation_warnings
+    from spot_async.tools.estimate.endpoints import evaluation_estimate
+
+    if not brief:
+        screen.print(Text(dump_yaml(config)))
+    for benchmark in benchmarks:
+        first = benchmark.sources[0]
+        screen.rule(f"{benchmark.name}: first prompt ({len(first.token_ids)} tokens)", align="left")
+        screen.print(Text(student.vocabulary.tokenizer.decode(first.token_ids.tolist())))
+    screen.rule("would start", align="left")
+    asked = [
+        f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
+        for benchmark in benchmarks
+    ]
+    for warning in evaluation_warnings(benchmarks, student.vocabulary):
+        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
+    screen.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> None:
+    """What `train --dry-run` prints."""
+    from spot_async.checks.diagnosis import plan_warnings
+
+    first = next(iter(plan.schedule))
+    if not brief:
+        screen.rule("configuration, defaults included", align="left")
+        screen.print(Text(dump_yaml(config)))
+    screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
+    screen.print(Text(plan.renderer.text(first.problem)))
+    screen.rule("would start", align="left")
+    for warning in plan_warnings(plan):
+        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    training, left_over = config.training, plan.schedule.left_over_per_epoch
+    left_words = f"; {left_over} left out of each epoch, whose batches are whole" if left_over else ""
+    lines = [
+        *(f"{role:<9} {model.backend.kind} backend serving {model.model}" for role, model in plan.served.items()),
+        f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
+        f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
+        f"in mini-batches of {training.mini_batch_size}, from "
+        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
+        f"rows      {words_of(plan.rows)}",
+        *(f"tokens    {line}" for line in plan.common.words),
+        f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
+        f"write     {path}",
+    ]
+    screen.print(Text("\n".join(lines)))
+
+
+def words_of(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def evaluations(config: Config, problems: int) -> str:
+    """When `problems` held-out problems are evaluated."""
+    if config.evaluation is None:
+        return "nothing"
+    every = f", and every {counted(config.evaluation.eval_every, 'iteration')}" if config.evaluation.eval_every else ""
+    return f"{counted(problems, 'problem')} before and after{every}"

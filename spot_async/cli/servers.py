@@ -1,0 +1,133 @@
+"""The commands about servers, without a run: `serve`, `doctor`, `tune` and `conformance`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from spot_async.base.concurrency import root_cause
+from spot_async.cli.arguments import ConfigPath, Overrides
+from spot_async.cli.outcomes import exit_code, fail, screen
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError, DataError, SpotError
+
+
+def serve(context: typer.Context) -> None:
+    """Serve a model directory: generation, scoring, weight updates. See serve --help."""
+    from spot_async.serving.__main__ import main as serve_model
+
+    serve_model(context.args, program="spot-async serve")
+
+
+def doctor(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
+) -> None:
+    """Start or attach a run's servers, ask them everything that a run depends on, and say what is unsafe.
+
+    Nothing is trained. `train` makes the same checks before it begins. Exit code 1 when the run would be unsafe or a
+    server fails, 2 when the configuration is wrong.
+    """
+    from spot_async.checks.plan import plan_training
+
+    try:
+        settings = load_config(config, overrides or ())
+        plan = plan_training(settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.tools.doctor import examine_and_show
+    from spot_async.tools.scratch import working_directory
+
+    try:
+        with working_directory(directory) as path:
+            is_safe = examine_and_show(screen, settings, plan, path, json=json)
+    except (SpotError, BaseExceptionGroup) as error:
+        fail(root_cause(error), code=1)
+    if not is_safe:
+        raise typer.Exit(1)
+
+
+def tune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.tuned.yaml beside CONFIG")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="longest time the ramp of one server may take")] = 20.0,
+    limit_requests: Annotated[int | None, typer.Option(min=1, help="sent to one server at most")] = None,
+    paid: Annotated[
+        bool, typer.Option("--paid", help="also ramp endpoints whose settings name prices or rate limits")
+    ] = False,
+    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
+) -> None:
+    """Find how many requests in flight each of a run's servers pays for, and write the limits that follow.
+
+    Asks for a few prompts as the run would, then sends those requests again, more and more of them at a time, to one
+    server after the other. The file that is written is a configuration to train with: it has CONFIG as its base.
+    """
+    from spot_async.checks.plan import plan_training
+    from spot_async.tools.tune.results import check_output
+    from spot_async.tools.tune.running import TuneOptions, check_options, without_files
+
+    output = output or config.with_name(f"{config.stem}.tuned.yaml")
+    options = TuneOptions(seconds, limit_requests, paid)
+    try:
+        settings = without_files(load_config(config, overrides or ()))
+        check_output(config, output)
+        check_options(settings, options)
+        plan = plan_training(settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.tools.scratch import working_directory
+    from spot_async.tools.tune import command
+
+    try:
+        with working_directory(directory) as path:
+            command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
+    except (SpotError, BaseExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=exit_code(cause))
+
+
+def conformance(
+    backend: Annotated[str, typer.Option(metavar="KIND", help="an installed backend, or `module:Class`")],
+    model: Annotated[str, typer.Option(metavar="DIR", help="the model it serves, which is also loaded here")],
+    url: Annotated[str | None, typer.Option(help="of a server that runs already")] = None,
+    launch_python: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help="start a server with this interpreter")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="the backend's own settings, e.g. slots=8")
+    ] = None,
+    role: Annotated[Literal["student", "teacher"], typer.Option(help="whose part the backend plays")] = "student",
+    tolerance: Annotated[float, typer.Option(help="nats between served and exact log-probabilities")] = 2e-5,
+    device: Annotated[str, typer.Option(help="torch device of the model that is loaded here")] = "cpu",
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="for logs and weights to update to; the server must be able to read it; default: temporary"),
+    ] = None,
+) -> None:
+    """Check that a backend keeps its contract, against the same model in torch (float32).
+
+    Tokens, log-probabilities, entropies, seeds, deadlines, refusals and weight updates. A server's weights are replaced
+    while it is checked, and put back. Exit code 1 when a check fails.
+    """
+    from spot_async.tools.conformance import command
+
+    try:
+        config = command.read_settings(backend, model, url, launch_python, settings or ())
+    except ConfigError as error:
+        fail(error, code=2)
+    try:
+        failed = command.run(screen, config, directory, role=role, tolerance_nats=tolerance, device=device)
+    except (SpotError, BaseExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=exit_code(cause))
+    if failed:
+        raise typer.Exit(1)

@@ -1,1 +1,0 @@
-"""The commands of `spot-async`; `cli.py` makes one program of them."""

@@ -1,0 +1,191 @@
+"""From problems to the prompts of a run: rendering, filtering, and their order. Problems are read by `data/`.
+
+The order is a pure function of the seed and the problems: each epoch is its own permutation, and the
+problems left over by its last incomplete batch are dropped for that epoch, as the paper does
+(method.md section 6).
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+import numpy as np
+
+from spot_async.base.seeds import derive_seed
+from spot_async.base.text import first_line
+from spot_async.config import PromptConfig
+from spot_async.errors import DataError
+from spot_async.models.vocabulary import Vocabulary
+from spot_async.types import IntArray, Problem, Prompt
+
+DATE_WARNING = (
+    "prompt.template_arguments: the chat template writes today's date, so that prompts are others on another day: give "
+    'its variable for the date a value, as in prompt.template_arguments.date_string="26 Jul 2024"'
+)
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}today\N{OBJECT REPLACEMENT CHARACTER}"
+# Put before a template, it takes the place of the function by which transformers lets templates read the clock.
+_MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
+
+
+class PromptRenderer:
+    """Renders problems with a chat template: one user message, the instruction behind the problem, after what was said.
+
+    The template is the tokenizer's own, or the Jinja file that `config.template` names.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self._config = config
+        self._arguments: dict[str, Any] = dict(config.template_arguments)
+        if config.thinking is not None:
+            self._arguments["enable_thinking"] = config.thinking
+        taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        if given := sorted(config.template_arguments.keys() & taken):
+            raise DataError(f"prompt.template_arguments.{given[0]}: is no variable of the template's own: remove it")
+        self._name = str(self._tokenizer.name_or_path)
+        if config.template.endswith(".jinja"):
+            self._name = f"prompt.template={config.template}"
+            self._arguments["chat_template"] = read_template(Path(config.template))
+        elif not self._tokenizer.chat_template:
+            raise DataError(
+                f"{self._name}: the tokenizer has no chat template; "
+                "add chat_template.jinja or set prompt.template to the other model or to a Jinja file"
+            )
+
+    def text(self, problem: Problem) -> str:
+        """The prompt as the model reads it, special tokens included."""
+        return str(self._apply(problem, tokenize=False))
+
+    def token_ids(self, problem: Problem) -> IntArray:
+        """(P,) ids of the rendered prompt. Raises DataError where it would be empty, which no server takes."""
+        encoded = self._apply(problem, tokenize=True, return_dict=True)
+        if not encoded["input_ids"]:
+            raise DataError(
+                f"{self._name}: the chat template makes an empty prompt of problem {problem.id!r}: correct the "
+                "template, which is to write messages[0].content"
+            )
+        return np.array(encoded["input_ids"], dtype=np.int32)
+
+    def check_differ(self, sources: Sequence[PromptSource]) -> None:
+        """Raises DataError where problems with different texts all have the same prompt."""
+        if len({source.problem.text.strip() for source in sources}) < 2:
+            return
+        if len({source.token_ids.tobytes() for source in sources}) > 1:
+            return
+        if len({self.text(source.problem) for source in sources}) == 1:  # else the tokenizer is what tells none apart
+            raise DataError(
+                f"{self._name}: the chat template makes the same prompt of all {len(sources)} problems: correct the "
+                "template, which is to write messages[0].content"
+            )
+
+    def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
+        """A prompt outside any schedule; its seeds and priority derive from `ordinal`."""
+        return Prompt(ordinal=ordinal, problem=problem, token_ids=self.token_ids(problem))
+
+    def reads_clock(self, problem: Problem) -> bool:
+        """Whether the problem's prompt has today's date in it."""
+        template = self._tokenizer.get_chat_template(self._arguments.get("chat_template"))
+        return _MARK in self._apply(problem, tokenize=False, chat_template=_MARKED_CLOCK + template)
+
+    def _apply(self, problem: Problem, **arguments: Any) -> Any:
+        parts = (problem.text.strip(), self._config.instruction.strip())
+        content = self._config.separator.join(filter(None, parts))
+        history = [{"role": turn.role, "content": turn.content} for turn in problem.history]
+        try:
+            return self._tokenizer.apply_chat_template(
+                [*history, {"role": "user", "content": content}],
+                add_generation_prompt=True,
+                **{**self._arguments, **arguments},
+            )
+        except Exception as error:  # noqa: BLE001 - the template is the user's own program
+            where = f" in line {line}" if (line := template_line(error)) else ""
+            raise DataError(f"{self._name}: the chat template fails{where}: {first_line(error)}") from None
+
+
+def template_line(error: Exception) -> int | None:
+    """The line of a Jinja template that an exception came from, as Jinja writes it into tracebacks."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
+
+
+def read_template(path: Path) -> str:
+    """The text of a Jinja file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(f"prompt.template: cannot read {path}: {why}") from None
+
+
+def render_all(
+    problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int | None = None
+) -> list[PromptSource]:
+    """Render every problem; the caller compares lengths to see how many were filtered as too long.
+
+    Raises DataError where a prompt is empty, or all are the same.
+    """
+    rendered = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
+    renderer.check_differ(rendered)
+    if max_prompt_tokens is None:
+        return rendered
+    return [source for source in rendered if len(source.token_ids) <= max_prompt_tokens]
+
+
+class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem with its rendered prompt, before it has a place in the run."""
+
+    problem: Problem
+    token_ids: IntArray
+
+
+class PromptSchedule:
+    """Which prompt comes when. Restartable: iterating twice gives the same prompts."""
+
+    def __init__(
+        self,
+        sources: Sequence[PromptSource],
+        *,
+        batch_size: int,
+        run_seed: int,
+        shuffle: bool,
+        epochs: int | None = None,
+        iterations: int | None = None,
+    ) -> None:
+        if len(sources) < batch_size:
+            raise DataError(
+                f"{len(sources)} usable problems make no batch of training.batch_size={batch_size}: "
+                "lower it or add problems"
+            )
+        self._sources = sources
+        self._batch_size = batch_size
+        self._run_seed = run_seed
+        self._shuffle = shuffle
+        per_epoch = len(sources) // batch_size
+        self.iterations = iterations if iterations is not None else (epochs or 1) * per_epoch
+        self.left_over_per_epoch = len(sources) - per_epoch * batch_size
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """All prompts of the run, and beyond its last batch those that would replace dead ones."""
+        ordinal = 0
+        epoch = 0
+        while True:
+            for index in self._order(epoch)[: len(self._sources) - self.left_over_per_epoch]:
+                source = self._sources[index]
+                yield Prompt(ordinal=ordinal, problem=source.problem, token_ids=source.token_ids)
+                ordinal += 1
+            epoch += 1
+
+    def _order(self, epoch: int) -> list[int]:
+        indices = list(range(len(self._sources)))
+        if self._shuffle:
+            random.Random(derive_seed(self._run_seed, "epoch", epoch)).shuffle(indices)
+        return indices

@@ -1,0 +1,359 @@
+"""Algorithm 1 as one structured program: admit prompts, supervise them, train on batches, update weights.
+
+Two pumps share one TaskGroup: admission starts a policy coroutine per prompt whenever the gate is
+open; training takes batches in admission order and sends the new weights to the student servers. The
+orchestrator knows neither what a policy computes nor what a backend is, has no clock of its own, and
+runs unchanged on the simulator's virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from spot_async.base.concurrency import gather, sent_again
+from spot_async.base.retry import RetryPolicy
+from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.admission import AdmissionGate, Credits
+from spot_async.loop.ledger import Ledger, PromptState
+from spot_async.loop.supervision_queue import SupervisionQueue, held_bytes, worst_case_bytes
+from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
+from spot_async.run_directory.dead_letters import FILE_NAME
+from spot_async.stages.plugin_contract import is_ours, supervise
+from spot_async.stages.stages import Stages
+from spot_async.stages.timeline import (
+    Phase,
+    PhaseSpan,
+    PromptSpan,
+    Timeline,
+    Timelines,
+    Wait,
+    WaitClock,
+    seconds_by_stage,
+)
+from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
+from spot_async.types import Prompt, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
+
+LAST_WAKE_TIMEOUT_S = 30.0  # for waking servers that sleep when the run ends
+WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
+UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
+
+
+@dataclass(frozen=True)
+class OrchestratorSettings:
+    """The numbers that an orchestrator needs: from the configuration, and from what was planned with it."""
+
+    iterations: int
+    batch_size: int
+    max_staleness: int
+    capacity_prompts: int  # of the supervision queue
+    capacity_bytes: int  # of the same: worst cases of running prompts, and what finished ones hold
+    max_response_tokens: int
+    vocab_size: int  # of the student's softmax
+    weight_update_timeout_s: float
+    max_dead_share: float  # of the prompts finished so far, once there are a batch of them
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds of one iteration, on the loop's clock."""
+
+    wait_for_batch: float = 0.0  # the trainer waits for supervision
+    train: float = 0.0
+    update_weights: float = 0.0
+    evaluate: float = 0.0
+    waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """One finished iteration, as observers see it."""
+
+    iteration: int  # the first one is 1
+    samples: Sequence[Sample]
+    report: TrainReport
+    times_s: PhaseTimes
+    evaluation: EvaluationResult | None = None  # of the new weights, where one was due
+
+    @property
+    def made_no_step(self) -> bool:
+        """Whether all of its samples were left out of training, so that its weights are those before it."""
+        return all(sample.supervision is None for sample in self.samples)
+
+
+# Measures the live weights after an iteration (the first one is 1), or returns None when no evaluation is due.
+LiveEvaluation = Callable[[int], Awaitable[EvaluationResult | None]]
+
+
+class RunObserver(Protocol):
+    """Told what happened; never asked. Must return quickly."""
+
+    def iteration_finished(self, result: IterationResult) -> None: ...
+
+    def prompt_died(self, prompt: Prompt, error: RequestError) -> None: ...
+
+
+@dataclass
+class OrchestratorState:
+    """What a console may read at any time."""
+
+    iteration: int = 0  # finished ones
+    phase: Phase = "wait for batch"  # of the iteration that goes on
+    ledger: Ledger = field(default_factory=Ledger)
+    spent: BudgetSpentError | None = None  # why nothing is admitted any more
+    running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
+
+
+class Orchestrator:
+    """One run of a policy. `run` returns when all iterations are done, or the prompts or the money ran out."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        *,
+        prompts: Iterable[Prompt],
+        policy: Policy,
+        stages: Stages,
+        trainer: Trainer,
+        weight_sinks: Sequence[WeightSink],
+        observer: RunObserver,
+        evaluate: LiveEvaluation | None = None,
+        sleepers: Sequence[Sleeper] = (),
+    ) -> None:
+        self.state = OrchestratorState()
+        self.stages = stages
+        self.queue = SupervisionQueue()
+        self._settings = settings
+        self._prompts = iter(prompts)
+        self._policy = policy
+        self._trainer = trainer
+        self._weight_sinks = weight_sinks
+        self._observer = observer
+        self._evaluate = evaluate
+        self._sleepers = sleepers
+        self.credits = Credits(
+            capacity_prompts=settings.capacity_prompts,
+            capacity_bytes=settings.capacity_bytes,
+            batch_size=settings.batch_size,
+        )
+        self._gate = AdmissionGate(
+            self.state.ledger,
+            self.credits,
+            batch_size=settings.batch_size,
+            max_staleness=settings.max_staleness,
+        )
+        self._version = WeightVersion(lineage=0, step=0)
+        self._gate_changed = asyncio.Event()
+        self._unanswered_in_a_row = 0
+        self._last_death = ""
+        self._waits = WaitClock(stages.all)
+        self._timelines = Timelines()
+        self._timelines.add(self._waits)
+        stages.report_to(self._timelines)
+
+    def report_to(self, timeline: Timeline) -> None:
+        """Tell one more listener of every request, prompt and phase as it ends."""
+        self._timelines.add(timeline)
+
+    async def run(self) -> None:
+        """Raises the failure that ended the run (an ExceptionGroup when several tasks failed)."""
+        async with asyncio.TaskGroup() as group:
+            admission = group.create_task(self._admit_prompts(), name="admission")
+            await self._train_batches()
+            admission.cancel()
+        for ordinal in self.queue.drain():
+            self.state.ledger.move(ordinal, PromptState.LEFT_OVER)
+
+    async def _admit_prompts(self) -> None:
+        """Start a coroutine per prompt, in order, as the gate allows. Closes the queue at the last one."""
+        async with asyncio.TaskGroup() as group:
+            for prompt in self._prompts:
+                size_bytes = self._worst_case_bytes(prompt)
+                while self.state.spent is None and not self._gate.is_open(
+                    version=self._version.step, worst_case_bytes=size_bytes
+                ):
+                    self._gate_changed.clear()
+                    await self._gate_changed.wait()
+                if self.state.spent is not None:
+                    break
+                self.state.ledger.admit(prompt.ordinal)
+                self.credits.reserve(prompt.ordinal, size_bytes)
+                group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
+        self.queue.close()
+
+    async def _supervise(self, prompt: Prompt) -> None:
+        """From admission to the queue. A prompt whose request fails for good is given up instead."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self.state.running[prompt.ordinal] = prompt
+        try:
+            samples = await supervise(self._policy, prompt, self.stages.for_prompt(prompt))
+        except RequestError as error:
+            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
+            self._give_up(prompt, error)
+            return
+        except BudgetSpentError as error:
+            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "unpaid"))
+            self._stop_admitting(prompt, error)
+            return
+        finally:
+            del self.state.running[prompt.ordinal]
+        self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
+        self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
+        self.credits.finish(prompt.ordinal, held_bytes(samples))
+        self.queue.put(prompt.ordinal, samples)
+        self._gate_changed.set()
+        self._unanswered_in_a_row = 0
+
+    def _stop_admitting(self, prompt: Prompt, error: BudgetSpentError) -> None:
+        """The budget has no money for what this prompt needs: others under way finish, and no new one begins."""
+        if self.state.spent is None:
+            structlog.get_logger().warning("budget spent", error=str(error))
+        self.state.spent = error
+        self.state.ledger.move(prompt.ordinal, PromptState.UNPAID)
+        self.credits.release(prompt.ordinal)
+        self.queue.put(prompt.ordinal, None)
+        self._gate_changed.set()
+
+    def _give_up(self, prompt: Prompt, error: RequestError) -> None:
+        """Give up a prompt whose request fails for good; another takes its place in the batch.
+
+        Raises `SpotError` when so many fail that it is not the prompts' fault.
+        """
+        reason = self._last_death = str(error)
+        self.state.ledger.move(prompt.ordinal, PromptState.DEAD)
+        self.credits.release(prompt.ordinal)
+        self.queue.put(prompt.ordinal, None)
+        self._gate_changed.set()
+        self._observer.prompt_died(prompt, error)
+        if isinstance(error, TransientError | ThrottledError):
+            self._unanswered_in_a_row += 1
+            if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW:
+                raise SpotError(f"{self._unanswered_in_a_row} prompts in a row went unanswered, the last one: {reason}")
+        self._check_dead_share()
+
+    def _check_dead_share(self) -> None:
+        """Raises `SpotError` where more prompts were given up than may be. Early ones count once there is a batch."""
+        ledger = self.state.ledger
+        dead = ledger.count(PromptState.DEAD)
+        finished = dead + ledger.count(PromptState.QUEUED) + ledger.consumed
+        most = self._settings.max_dead_share
+        if finished >= self._settings.batch_size and dead > most * finished:
+            raise SpotError(
+                f"{dead} of {finished} prompts failed for good, more than run.max_dead_share={most:g} allows "
+                f"({FILE_NAME} has them all), the last one with: {self._last_death}"
+            )
+
+    async def _train_batches(self) -> None:
+        for iteration in range(self._settings.iterations):
+            times = PhaseTimes()
+            started = self._phase_began("wait for batch")
+            batch = await self.queue.take_batch(self._settings.batch_size)
+            self._check_dead_share()
+            if batch is None:
+                return
+            ordinals = [ordinal for ordinal, _ in batch]
+            waits = self._waits.take(started, asyncio.get_running_loop().time())
+            times.waited_for = seconds_by_stage(waits)
+            times.wait_for_batch = self._phase_ended(iteration, started, ordinals, waits)
+            samples = [sample for _, group in batch for sample in group]
+
+            started = self._phase_began("train")
+            trained = [sample.supervision for sample in samples if sample.supervision is not None]
+            self._check_feed(trained)
+            if not trained:
+                structlog.get_logger().warning("no step", iteration=iteration + 1, left_out=len(samples))
+            async with self._asleep():
+                report = await self._trainer.train(iteration, trained)
+            times.train = self._phase_ended(iteration, started, ordinals)
+
+            started = self._phase_began("update weights")
+            deadline = started + self._settings.weight_update_timeout_s
+            await gather(self._update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
+            times.update_weights = self._phase_ended(iteration, started, ordinals)
+
+            evaluation = None
+            if self._evaluate is not None:  # before the gate opens: nothing else is asked of the student meanwhile
+                started = self._phase_began("evaluate")
+                evaluation = await self._evaluate(iteration + 1)
+                times.evaluate = asyncio.get_running_loop().time() - started
+                if evaluation is not None:  # there was one due
+                    self._phase_ended(iteration, started, ordinals)
+
+            self._account_for(batch)
+            self._version = report.snapshot.version
+            self.state.iteration = iteration + 1
+            self._gate_changed.set()
+            self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
+
+    async def _update_weights(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
+        update = partial(sink.update_weights, snapshot, deadline=deadline)
+        # A run has few sinks, whose attempts need no spreading.
+        await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
+
+    def _account_for(self, batch: Iterable[tuple[int, Sequence[Sample]]]) -> None:
+        """Its prompts are in published weights now, or were left out: their places in the queue are free."""
+        for ordinal, group in batch:
+            has_trained = any(sample.supervision is not None for sample in group)
+            self.state.ledger.move(ordinal, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
+            self.credits.release(ordinal)
+
+    def _check_feed(self, trained: Sequence[Supervision]) -> None:
+        settings = self._settings
+        try:
+            check_feed(
+                trained, vocab_size=settings.vocab_size, live=self._version, max_staleness=settings.max_staleness
+            )
+        except WrongSupervisionError as wrong:
+            if is_ours(self._policy):
+                raise
+            raise PluginError(f"policy {type(self._policy).__name__}: {wrong}") from wrong
+
+    @asynccontextmanager
+    async def _asleep(self) -> AsyncIterator[None]:
+        """Student servers that share the trainer's devices sleep inside, so that it has the devices to itself.
+
+        They are woken also when training fails or is cancelled: servers that are not ours outlive the run.
+        """
+        if not self._sleepers:
+            yield
+            return
+        busy = sum(stage.in_flight for stage in self.stages.all)
+        if busy:  # some servers end when they are put to sleep with work in hand
+            raise RuntimeError(f"{busy} requests are in flight although the batch is complete")
+        loop = asyncio.get_running_loop()
+        try:
+            deadline = loop.time() + self._settings.weight_update_timeout_s
+            await gather(each.sleep(deadline=deadline) for each in self._sleepers)
+            yield
+        except BaseException:
+            with contextlib.suppress(RequestError):  # one that ended needs no waking, and is not what failed first
+                await gather(each.wake(deadline=loop.time() + LAST_WAKE_TIMEOUT_S) for each in self._sleepers)
+            raise
+        deadline = loop.time() + self._settings.weight_update_timeout_s
+        await gather(each.wake(deadline=deadline) for each in self._sleepers)
+
+    def _phase_began(self, phase: Phase) -> float:
+        """Returns the time."""
+        self.state.phase = phase
+        return asyncio.get_running_loop().time()
+
+    def _phase_ended(
+        self, iteration: int, started: float, ordinals: Sequence[int], waits: Sequence[Wait] = ()
+    ) -> float:
+        """Report the phase, which ends now; returns its seconds."""
+        ended = asyncio.get_running_loop().time()
+        self._timelines.phase_ended(PhaseSpan(iteration + 1, self.state.phase, started, ended, ordinals, waits))
+        return ended - started
+
+    def _worst_case_bytes(self, prompt: Prompt) -> int:
+        return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)

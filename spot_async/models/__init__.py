@@ -1,0 +1,1 @@
+"""A model directory: its files, vocabulary and end tokens, and which output row decides which token."""

@@ -1,0 +1,103 @@
+"""What a model directory says of itself: vocabulary, softmax size, context length.
+
+Read from files only. A remote server's model needs no weights here, but its tokenizer and config.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spot_async.base.text import first_line
+from spot_async.errors import ConfigError, DataError
+from spot_async.models.vocabulary import Vocabulary
+from spot_async.types import PolicyContext
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model directory says of itself."""
+
+    directory: Path
+    vocab_size: int
+    max_context_tokens: int
+    vocabulary: Vocabulary
+
+    @property
+    def policy_context(self) -> PolicyContext:
+        """What a policy may know, when these are the teacher's files (the student's in a run without a teacher)."""
+        return PolicyContext(vocab_size=self.vocab_size, tokenizer=self.vocabulary.tokenizer)
+
+
+def read_model(role: str, name: str) -> ModelFiles:
+    """Read a Hugging Face directory's configuration and tokenizer.
+
+    A large tokenizer takes a second to read, which happens once in a process as long as the files stay as they are: a
+    run reads its models before its servers, and every server that is made again finds them read.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        raise ConfigError(f"{role}.model: {no_directory(name)}")
+    text_config = _text_config(role, directory)
+    context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
+    if context is None or "vocab_size" not in text_config:
+        raise DataError(f"{role}.model: {name}/config.json names no vocab_size or no context length")
+    return ModelFiles(
+        directory=directory,
+        vocab_size=int(text_config["vocab_size"]),
+        max_context_tokens=int(context),
+        vocabulary=_vocabulary(directory, files_signature(filter(Path.is_file, directory.resolve().iterdir()))),
+    )
+
+
+def softmax_width(role: str, directory: Path) -> int:
+    """The rows of a model's softmax, without reading anything else of it."""
+    width = _text_config(role, directory).get("vocab_size")
+    if width is None:
+        raise DataError(f"{role}.model: {directory}/config.json names no vocab_size")
+    return int(width)
+
+
+def _text_config(role: str, directory: Path) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        said = f"{role}.model: {directory} has no config.json, so it is no Hugging Face model directory"
+        raise DataError(said) from None
+    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{role}.model: cannot read {directory}/config.json: {first_line(error)}") from None
+    text_config: dict[str, Any] = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
+    return text_config
+
+
+def no_directory(name: str) -> str:
+    """Says that there is no such model directory, where it was looked for, and how a model of the hub gets there."""
+    path = Path(name)
+    tried = "" if path.is_absolute() else f" ({path.absolute()})"
+    said = f"no directory {name!r}{tried}; give the path of a Hugging Face model directory"
+    if HUB_ID.fullmatch(name) and not path.parent.is_dir():
+        said += f", for a model of the hub after: hf download {name} --local-dir models/{path.name}"
+    return said
+
+
+@functools.lru_cache(maxsize=8)
+def _vocabulary(directory: Path, signature: object) -> Vocabulary:
+    """`signature` tells changed files."""
+    return Vocabulary.load(directory)
+
+
+def files_signature(files: Iterable[Path]) -> object:
+    """Equal, and hashable, for the same files as long as none of them is replaced or written to."""
+    try:
+        return tuple((path, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(files))
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,85 @@
+"""What the orchestrator knows of a tokenizer: text, end tokens, fingerprint. One per role."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spot_async.base.processes.memory import without_gc
+from spot_async.base.text import first_line
+from spot_async.errors import DataError
+from spot_async.types import IntArray
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
+
+
+class Vocabulary:
+    """A model directory's tokenizer with the ids that end a response."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: tuple[int, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.end_token_ids = end_token_ids
+        self._token_text = functools.cache(lambda token_id: self._text([token_id]))
+
+    @classmethod
+    def load(cls, directory: Path) -> Vocabulary:
+        """Read the tokenizer and the end tokens that tokenizer and generation config name."""
+        tokenizer = load_tokenizer(directory)
+        ends = end_token_ids(directory, tokenizer)
+        if not ends:
+            raise DataError(f"{directory}: neither tokenizer nor generation_config.json names an end token")
+        return cls(tokenizer, ends)
+
+    def decode(self, token_ids: IntArray) -> str:
+        """Text without special tokens. Single tokens, of which a sample's record names many, are decoded once."""
+        return self._token_text(int(token_ids[0])) if len(token_ids) == 1 else self._text(token_ids)
+
+    def _text(self, token_ids: IntArray | list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return tokenizer_fingerprint(self.tokenizer)
+
+
+def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
+    """What ends a response: a student may end with its own token or, once distilled, with its teacher's."""
+    return tuple(dict.fromkeys(end for vocabulary in vocabularies for end in vocabulary.end_token_ids))
+
+
+@without_gc()  # imports transformers
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; raises DataError when there is none that loads."""
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory}: has no tokenizer that can be loaded: {first_line(error)}") from None
+
+
+def end_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a response by tokenizer and generation config; empty when neither names one."""
+    from transformers import GenerationConfig  # slow to import
+
+    ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if (directory / "generation_config.json").exists():
+        try:
+            configured = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+        except (OSError, ValueError) as error:
+            raise DataError(f"{directory}: cannot read generation_config.json: {first_line(error)}") from None
+        if configured is not None:
+            ends += configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(ends))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash that is equal for tokenizers which map the same ids to the same tokens."""
+    digest = hashlib.sha256()
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        digest.update(f"{token_id}\t{token}\n".encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()

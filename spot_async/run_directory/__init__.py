@@ -1,0 +1,1 @@
+"""Everything a run writes, and reading it back. It decides nothing about the run."""

@@ -1,0 +1,271 @@
+"""Reads a run directory as it is: finished, still running, or killed in the middle of a line.
+
+Files grow with the run, so samples are read one line at a time. Every field a policy may leave out has
+a default; rendering decides what to do without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from spot_async.errors import DataError
+from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
+from spot_async.run_directory.layout import ENDS_EARLY, STALLED, RunDirectory
+
+T = TypeVar("T")
+
+
+class Candidate(msgspec.Struct, kw_only=True):
+    """One teacher candidate of a probed position, and what it led to."""
+
+    token_id: int
+    token: str = ""
+    prior: float | None = None  # the teacher over the candidates
+    value: float | None = None  # mean reward; None without evidence
+    target: float | None = None  # the prior after the tilt
+    verdicts: list[str] = []
+    continuations: list[str] = []
+    teacher: float | None = None  # full-vocabulary probability
+    student: float | None = None  # likewise
+
+
+class Branch(msgspec.Struct, kw_only=True):
+    """One probed position."""
+
+    position: int
+    sampled: str = ""
+    retained: bool = False
+    certain: bool = True  # else chosen by the midpoint of an interval
+    candidates: list[Candidate] = []
+    score_parts: dict[str, float | None] = {}
+
+
+class SampleRecord(msgspec.Struct, kw_only=True):
+    """One line of `samples.jsonl`. What is not a number was written as null, in arrays as well."""
+
+    iteration: int
+    problem_id: str = ""
+    problem: str = ""
+    answer: str = ""
+    tier: str | None = None
+    response: str = ""
+    verdict: str = ""
+    finish_reason: str = ""
+    version: str | None = None  # of the weights that sampled it; None when the student did not
+    response_ids: list[int] = []
+    behavior_logprobs: list[float | None] | None = None
+    teacher_logprobs: list[float | None] | None = None
+    teacher_entropy_nats: list[float | None] | None = None
+    acquisition_score: list[float | None] | None = None
+    advantage: float | None = None  # of the whole response, where the policy gives one
+    reward: float | None = None  # of the response, where the policy compares it with a group's
+    group_rewards: list[float | None] | None = None  # of the prompt's responses in their order, this one's too
+    left_out: str | None = None  # why it was not trained
+    gated_positions: list[int] = []
+    branches: list[Branch] = []
+
+
+class BranchSummary(msgspec.Struct, kw_only=True):
+    """What tables and statistics need of a `Branch`."""
+
+    position: int
+    sampled: str = ""
+    retained: bool = False
+
+
+class SampleSummary(msgspec.Struct, kw_only=True):
+    """What tables and statistics need of a sample: the rest of the line is skipped, not decoded."""
+
+    iteration: int
+    problem_id: str = ""
+    verdict: str = ""
+    finish_reason: str = ""
+    response_ids: list[int] = []
+    acquisition_score: list[float | None] | None = None
+    branches: list[BranchSummary] = []
+
+
+class _Event(msgspec.Struct):
+    """What is read of a line of the run's log."""
+
+    event: str = ""
+    reason: str = ""
+
+
+class RunFiles:
+    """The files of one run directory. Raises DataError when there is no such run, or one newer than this program."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._directory = directory = RunDirectory.open(path)
+        self.cores = directory.cores  # that the run could use; None where it was not written down
+        purpose = directory.purpose  # None of older programs, whose evaluations end with this file
+        self.is_evaluation = purpose == "eval" or (purpose is None and (path / "evaluation.jsonl").exists())
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""
+        try:
+            loaded = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.path / 'config.yaml'}: cannot be read: {error}") from None
+        return loaded if isinstance(loaded, dict) else {}
+
+    def samples_rhythm(self) -> str:
+        """When samples are written, by the run's own configuration."""
+        every = (self.config().get("run") or {}).get("samples_every", 1)
+        if every == 0:
+            return "the run writes none (run.samples_every is 0)"
+        if every == 1:
+            return "they are written as each iteration ends"
+        return f"they are written every {every} iterations (run.samples_every)"
+
+    def metrics(self) -> list[dict[str, float]]:
+        """One mapping per finished iteration, without figures that are not numbers (written as null)."""
+        path = self.path / "metrics.jsonl"
+        rows = [
+            {name: value for name, value in row.items() if value is not None}
+            for row in _lines(path, dict[str, float | None])
+        ]
+        if any("iteration" not in row for row in rows):
+            raise DataError(f"{path}: a line names no iteration")
+        return rows
+
+    def summary(self) -> dict[str, Any] | None:
+        """The figures at the end of the run; None when it has not come to its end."""
+        path = self.path / "summary.json"
+        if not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: {error}") from None
+
+    def early_end(self) -> str | None:
+        """In one line that the run ended early, and why; None of one that came to its end or goes on."""
+        summary = self.summary()
+        if summary is not None:
+            return f"The run ended early: {reason}" if (reason := summary.get("ended_early")) else None
+        if self._directory.is_in_use():
+            return None
+        if reasons := [each.reason for each in self._events() if each.event in (ENDS_EARLY, STALLED)]:
+            return f"The run ended early: {reasons[-1]}"
+        return (
+            "The run ended early, or goes on on another machine: its log does not say why, as of one that was killed, "
+            "whose disk was full or whose machine went down"
+        )
+
+    def _events(self) -> Iterator[_Event]:
+        """Of the run's log, as far as it can be read: a page about results must not fail for want of it."""
+        path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(_Event)
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                yield decoder.decode(line)
+
+    def evaluation(self, label: str) -> dict[str, Any] | None:
+        """`evaluation-<label>.json` of this run: before, after, or the number of an iteration; None without it."""
+        path = self.path / f"evaluation-{label}.json"
+        if not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: {error}") from None
+
+    def spending(self) -> list[dict[str, Any]]:
+        """What endpoints with prices were paid so far, in rows as `telemetry/spending_log.py` writes them."""
+        return list(_lines(self.path / "spending.jsonl", dict[str, Any]))
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Prompts given up, in the order in which they were."""
+        return list(_lines(self.path / FILE_NAME, DeadLetter))
+
+    def samples(self) -> Iterator[SampleSummary]:
+        """All samples, in the order in which they were trained."""
+        return _lines(self.path / "samples.jsonl", SampleSummary)
+
+    def sample(self, wanted: str) -> tuple[int, SampleRecord]:
+        """A sample by its number, or else the latest of a problem. Returns its number and what it holds.
+
+        Raises DataError when there is none.
+        """
+        path = self.path / "samples.jsonl"
+        by_number: tuple[int, int] | None = None  # number, offset
+        by_problem: tuple[int, int] | None = None
+        count = 0
+        for number, (offset, summary) in enumerate(_lines_at(path, SampleSummary)):
+            count = number + 1
+            if wanted == str(number):
+                by_number = number, offset
+            if wanted == summary.problem_id:
+                by_problem = number, offset
+        found = by_number or by_problem
+        if found is None and count == 0:
+            raise DataError(f"{path}: no samples: {self.samples_rhythm()}")
+        if found is None:
+            raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {count - 1}, or a problem's id")
+        number, offset = found
+        with path.open("rb") as file:
+            file.seek(offset)
+            try:
+                return number, msgspec.json.decode(file.readline(), type=SampleRecord)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise DataError(f"{path}: sample {number}: {error}") from None
+
+    def numbers_of(self, problem_id: str) -> list[int]:
+        """All samples of one problem."""
+        return [number for number, sample in enumerate(self.samples()) if sample.problem_id == problem_id]
+
+
+def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:
+    """The text of each token by itself, from the tokenizer of the trained student or of the one it began as.
+
+    Ids in angle brackets when no tokenizer is there any more.
+    """
+    from spot_async.models.vocabulary import Vocabulary  # imports transformers
+
+    begun_as = str(run.config().get("student", {}).get("model", ""))
+    for directory in (run.path / "student", Path(begun_as)):
+        if not (directory / "tokenizer_config.json").exists():
+            continue
+        try:
+            tokenizer = Vocabulary.load(directory).tokenizer
+        except DataError:
+            continue
+        texts: list[str] = tokenizer.batch_decode([[token_id] for token_id in token_ids])
+        return texts
+    return [f"⟨{token_id}⟩" for token_id in token_ids]
+
+
+def _lines(path: Path, kind: type[T]) -> Iterator[T]:
+    return (value for _, value in _lines_at(path, kind))
+
+
+def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
+    """Give candidates without a text, which special tokens are, the names that their tokenizer has for them."""
+    unnamed = [candidate for branch in sample.branches for candidate in branch.candidates if not candidate.token]
+    if unnamed:
+        texts = token_texts(run, [candidate.token_id for candidate in unnamed])
+        for candidate, text in zip(unnamed, texts, strict=True):
+            candidate.token = text
+
+
+def _lines_at(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """Each line with its offset; nothing without the file. A last line cut short is left out."""
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        offset = 0
+        for number, line in enumerate(file, start=1):
+            try:
+                yield offset, decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                if line.endswith(b"\n"):
+                    raise DataError(f"{path}:{number}: {error}") from None
+            offset += len(line)

@@ -1,0 +1,1 @@
+"""Opens a run: its servers, trainer and observers, from a configuration to the last file."""

@@ -1,0 +1,144 @@
+"""spot-async as a library: a whole run from a program, and the stages for supervising prompts by oneself.
+
+Nothing is printed unless asked for, and what goes wrong is raised as one of `spot_async.errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from spot_async.base.concurrency import root_cause
+from spot_async.checks.plan import plan_training
+from spot_async.config import Config, SamplingConfig, StagesConfig
+from spot_async.config.loading import config_from, load_config
+from spot_async.errors import ConfigError, SpotError
+from spot_async.models.common_vocabulary import CommonVocabulary
+from spot_async.models.vocabulary import Vocabulary
+from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
+from spot_async.run_directory.layout import RunDirectory, name_of
+from spot_async.running import training as runtime
+from spot_async.running.summary import TrainOutcome
+from spot_async.stages.stages import Services, Stages
+from spot_async.telemetry.run_log import log_events_to_python_logging
+from spot_async.types import Capabilities
+
+_one_run = threading.Lock()
+
+ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def run(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool = False) -> TrainOutcome:
+    """Train as `spot-async train` does, and return what it came to.
+
+    `config` is the path of a YAML file, the same tree as a mapping, or a `Config`; `overrides` are
+    `section.key=value` strings. With `progress` the console's display is shown.
+
+    Raises a `SpotError`: `ConfigError` and `DataError` before anything was started, others from the run.
+    Ctrl-C stops it in order and raises KeyboardInterrupt. Inside a running event loop use `run_async`.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(run_async(config, overrides, progress=progress))
+    raise SpotError("an event loop is running here (a notebook?): use `await spot_async.run_async(...)`")
+
+
+async def run_async(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool = False) -> TrainOutcome:
+    """`run` for programs that have an event loop. Cancelling it stops the run and all of its processes.
+
+    One run at a time: a second one in the same process is refused (`SpotError`), since log files are the process's.
+    """
+    if not _one_run.acquire(blocking=False):
+        raise SpotError("a run is going on in this process: start another after it, or in a process of its own")
+    try:
+        return await _run(config, overrides, progress)
+    finally:
+        _one_run.release()
+
+
+async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -> TrainOutcome:
+    settings, name = _resolve(config, overrides)
+    plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
+    directory = RunDirectory.create(RunDirectory.choose_path(settings, name), settings)
+    console = Console() if progress else Console(quiet=True, force_terminal=False)
+    try:
+        return await runtime.train(settings, plan, directory, console)
+    except ExceptionGroup as failures:
+        raise root_cause(failures) from failures
+
+
+class StudentServices(Generator, CandidateScorer, Protocol):
+    """What the stages ask of a student."""
+
+
+def stages_for(
+    policy: Policy,
+    vocabulary: Vocabulary,
+    *,
+    student: StudentServices,
+    verifier: Verifier,
+    teacher: Scorer | None = None,
+    reference: Scorer | None = None,
+    teacher_vocabulary: Vocabulary | None = None,
+    capabilities: Mapping[str, Capabilities] | None = None,
+    sampling: SamplingConfig | None = None,
+    config: StagesConfig | None = None,
+    seed: int = 0,
+    max_prompts: int = 1024,
+    softmax_widths: Mapping[str, int] | None = None,
+) -> Stages:
+    """Stages over services that are running already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
+
+    `teacher` and `reference` are given as the policy's needs say; a policy that wants the teacher's responses needs
+    one that generates. `vocabulary` is the student's; give the teacher's too where it ends its responses with another
+    token. `capabilities`, by role, say what servers offer that serve less than whole distributions; without them a
+    policy asks for exact values. `softmax_widths`, by role, are needed where one model's softmax is padded further than
+    another's. `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be
+    supervised at once. Events (a retry, a server's end) go to Python's `logging`, unless the program configured
+    structlog.
+    """
+    log_events_to_python_logging()
+    needs = policy.needs
+    teacher_generator = teacher if needs.teacher_responses and isinstance(teacher, Generator) else None
+    stages = Stages(
+        Services(
+            generator=student,
+            scorer=teacher,
+            candidate_scorer=student,
+            verifier=verifier,
+            teacher_generator=teacher_generator,
+            reference=reference,
+        ),
+        config or StagesConfig(),
+        sampling or SamplingConfig(),
+        student=vocabulary,
+        teacher=teacher_vocabulary or vocabulary,
+        run_seed=seed,
+        max_running_prompts=max_prompts,
+        max_probes_per_prompt=needs.probes_per_prompt,
+        max_samples_per_prompt=needs.samples_per_prompt,
+        common=CommonVocabulary(softmax_widths or {}),
+    )
+    stages.capabilities = capabilities or {}
+    return stages
+
+
+def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:
+    """The configuration, and a name for its run directory."""
+    if isinstance(overrides, str):  # whose letters would be taken for overrides
+        raise ConfigError(f"overrides is a list of strings: give [{overrides!r}] in place of {overrides!r}")
+    match source:
+        case Config():
+            config = config_from(source.model_dump(mode="json"), overrides) if overrides else source
+        case Mapping():
+            config = config_from(source, overrides)
+        case _:
+            return load_config(Path(source), overrides), name_of(Path(source))
+    return config, config.policy.kind.rpartition(":")[2]

@@ -1,0 +1,58 @@
+"""The servers of a role: what they are called, and how a backend object for each of them is made.
+
+Starts none. A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend
+object of its own, which knows nothing of the others. Entering a fresh object starts or attaches the server again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from spot_async.base import registry
+from spot_async.base.processes.cores import CoreShares, available_cores, share_cores
+from spot_async.config import ModelConfig, PluginSettings
+from spot_async.protocols import Backend, Billed
+from spot_async.spending.account import Account
+
+MakeBackend: TypeAlias = Callable[[], Backend]  # a new object each time, not entered
+
+
+def backend_factories(
+    model: ModelConfig,
+    role: str,
+    run_directory: Path,
+    account: Account | None = None,
+    cores: CoreShares | None = None,
+) -> dict[str, MakeBackend]:
+    """What makes a backend for each of the role's servers, by the server's name.
+
+    `student`, or `student-1`, `student-2`, ... where there are several: the name that logs and errors have too. All
+    of them, and those that are made anew, charge one `account`.
+    """
+    backend = registry.load("backends", model.backend.kind)
+
+    def factory(settings: PluginSettings) -> MakeBackend:
+        def make() -> Backend:
+            made: Backend = backend(settings, role=role, model=model.model, run_directory=run_directory)
+            if account is not None and isinstance(made, Billed):
+                made.account = account
+            return made
+
+        return make
+
+    own = {} if cores is None else cores.own
+    servers = {each.server_name(role): each for each in model.backend.servers()}
+    return {name: factory(each.on_cores(own.get(name))) for name, each in servers.items()}
+
+
+def core_shares(models: Mapping[str, ModelConfig]) -> CoreShares:
+    """The cores of this process, shared out to the servers that these roles' backends start."""
+    wanted = {
+        each.server_name(role): model.serving.own_cores
+        for role, model in models.items()
+        for each in model.backend.servers()
+        if each.place is None or not each.place.is_attached
+    }
+    return share_cores(available_cores(), wanted)

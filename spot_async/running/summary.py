@@ -1,0 +1,92 @@
+"""What a finished run amounts to, as a value for programs and as the contents of `summary.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config
+from spot_async.errors import BudgetSpentError
+from spot_async.evaluation.figures import finite
+from spot_async.evaluation.results import EvaluationResult, paired_change
+from spot_async.telemetry.evaluation_history import BestCheckpoint
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """What a finished run amounts to."""
+
+    directory: Path  # of the run
+    student: Path = field(init=False)  # the trained one, a Hugging Face directory; missing without a finished iteration
+    iterations: int
+    before: EvaluationResult | None
+    after: EvaluationResult | None
+    best: BestCheckpoint | None  # None without evaluations during the run
+    prompts: dict[str, int]  # how many ended in which state
+    spent: BudgetSpentError | None = None  # why it ended early, with everything saved
+    spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "student", self.directory / "student")
+
+
+def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[str, Any]:
+    """The contents of `summary.json`."""
+    return {
+        "policy": config.policy.kind,
+        "iterations": outcome.iterations,
+        "prompts": outcome.prompts | {"filtered": plan.filtered},
+        "problems": {
+            "usable": plan.problems - plan.filtered,
+            "rows": dict(plan.rows),
+            "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
+        },
+        "before": evaluation_summary(outcome.before),
+        "after": evaluation_summary(outcome.after),
+        "change": change_summary(outcome.before, outcome.after),
+        "best": best_summary(outcome.best),
+        **outcome.spending,
+        **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
+    }
+
+
+def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
+    if best is None:
+        return None
+    return asdict(best) | {"optimistic": "picked by the problems it is measured on"}
+
+
+def change_summary(
+    before: EvaluationResult | None, after: EvaluationResult | None
+) -> dict[str, dict[str, float | None]] | None:
+    """How Avg@k changed, by tier, paired on problems. None without both evaluations."""
+    if before is None or after is None:
+        return None
+    judged = [name for name in after.row_names() if after.figures(name).avg is not None]
+    changes = {name: paired_change(before, after, name) for name in judged}
+    return {name: {"avg": change, "avg_standard_error": finite(error)} for name, (change, error) in changes.items()}
+
+
+def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    rows = {name: result.figures(name) for name in result.row_names()}
+    return {
+        "samples": max(benchmark.samples for benchmark in result.benchmarks),
+        "tokens": result.tokens,
+        "tiers": {
+            name: {
+                "problems": figures.problems,
+                "avg": figures.avg.value,
+                "avg_standard_error": figures.avg.standard_error,
+                "pass_k": figures.samples,  # of the next two; of the mean, the most that all benchmarks have
+                "pass": figures.pass_at[figures.samples].value,
+                "pass_standard_error": figures.pass_at[figures.samples].standard_error,
+            }
+            for name, figures in rows.items()
+            if figures.avg is not None
+        },
+    }

@@ -1,0 +1,297 @@
+"""The engine's own forward of the plain pre-norm decoders (Llama, Qwen2, Qwen3, Mistral and their like): RMSNorm,
+rotary positions, grouped-query attention with or without biases and q/k norms, SwiGLU.
+
+At small sizes a step's time is the number of operations, not their arithmetic. So projections of one input are one
+product, all of a layer's work is in place where it can be, and a prefill ends with the last layer's keys and
+values. The fused weights are the module's own: its parameters become views of them, so that there is one copy
+and a weight update reaches both. Whether a module may be run this way is found by trying, in `model.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spot_async.serving.engine.cache import decode_width
+from spot_async.serving.engine.model import CausalModel, logprob_gap
+
+TOLERANCE_NATS = 1e-4
+
+_BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class _Norm(NamedTuple):
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class _Layer(NamedTuple):
+    """One layer's tensors; H query heads, G key/value heads, d numbers a head, I inner numbers."""
+
+    attention_norm: _Norm
+    qkv: torch.Tensor  # ((H + 2 G) d, D)
+    qkv_bias: torch.Tensor | None
+    head_norms: _Norm | None  # weights (2, d): of queries, of keys
+    output: torch.Tensor  # (H d, D), transposed
+    output_bias: torch.Tensor | None
+    mlp_norm: _Norm
+    gate_up: torch.Tensor  # (2 I, D)
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # (I, D), transposed
+    down_bias: torch.Tensor | None
+
+
+def fused(model: CausalModel) -> CausalModel:
+    """`model` by this module's forward where that gives its module's log-probabilities, else as it is."""
+    if not FusedModel.fits(model.module):
+        return model
+    faster = FusedModel(model)
+    return faster if logprob_gap(faster) <= TOLERANCE_NATS else model
+
+
+class FusedCache:
+    """Keys (slots, G, d, capacity) and values (slots, G, capacity, d) of each layer, each as its product reads it.
+
+    Memory grows with the positions in use. Which row belongs to whom is the engine's matter.
+    """
+
+    def __init__(self, layers: int, *, slots: int, heads: int, dim: int, limit: int, like: torch.Tensor) -> None:
+        # Zeros, not empty: a masked NaN would still poison the sum that attention forms.
+        self.keys = [like.new_zeros(slots, heads, dim, 0) for _ in range(layers)]
+        self.values = [like.new_zeros(slots, heads, 0, dim) for _ in range(layers)]
+        self.capacity = 0
+        self._limit = limit
+
+    def reserve(self, width: int) -> None:
+        if width <= self.capacity:
+            return
+        capacity = decode_width(min(max(width, 2 * self.capacity), self._limit))
+        more = capacity - self.capacity
+        keys = [F.pad(layer, (0, more)) for layer in self.keys]
+        values = [F.pad(layer, (0, 0, 0, more)) for layer in self.values]
+        self.keys, self.values, self.capacity = keys, values, capacity  # only once memory for all of them was found
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one row over another."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target, :, :, :length] = keys[source, :, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+    def erase(self, row: int) -> None:
+        """Zero a row that may hold numbers that are not finite: a mask does not keep those out."""
+        for buffer in (*self.keys, *self.values):
+            buffer[row].zero_()
+
+
+class FusedModel(CausalModel):
+    """`CausalModel` with this module's forward in place of the Hugging Face module's."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self.__dict__.update(model.__dict__)
+        base = self._base
+        attention = base.layers[0].self_attn
+        self._dim: int = attention.head_dim
+        self._kv_heads = attention.k_proj.out_features // self._dim
+        self._query_heads = attention.q_proj.out_features // self._dim
+        self._scale: float = attention.scaling
+        self._embedding: torch.Tensor = base.embed_tokens.weight
+        self._layers = [_fuse(layer) for layer in base.layers]
+        self._norm = _norm(base.norm)
+        positions = torch.arange(self.max_context_tokens, device=self.device)
+        cos, sin = base.rotary_emb(self._embedding, positions[None])  # (1, positions, d) each
+        half = self._dim // 2
+        self._cos: torch.Tensor = cos[0, :, None]  # (positions, 1, d)
+        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]  # for halves changed over
+        self._never = torch.finfo(self._dtype).min
+        self._norm_of_head = torch.tensor([0] * self._query_heads + [1] * self._kv_heads, device=self.device)
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        """Whether the module has the parts, and only the parts, that this forward knows."""
+        base = module.base_model
+        return (
+            module.dtype == torch.float32  # attention scores in less would need a product that sums in more
+            and _children(base) == _BASE
+            and type(base.embed_tokens) is nn.Embedding
+            and all(_layer_fits(layer) for layer in base.layers)
+        )
+
+    def new_cache(self, slots: int) -> FusedCache:  # type: ignore[override]
+        return FusedCache(
+            self.layers,
+            slots=slots,
+            heads=self._kv_heads,
+            dim=self._dim,
+            limit=self.max_context_tokens,
+            like=self._embedding,
+        )
+
+    def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
+        n, width = token_ids.shape
+        x = self._embed(token_ids)
+        for layer in self._layers:
+            query, key, value = self._sequence_heads(layer, x, n, width)
+            x = self._mlp(layer, self._attend_causally(layer, x, query, key, value))
+        return self._norm(x).view(n, width, -1)
+
+    def prefill(self, token_ids: torch.Tensor, cache: FusedCache, first_row: int, sources: torch.Tensor) -> None:
+        n, width = token_ids.shape
+        cache.reserve(width)
+        rows = slice(first_row, first_row + len(sources))
+        x = self._embed(token_ids)
+        for number, layer in enumerate(self._layers):
+            query, key, value = self._sequence_heads(layer, x, n, width)
+            cache.keys[number][rows, :, :, :width] = key.transpose(2, 3)[sources]
+            cache.values[number][rows, :, :width] = value[sources]
+            if number < len(self._layers) - 1:
+                x = self._mlp(layer, self._attend_causally(layer, x, query, key, value))
+
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: FusedCache) -> torch.Tensor:
+        cache.reserve(width)
+        n, heads, dim = len(token_ids), self._kv_heads, self._dim
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)  # (n, 1, d)
+        behind = (self._columns[:width] > positions[:, None]).to(self._dtype).mul_(self._never)  # (n, width)
+        mask = behind[:, None].expand(n, heads, width).reshape(n * heads, 1, width)
+        place = positions[:, None, None, None].expand(n, heads, dim, 1)
+        x = self._embedding.index_select(0, token_ids)
+        for layer, all_keys, all_values in zip(self._layers, cache.keys, cache.values, strict=True):
+            query, key, value = self._heads(layer, x, cos, sin)
+            keys, values = all_keys[:n], all_values[:n]
+            keys.scatter_(3, place, key[..., None])
+            values.scatter_(2, place.transpose(2, 3), value[:, :, None])
+            # The queries of one key/value head are rows of one product: no copies of keys and values.
+            scores = torch.baddbmm(
+                mask.expand(-1, self._query_heads // heads, -1),
+                query.reshape(n * heads, -1, dim),
+                keys[..., :width].flatten(0, 1),
+                alpha=self._scale,
+            )
+            attended = torch.bmm(scores.softmax(-1), values[:, :, :width].flatten(0, 1))  # (n G, H / G, d)
+            x = self._mlp(layer, self._project(layer, x, attended.view(n, -1)))
+        return self._norm(x)
+
+    # -- the parts of a layer; x is (rows, D) --
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding.index_select(0, token_ids.flatten())
+
+    def _heads(
+        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries (rows, H, d), keys and values (rows, G, d), rotated."""
+        projected = F.linear(layer.attention_norm(x), layer.qkv, layer.qkv_bias).view(len(x), -1, self._dim)
+        queries, keys = self._query_heads, self._kv_heads
+        turned = projected[:, : queries + keys]
+        if layer.head_norms is not None:
+            weights, eps = layer.head_norms
+            turned = F.rms_norm(turned, (self._dim,), None, eps).mul_(weights.index_select(0, self._norm_of_head))
+        turned = (turned * cos).addcmul_(turned.roll(self._dim // 2, -1), sin)
+        return turned[:, :queries], turned[:, queries:], projected[:, queries + keys :]
+
+    def _sequence_heads(
+        self, layer: _Layer, x: torch.Tensor, n: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `_heads`, of n sequences: (n, H or G, width, d)."""
+        cos, sin = (table[:width].repeat(n, 1, 1) for table in (self._cos, self._sin))
+        query, key, value = self._heads(layer, x, cos, sin)
+
+        def by_sequence(heads: torch.Tensor) -> torch.Tensor:
+            return heads.reshape(n, width, -1, self._dim).transpose(1, 2)
+
+        return by_sequence(query), by_sequence(key), by_sequence(value)
+
+    def _attend_causally(
+        self, layer: _Layer, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale, enable_gqa=True)
+        return self._project(layer, x, attended.transpose(1, 2).reshape(len(x), -1))
+
+    def _project(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x.addmm_(attended, layer.output)
+        return x if layer.output_bias is None else x.add_(layer.output_bias)
+
+    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(layer.mlp_norm(x), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        x.addmm_(F.silu(gate).mul_(up), layer.down)
+        return x if layer.down_bias is None else x.add_(layer.down_bias)
+
+
+def _layer_fits(layer: Any) -> bool:
+    if _children(layer) != _LAYER or _children(layer.mlp) != _MLP:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if _children(attention) not in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS) or not hasattr(attention, "scaling"):
+        return False
+    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+    linears = [*inputs, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    dim = getattr(attention, "head_dim", None)
+    return (
+        all(type(linear) is nn.Linear for linear in linears)
+        and len({linear.bias is None for linear in inputs}) == 1
+        and (mlp.gate_proj.bias is None) == (mlp.up_proj.bias is None)
+        and attention.k_proj.out_features == attention.v_proj.out_features
+        and all(_norm_fits(getattr(attention, name), dim) for name in _HEAD_NORMS & _children(attention))
+        and all(_norm_fits(norm, None) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+    )
+
+
+def _norm_fits(norm: Any, size: int | None) -> bool:
+    return hasattr(norm, "variance_epsilon") and (size is None or tuple(norm.weight.shape) == (size,))
+
+
+def _children(module: Any) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _fuse(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, qkv_bias = _fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up, gate_up_bias = _fuse_linears([mlp.gate_proj, mlp.up_proj])
+    normed = _children(attention) >= _HEAD_NORMS
+    return _Layer(
+        attention_norm=_norm(layer.input_layernorm),
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        head_norms=_fuse_head_norms(attention.q_norm, attention.k_norm) if normed else None,
+        output=attention.o_proj.weight.t(),
+        output_bias=attention.o_proj.bias,
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=mlp.down_proj.weight.t(),
+        down_bias=mlp.down_proj.bias,
+    )
+
+
+def _fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for all; the modules keep views of them."""
+    weight = _fuse_parameters([linear.weight for linear in linears])
+    biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    return weight, _fuse_parameters(biases) if biases else None
+
+
+def _fuse_head_norms(query: Any, key: Any) -> _Norm:
+    return _Norm(_fuse_parameters([query.weight, key.weight]).view(2, -1), query.variance_epsilon)
+
+
+def _fuse_parameters(parameters: list[torch.Tensor]) -> torch.Tensor:
+    fused = torch.cat([parameter.data for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = fused[start : start + len(parameter)]
+        start += len(parameter)
+    return fused
+
+
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon)

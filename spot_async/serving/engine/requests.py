@@ -1,0 +1,133 @@
+"""Requests inside the engine, and how waiting ones are put together into one forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.engine.sampling import draw_uniforms
+from spot_async.types import Float64Array, FloatArray, Generation, IntArray, TokenScores, VersionSpan, WeightVersion
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens of a response, or of a text that was scored."""
+
+    token_ids: IntArray  # (t,)
+    logprobs: FloatArray  # (t,)
+    topk_ids: IntArray | None  # (t, K)
+    topk_logprobs: FloatArray | None  # (t, K)
+
+    def part(self, rows: slice) -> Tokens:
+        ids, logprobs = self.topk_ids, self.topk_logprobs
+        return Tokens(
+            self.token_ids[rows],
+            self.logprobs[rows],
+            None if ids is None else ids[rows],
+            None if logprobs is None else logprobs[rows],
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class GenerateTask:
+    """A response being sampled. Outside a slot it holds what was sampled so far; in one, the slot does."""
+
+    request: GenerateRequest
+    uniforms: Float64Array  # (max_tokens,)
+    future: Future[Generation] = dataclasses.field(default_factory=Future)
+    number: int = -1  # in order of arrival
+    row: int | None = None  # its slot
+    token_ids: IntArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # (t,)
+    logprobs: FloatArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))  # (t,)
+    topk_ids: IntArray | None = None  # (t, K)
+    topk_logprobs: FloatArray | None = None  # (t, K)
+    spans: tuple[VersionSpan, ...] = ()
+
+    @property
+    def context_length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def context(self) -> npt.NDArray[np.int32]:
+        """(context_length,) the prompt and what was sampled so far."""
+        return np.concatenate([self.request.prompt_ids, self.token_ids])
+
+    def prefix(self) -> npt.NDArray[np.int32]:
+        """(context_length - 1,) the context without its last token: what a prefill reads."""
+        return self.context()[:-1]
+
+    def close_span(self, version: WeightVersion) -> None:
+        """Everything sampled since the last span came from `version`."""
+        start = self.spans[-1].end if self.spans else 0
+        if start < len(self.token_ids):
+            self.spans = (*self.spans, VersionSpan(start, len(self.token_ids), version))
+
+
+@dataclasses.dataclass(eq=False)
+class ScoreTask:
+    request: ScoreRequest
+    future: Future[TokenScores] = dataclasses.field(default_factory=Future)
+
+
+@dataclasses.dataclass(eq=False)
+class CandidateTask:
+    request: CandidateRequest
+    future: Future[CandidateReply] = dataclasses.field(default_factory=Future)
+
+
+Request = GenerateRequest | ScoreRequest | CandidateRequest
+Task = GenerateTask | ScoreTask | CandidateTask
+
+
+def new_task(request: Request) -> Task:
+    """The task of a request that `Limits.check` has let pass."""
+    match request:
+        case GenerateRequest(sampling=sampling):
+            return GenerateTask(request, draw_uniforms(sampling.seed, sampling.max_tokens))
+        case ScoreRequest():
+            return ScoreTask(request)
+        case CandidateRequest():
+            return CandidateTask(request)
+
+
+T = TypeVar("T")
+
+
+def take_group(
+    queue: deque[T],
+    key: Callable[[T], Hashable],
+    width: Callable[[T], int],
+    *,
+    tokens: int,
+    rows: int,
+    text: Callable[[T], Hashable] | None = None,
+) -> list[T]:
+    """Take the oldest task and those behind it with the same key, at most `rows` of them and `tokens` padded tokens.
+
+    Tasks with the same `text` are read once, so the tokens are those of the different ones; without `text` each task
+    is read. One task is always taken, so a sequence longer than the budget is not stuck. Equal padded widths waste
+    little and make a task's own numbers independent of its neighbours' lengths.
+    """
+    if not queue or rows < 1:
+        return []
+    wanted = key(queue[0])
+    room = max(1, tokens // width(queue[0]))
+    if text is None:
+        text, rows = id, min(rows, room)
+    group: list[T] = []
+    passed: list[T] = []
+    texts: set[Hashable] = set()
+    while queue and len(group) < rows:
+        task = queue.popleft()
+        if key(task) == wanted and (len(texts) < room or text(task) in texts):
+            texts.add(text(task))
+            group.append(task)
+        else:
+            passed.append(task)
+    queue.extendleft(reversed(passed))
+    return group

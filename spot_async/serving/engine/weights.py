@@ -1,0 +1,93 @@
+"""Reads published weights and checks all of them before any is copied into the serving model.
+
+A snapshot is a Hugging Face directory: `model.safetensors`, or shards with `model.safetensors.index.json`.
+Tensors that the model ties (one storage, several names) may come under any of their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from spot_async.errors import DataError
+from spot_async.models.weight_files import weight_files
+
+
+class Parameters:
+    """The tensors a model is made of, by name; names of one storage are one tensor."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._names: dict[str, str] = {}  # every name -> the name it is kept under
+        self._tensors: dict[str, torch.Tensor] = {}
+        kept_under: dict[tuple[int, torch.Size], str] = {}
+        for name, tensor in state.items():
+            key = (tensor.data_ptr(), tensor.shape)
+            kept = kept_under.setdefault(key, name) if tensor.numel() else name
+            self._names[name] = kept
+            self._tensors.setdefault(kept, tensor)
+
+    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+        """Every tensor of the snapshot in `directory`, checked against this model and in its types.
+
+        Raises `DataError` for a missing, unknown, misshapen or non-finite tensor, for tied tensors that differ
+        and for files that cannot be read.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for path in weight_files(directory):
+            for name, tensor in _read_file(path):
+                self._add(found, name, tensor, path)
+        missing = self._tensors.keys() - found.keys()
+        if missing:
+            raise DataError(f"{directory}: tensor {min(missing)!r} is missing ({len(missing)} in all)")
+        return found
+
+    def match(self, directory: Path) -> bool:
+        """Whether the files in `directory` name this model's tensors; some architectures fuse tensors on loading."""
+        names = [name for path in weight_files(directory) for name in _names_in(path)]
+        return {self._names.get(name) for name in names} == self._tensors.keys()
+
+    def _add(self, found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, path: Path) -> None:
+        kept = self._names.get(name)
+        if kept is None:
+            raise DataError(f"{path}: tensor {name!r} is not one of the model's")
+        own = self._tensors[kept]
+        if tensor.shape != own.shape:
+            raise DataError(
+                f"{path}: tensor {name!r} has shape {tuple(tensor.shape)}, the model's has {tuple(own.shape)}"
+            )
+        tensor = tensor.to(own.dtype)
+        if not bool(torch.isfinite(tensor).all()):
+            raise DataError(f"{path}: tensor {name!r} holds values that are not finite")
+        if kept in found and not torch.equal(found[kept], tensor):
+            raise DataError(f"{path}: tensor {name!r} differs from {kept!r}, but the model ties them")
+        found[kept] = tensor
+
+    @torch.no_grad()
+    def copy_in(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors from `read` in place."""
+        for name, tensor in tensors.items():
+            self._tensors[name].copy_(tensor)
+
+
+def _read_file(path: Path) -> list[tuple[str, torch.Tensor]]:
+    with _open(path) as file:
+        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a mapping
+
+
+def _names_in(path: Path) -> list[str]:
+    with _open(path) as file:
+        return list(file.keys())
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: cannot be read, it may be cut off: {error}") from error

@@ -1,0 +1,129 @@
+"""The engine's thread, and the only way to it: calls are queued and run between two steps.
+
+The thread sleeps while there is nothing to do and never waits while there is. Results come back as
+`concurrent.futures` futures; cancelling one aborts its request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spot_async.serving.api import Stats, VersionReply
+from spot_async.serving.engine.engine import Engine
+from spot_async.serving.engine.limits import Limits
+from spot_async.serving.engine.requests import GenerateTask, Request, Task, Tokens, new_task
+from spot_async.types import WeightVersion
+
+
+@dataclasses.dataclass
+class _Listener:
+    """Somebody who wants to know the tokens of a response while they are sampled."""
+
+    task: GenerateTask
+    on_tokens: Callable[[Tokens], None]
+    reported: int = 0
+
+    def report(self, engine: Engine) -> None:
+        tokens = engine.sampled_since(self.task, self.reported)
+        if tokens is not None and len(tokens.token_ids):
+            self.reported += len(tokens.token_ids)
+            self.on_tokens(tokens)
+
+
+class EngineWorker:
+    """`run` is the thread's body; everything else may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._listeners: list[_Listener] = []
+        self._stopping = False
+
+    def run(self) -> None:
+        """Work until `stop`. What it raises is a bug: the process must not go on without its engine."""
+        while not self._stopping:
+            if self._engine.busy and self._calls.empty():
+                self._engine.step()
+                if self._listeners:
+                    self._report()
+            else:
+                self._calls.get()()
+
+    def stop(self) -> None:
+        """Let `run` return after the step in progress; requests still here are never answered."""
+        self._calls.put(self._stop)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    @property
+    def limits(self) -> Limits:
+        return self._engine.limits
+
+    def submit(self, request: Request, on_tokens: Callable[[Tokens], None] | None = None) -> Future[Any]:
+        """A future of the request's reply; raises `PermanentError` when it cannot be served.
+
+        `on_tokens` gets what a generation has sampled, step by step, on the engine's thread: it must be quick. The
+        tokens of the last step come with the reply only.
+        """
+        self._engine.limits.check(request)
+        task = new_task(request)
+        task.future.add_done_callback(functools.partial(self._abort_cancelled, task))
+        self._calls.put(functools.partial(self._engine.submit, task))
+        if on_tokens is not None and isinstance(task, GenerateTask):
+            self._calls.put(functools.partial(self._listen, _Listener(task, on_tokens)))
+        return task.future
+
+    def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
+        """See `weights.Parameters.read`. Slow, and safe beside the engine's thread."""
+        return self._engine.parameters.read(directory)
+
+    def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> Future[VersionReply]:
+        """A future that is done once every later token comes from these tensors, which `read_weights` gave."""
+        future: Future[VersionReply] = Future()
+
+        def update() -> None:
+            if future.set_running_or_notify_cancel():
+                self._engine.update_weights(tensors, version)
+                future.set_result(VersionReply(version=version))
+
+        self._calls.put(update)
+        return future
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._engine.version
+
+    def stats(self) -> Stats:
+        engine = self._engine
+        return Stats(
+            waiting=engine.waiting,
+            active=engine.active,
+            scoring=engine.scoring,
+            tokens_generated=engine.tokens_generated,
+            tokens_scored=engine.tokens_scored,
+            tokens_prefilled=engine.tokens_prefilled,
+            cpu_s=time.process_time(),
+            version=engine.version,
+        )
+
+    def _listen(self, listener: _Listener) -> None:
+        self._listeners.append(listener)
+
+    def _report(self) -> None:
+        self._listeners = [listener for listener in self._listeners if not listener.task.future.done()]
+        for listener in self._listeners:
+            listener.report(self._engine)
+
+    def _abort_cancelled(self, task: Task, future: Future[Any]) -> None:
+        if future.cancelled():
+            self._calls.put(functools.partial(self._engine.abort, task))

@@ -1,0 +1,1 @@
+"""The server's own HTTP API over the engine."""

@@ -1,0 +1,88 @@
+"""Who may ask a server of ours: decided by a request's headers, before anything of its body is read.
+
+A web page can make its reader's browser send requests to this machine. Such requests name the page in `Origin`, or the
+page's own host in `Host`, or come in one of the content types of a form, and none of these is answered.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from spot_async.base import wire
+from spot_async.base.addresses import host_of, is_loopback
+from spot_async.errors import PermanentError
+from spot_async.serving import api
+from spot_async.serving.http.credentials import Credentials
+from spot_async.serving.openai import api as openai_api
+from spot_async.serving.openai.app import refused
+
+
+class Refusal(NamedTuple):
+    status: int
+    message: str
+    code: str | None = None  # in OpenAI's errors
+
+
+@dataclass(frozen=True)
+class Access:
+    """The rules of one server."""
+
+    credentials: Credentials
+    is_local: bool  # listens on loopback or on a Unix socket, so that only names of this machine mean it
+
+    def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+        """Why a request is not answered; None where it is. `headers` by their names in lower case."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.is_local and host and not is_loopback(host_of(host)):
+            return Refusal(403, f"Host: {host} is another machine's name: ask for localhost or 127.0.0.1")
+        if origin is not None and not (host and origin.partition("://")[2] == host):
+            return Refusal(403, f"Origin: {origin}: requests of web pages are not answered")
+        key = self.credentials.api_key
+        if key is not None and not _same(headers.get("authorization", ""), f"Bearer {key}"):
+            return Refusal(401, "needs the server's API key as bearer token", "invalid_api_key")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and not path.startswith(openai_api.PREFIX) and kind != api.CONTENT_TYPE:
+            return Refusal(415, f"{path}: takes Content-Type: {api.CONTENT_TYPE} only")
+        return None
+
+    def refusal_of_update(self, headers: Mapping[str, str]) -> Refusal | None:
+        """Why new weights are not taken, of a request that would be answered otherwise."""
+        token = self.credentials.update_token
+        if token is None or _same(headers.get(api.UPDATE_TOKEN_HEADER.lower(), ""), token):
+            return None
+        return Refusal(403, "takes new weights from nobody but the run that has the server's update token")
+
+
+class RefuseStrangers:
+    """ASGI middleware that answers what `Access` refuses."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            refusal = self._access.refusal(scope["method"], scope["path"], headers)
+            if refusal is not None:
+                await answer(scope["path"], refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _same(shown: str, wanted: str) -> bool:
+    return hmac.compare_digest(shown.encode("latin-1"), wanted.encode())
+
+
+def answer(path: str, refusal: Refusal) -> Response:
+    """In the words of the API that was asked."""
+    if path.startswith(openai_api.PREFIX):
+        return refused(refusal.status, refusal.message, code=refusal.code)
+    body = wire.encode(api.ErrorReply(error=PermanentError.__name__, message=refusal.message))
+    return Response(body, refusal.status, headers={api.DIGEST_HEADER: api.digest(body)}, media_type=api.CONTENT_TYPE)

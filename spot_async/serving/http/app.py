@@ -1,0 +1,145 @@
+"""The engine's HTTP face. Decodes requests, awaits their futures, and aborts what nobody waits for any more:
+a request whose client hangs up or whose time is up gives its slot back. Torch never runs on this loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from spot_async.base import wire
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    RequestTooLargeError,
+    ServerRestartedError,
+    SpotError,
+)
+from spot_async.serving import api
+from spot_async.serving.engine.worker import EngineWorker
+from spot_async.serving.http.access import Access, RefuseStrangers, answer
+from spot_async.serving.http.bodies import MAX_BYTES, MAX_HELD_BYTES, UNREADABLE, Bodies
+from spot_async.serving.http.credentials import Credentials
+from spot_async.serving.http.disconnect import ClientGone, no_reply, while_connected
+from spot_async.serving.http.replies import Replies
+from spot_async.types import Capabilities
+
+T = TypeVar("T")
+
+
+def build_app(
+    worker: EngineWorker,
+    capabilities: Capabilities,
+    *,
+    credentials: Credentials,
+    is_local: bool = False,
+    more_routes: Sequence[BaseRoute] = (),
+) -> Starlette:
+    """The server's ASGI application. Who may ask it, `Access` says."""
+    access = Access(credentials, is_local)
+    updating = asyncio.Lock()
+    instance = uuid.uuid4().hex
+    bodies = Bodies(MAX_BYTES, MAX_HELD_BYTES)
+
+    async def decode(request: Request, kind: type[T]) -> T:
+        async with bodies.read(request) as body:
+            try:
+                return wire.decode(body, kind)
+            except UNREADABLE as error:
+                raise PermanentError(f"{request.url.path}: cannot read the request: {error}") from error
+
+    async def health(request: Request) -> Response:
+        return _reply(api.HealthReply(version=worker.version, instance=instance))
+
+    async def stats(request: Request) -> Response:
+        return _reply(worker.stats())
+
+    async def describe(request: Request) -> Response:
+        return _reply(capabilities)
+
+    def submit(kind: type[Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            message = await decode(request, kind)
+            return await _outcome(request, worker.submit(message), message.timeout_s)
+
+        return endpoint
+
+    async def generate_many(request: Request) -> Response:
+        return Replies(worker, (await decode(request, api.GenerateManyRequest)).requests)
+
+    async def update_weights(request: Request) -> Response:
+        if (refusal := access.refusal_of_update(request.headers)) is not None:
+            return answer(api.UPDATE_WEIGHTS, refusal)
+        message = await decode(request, api.UpdateRequest)
+        directory, version = Path(message.snapshot.directory), message.snapshot.version
+        async with updating:  # so that versions arrive in the order they were sent
+            tensors = await asyncio.to_thread(worker.read_weights, directory)
+            future = worker.update_weights(tensors, version)
+            return await _outcome(request, future, message.timeout_s)
+
+    routes = [
+        Route(api.HEALTH, health),
+        Route(api.STATS, stats),
+        Route(api.CAPABILITIES, describe),
+        Route(api.GENERATE, submit(api.GenerateRequest), methods=["POST"]),
+        Route(api.GENERATE_MANY, generate_many, methods=["POST"]),
+        Route(api.SCORE, submit(api.ScoreRequest), methods=["POST"]),
+        Route(api.CANDIDATE_LOGPROBS, submit(api.CandidateRequest), methods=["POST"]),
+        Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
+        *more_routes,
+    ]
+    guards = [Middleware(RefuseStrangers, access=access), Middleware(_RefuseOthersRequests, instance=instance)]
+    handlers: dict[Any, Any] = {SpotError: _error_reply, ClientGone: no_reply, ClientDisconnect: no_reply}
+    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
+
+
+async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> Response:
+    """The future's result as a response; cancels it when the client is gone or `timeout_s` is over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return _reply(await while_connected(request.receive, asyncio.wrap_future(future)))
+    except TimeoutError:
+        raise DeadlineExceededError(f"{request.url.path}: not answered in {timeout_s:.3g} s") from None
+
+
+def _reply(message: object, status: int = 200) -> Response:
+    body = wire.encode(message)
+    headers = {api.DIGEST_HEADER: api.digest(body)}
+    return Response(body, status_code=status, media_type=api.CONTENT_TYPE, headers=headers)
+
+
+def _error_reply(request: Request, error: Exception) -> Response:
+    reply = _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), api.status_of(error))
+    if isinstance(error, RequestTooLargeError):
+        reply.headers["Connection"] = "close"  # the rest of the body is not waited for
+    return reply
+
+
+class _RefuseOthersRequests:
+    """Refuses what was meant for another process at this address: see `api.INSTANCE_HEADER`."""
+
+    def __init__(self, app: ASGIApp, instance: str) -> None:
+        self._app = app
+        self._name = api.INSTANCE_HEADER.lower().encode()
+        self._instance = instance.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = dict(scope.get("headers", ())).get(self._name, self._instance)
+        if scope["type"] == "http" and wanted != self._instance:
+            error = ServerRestartedError(
+                "the server was restarted, and may hold other weights than the caller knows of"
+            )
+            await _error_reply(Request(scope), error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)

@@ -1,0 +1,39 @@
+"""Work for a client that may hang up: it ends when the client does, and frees what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import NoReturn, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from spot_async.base.concurrency import while_alive
+
+CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client hung up: there is nobody left to answer."""
+
+
+def no_reply(request: Request, error: Exception) -> Response:
+    """What a client gets that has hung up, while it sent its request or after."""
+    return Response(status_code=CLIENT_GONE)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`; cancels it and raises `ClientGone` when the client hangs up before it is done.
+
+    The request's body must have been read from `receive`.
+    """
+    return await while_alive(work, lambda: _raise_when_gone(receive))
+
+
+async def _raise_when_gone(receive: Receive) -> NoReturn:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone

@@ -1,0 +1,100 @@
+"""Several generate requests answered by one streamed response: frames, as `api.frame` makes them.
+
+Replies come from the engine's thread one by one. Each call from there into the event loop, and each part of a stream,
+costs more than what it carries, so both are saved: the loop is woken for the first reply and for the last, and takes
+what came in between along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import deque
+from concurrent.futures import Future
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from spot_async.base import wire
+from spot_async.errors import DeadlineExceededError, SpotError
+from spot_async.serving import api
+from spot_async.serving.engine.worker import EngineWorker
+from spot_async.serving.http.disconnect import ClientGone, while_connected
+from spot_async.types import Generation
+
+TOGETHER_S = 0.02  # that a reply waits for others; the last one never does
+
+
+class Replies(Response):
+    """Each reply is sent once it is done, with others that are done by then; each has its own deadline and error."""
+
+    media_type = api.CONTENT_TYPE
+
+    def __init__(self, worker: EngineWorker, requests: list[api.GenerateRequest]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._worker = worker
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        futures = [self._submit(request) for request in self._requests]
+        try:
+            with contextlib.suppress(ClientGone):
+                await while_connected(receive, self._answer(futures, send))
+        finally:
+            for future in futures:
+                future.cancel()  # and that aborts the request
+
+    def _submit(self, request: api.GenerateRequest) -> Future[Generation]:
+        try:
+            return self._worker.submit(request)
+        except SpotError as error:
+            refused: Future[Generation] = Future()
+            refused.set_exception(error)
+            return refused
+
+    async def _answer(self, futures: list[Future[Generation]], send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        due = {index: now + request.timeout_s for index, request in enumerate(self._requests)}  # of those not sent
+        done: deque[int] = deque()  # and not sent
+        changed = asyncio.Event()
+
+        def settled(index: int, future: Future[Generation]) -> None:  # on the engine's thread
+            done.append(index)
+            if len(done) in (1, len(due)):
+                loop.call_soon_threadsafe(changed.set)
+
+        async def change(timeout_s: float) -> None:
+            changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await changed.wait()
+
+        for index, future in enumerate(futures):
+            future.add_done_callback(functools.partial(settled, index))
+        while due:
+            if not done:
+                await change(min(due.values()) - loop.time())
+            if 0 < len(done) < len(due):
+                await change(TOGETHER_S)
+            for index in [index for index, due_s in due.items() if due_s <= loop.time()]:
+                futures[index].cancel()
+            ready = [done.popleft() for _ in range(len(done))]
+            for index in ready:
+                del due[index]
+            if ready:
+                frames = [api.frame(wire.encode(self._reply(index, futures[index]))) for index in ready]
+                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": bool(due)})
+
+    def _reply(self, index: int, future: Future[Generation]) -> api.GenerateReply:
+        try:
+            if future.cancelled():
+                late = f"{api.GENERATE_MANY}: not answered in {self._requests[index].timeout_s:.3g} s"
+                raise DeadlineExceededError(late)
+            return api.GenerateReply(index=index, generation=future.result())
+        except SpotError as error:
+            failed = api.ErrorReply(error=type(error).__name__, message=str(error))
+            return api.GenerateReply(index=index, error=failed)

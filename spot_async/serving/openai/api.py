@@ -1,0 +1,211 @@
+"""The wire contract of `/v1`: the part of OpenAI's completions API that the engine can answer, as JSON.
+
+Fields that would change the result and are not served are refused by name; other unknown fields are ignored, as
+OpenAI's own clients and servers do. `skip_special_tokens`, `ignore_eos`, `add_special_tokens`, `stop_token_ids` and
+`return_*` are vLLM's additions, with vLLM's meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from spot_async.serving.http.bodies import UNREADABLE
+from spot_async.types import FinishReason
+
+COMPLETIONS = "/completions"
+MODELS = "/models"
+PREFIX = "/v1"
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+# JSON has no infinity: what vLLM sends for a token that the model rules out.
+LOWEST_LOGPROB = -9999.0
+# Stop strings are looked for in every piece of text, so all together they must be short.
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 1024
+
+# Fields that would change the result, with the values under which they do not. None never does.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "allowed_token_ids": (),
+    "logprob_token_ids": (),
+    "bad_words": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+_INSTEAD = {"prompt_logprobs": " and ask for echo with logprobs"}
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
+
+# Of the fields above, and of nothing else that a request may hold.
+_Unserved = msgspec.defstruct("_Unserved", [(name, Any, None) for name in _NEUTRAL])
+
+
+class ApiError(Exception):
+    """An error in OpenAI's shape, with its HTTP status."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a completion. None is the default, as if the field were not given."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def token_budget(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Columns over tokens. The first token of a text has nothing before it: its numbers are None."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole choice, or the part of one that an event of a stream brings."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply, or an event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "spot-async"
+    root: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def read_completion_request(body: bytes | memoryview) -> CompletionRequest:
+    """Decode a request; raises `ApiError` for one that is malformed or asks for what is not served."""
+    try:
+        _refuse_unserved(msgspec.json.decode(body, type=_Unserved))
+        asked = msgspec.json.decode(body, type=CompletionRequest)
+    except UNREADABLE as error:
+        raise _malformed(error) from None
+    if asked.best_of not in (None, asked.samples):
+        raise ApiError(400, f"best_of={asked.best_of}: is not served; leave it out or equal to n", param="best_of")
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options: needs stream to be true", param="stream_options")
+    if not asked.token_budget and not asked.echo:
+        raise ApiError(400, "max_tokens=0: scores a prompt, so it needs echo to be true", param="max_tokens")
+    if "" in asked.stop_strings:
+        raise ApiError(400, "stop: holds an empty string, which every text begins with", param="stop")
+    return asked
+
+
+def _refuse_unserved(fields: msgspec.Struct) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
+            raise ApiError(400, f"{name}: is not served here; leave it out{_INSTEAD.get(name, '')}", param=name)
+
+
+def _malformed(error: Exception) -> ApiError:
+    """One line from msgspec's message, which ends with the place of the error: "... - at `$.name[0]`"."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, "cannot read the request: it is nested too deep")
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"cannot read the request: not valid JSON: {error}")
+    what, _, place = str(error).partition(" - at ")
+    name = re.match(r"`\$\.(\w+)", place)
+    if name is None:
+        return ApiError(400, f"cannot read the request: {what[:1].lower()}{what[1:]}")
+    return ApiError(400, f"{name[1]}: {what[:1].lower()}{what[1:]}", param=name[1])

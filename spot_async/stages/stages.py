@@ -1,0 +1,407 @@
+"""The stages of a run, and the view of them that one prompt's coroutine gets.
+
+Here requests get their identity: priority and seeds from the prompt's ordinal, deadlines and retries
+from the stage, prefixes and budgets from the method (method.md section 2). Policies stay free of all
+that, and backends know nothing of prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from spot_async.base.retry import RetryPolicy
+from spot_async.base.seeds import derive_seed
+from spot_async.base.timeouts import VERIFY_ATTEMPTS
+from spot_async.base.waiting_room import Priority
+from spot_async.config import SamplingConfig, ScoreStageConfig, StageConfig, StagesConfig
+from spot_async.errors import DeadlineExceededError, PermanentError
+from spot_async.models.alignment import branch_prefix
+from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
+from spot_async.models.end_tokens import EndTokens, with_summed_last
+from spot_async.models.vocabulary import Vocabulary, stop_token_ids
+from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
+from spot_async.replicas.service_pool import ServicePool, pool_of
+from spot_async.spending.teacher_cache import TeacherCache
+from spot_async.stages.plugin_contract import verify
+from spot_async.stages.stage import Stage
+from spot_async.stages.timeline import Timeline
+from spot_async.types import (
+    Capabilities,
+    FloatArray,
+    Generation,
+    IntArray,
+    Problem,
+    Prompt,
+    SamplingSettings,
+    ScoredPositions,
+    TokenScores,
+    Verdict,
+    WeightVersion,
+)
+
+S = TypeVar("S")
+T = TypeVar("T")
+Kept = TypeVar("Kept", TokenScores, ScoredPositions)
+
+STAGE_SERVERS = {
+    "rollout": "student",
+    "score": "teacher",
+    "candidates": "student",
+    "probe": "student",
+    "verify": "verifier",
+    "teacher_response": "teacher",
+    "reference": "reference",
+}  # whose time a stage's requests take
+
+
+def requests_per_prompt(*, samples: int, probes: int) -> dict[str, int]:
+    """The most requests that one prompt makes of each stage, by stage, with so many responses and probes."""
+    return {
+        "rollout": samples,
+        "score": samples,
+        "candidates": samples,
+        "probe": probes,
+        "verify": samples + probes,
+        "teacher_response": 1,
+        "reference": samples,
+    }
+
+
+@dataclass(frozen=True)
+class Services:
+    """What stages send their requests to: pools of replicas, or single services."""
+
+    generator: Generator | ServicePool[Generator]
+    scorer: Scorer | ServicePool[Scorer] | None  # the teacher; None when the policy needs no scores of it
+    candidate_scorer: CandidateScorer | ServicePool[CandidateScorer]
+    verifier: Verifier | ServicePool[Verifier]
+    # None when the policy needs no responses of the teacher
+    teacher_generator: Generator | ServicePool[Generator] | None = None
+    reference: Scorer | ServicePool[Scorer] | None = None  # None when the policy needs no reference
+
+
+class Stages:
+    """All stages of a run. `for_prompt` gives a policy its view."""
+
+    def __init__(
+        self,
+        services: Services,
+        config: StagesConfig,
+        sampling: SamplingConfig,
+        *,
+        student: Vocabulary,
+        teacher: Vocabulary,
+        run_seed: int,
+        max_running_prompts: int,
+        max_probes_per_prompt: int,
+        max_samples_per_prompt: int = 1,
+        retry: Callable[[int], RetryPolicy] = RetryPolicy,
+        common: CommonVocabulary | None = None,
+    ) -> None:
+        """`retry` makes a stage's policy from its `attempts`. `common`: None where all softmaxes are equally wide."""
+        self.services = services
+        self.sampling = sampling
+        self.run_seed = run_seed
+        self.vocabulary = student
+        self.common = common or CommonVocabulary()
+        self.capabilities: Mapping[str, Capabilities] = {}  # by role, once the backends were asked
+        self.teacher_cache: TeacherCache | None = None  # where the teacher's scores are kept
+        self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
+        self.stop_token_ids = stop_token_ids(student, teacher)
+        self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
+        jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
+
+        requests = requests_per_prompt(samples=max_samples_per_prompt, probes=max(1, max_probes_per_prompt))
+
+        def stage(name: str, service: S | ServicePool[S], stage_config: StageConfig) -> Stage[S]:
+            return Stage(
+                name,
+                pool_of(service),
+                concurrency=stage_config.concurrency,
+                timeout_s=stage_config.timeout_s,
+                retry=retry(stage_config.attempts),
+                mailbox_capacity=max_running_prompts * requests[name],
+                jitter=jitter,
+                hedge_after_s=stage_config.hedge_after_s if isinstance(stage_config, ScoreStageConfig) else None,
+            )
+
+        self.rollout = stage("rollout", services.generator, config.rollout)
+        self.score = stage("score", services.scorer, config.score)
+        self.candidates = stage("candidates", services.candidate_scorer, config.candidates)
+        self.probe = stage("probe", services.generator, config.probe)
+        self.verify = stage("verify", services.verifier, config.verify)
+        self.teacher_response = stage("teacher_response", services.teacher_generator, config.teacher_response)
+        self.reference = stage("reference", services.reference, config.reference)
+        used: list[Stage[Any]] = [self.rollout, self.score, self.candidates, self.probe, self.verify]
+        used += [self.teacher_response] if services.teacher_generator is not None else []
+        used += [self.reference] if services.reference is not None else []
+        self.all = tuple(used)
+
+    def report_to(self, timeline: Timeline) -> None:
+        """Let every stage tell `timeline` of its requests."""
+        for stage in self.all:
+            stage.timeline = timeline
+
+    def for_prompt(self, prompt: Prompt) -> BoundStages:
+        return BoundStages(self, prompt)
+
+
+class BoundStages:
+    """`protocols.PromptStages` for one prompt."""
+
+    def __init__(self, stages: Stages, prompt: Prompt) -> None:
+        self._stages = stages
+        self._prompt = prompt
+        # Everything asked for a prompt begins with it, and its probes and candidates with its response too.
+        self._session = f"prompt-{prompt.ordinal}"
+
+    @property
+    def student(self) -> Capabilities | None:
+        return self._stages.capabilities.get("student")
+
+    @property
+    def teacher(self) -> Capabilities | None:
+        return self._stages.capabilities.get("teacher")
+
+    @property
+    def ends(self) -> EndTokens:
+        return self._stages.ends
+
+    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
+        nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
+        return await self._generate(
+            self._stages.rollout,
+            (self._prompt.ordinal,),
+            self._prompt.token_ids,
+            self._settings(self._stages.sampling.max_response_tokens, "rollout", *nth),
+            top_k=top_k,
+        )
+
+    async def teacher_response(self) -> Generation:
+        response = await self._generate(
+            _given(self._stages.teacher_response, self._stages.services.teacher_generator, "teacher_responses"),
+            (self._prompt.ordinal,),
+            self._prompt.token_ids,
+            self._settings(self._stages.sampling.max_response_tokens, "teacher response"),
+        )
+        return msgspec.structs.replace(response, token_ids=self._stages.ends.swapped(response.token_ids))
+
+    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        widest = self.teacher.max_top_k if self.teacher is not None else None
+        return await known_to_all(lambda k: self._scored(response_ids, top_k=k), self._stages.common, top_k, widest)
+
+    async def _scored(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        scored_ids = self._stages.ends.as_teachers(response_ids)
+        added_ids = self._stages.ends.summed_with_last(response_ids)
+        prompt_ids, temperature = self._prompt.token_ids, self._stages.sampling.temperature
+        stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
+
+        async def score(scorer: Scorer, deadline: float) -> TokenScores:
+            scores = await scorer.score(prompt_ids, scored_ids, top_k=top_k, temperature=temperature, deadline=deadline)
+            if not len(added_ids):
+                return scores
+            logprobs = await _scoring_candidates(scorer).candidate_logprobs(
+                prompt_ids,
+                scored_ids,
+                np.array([len(scored_ids) - 1], np.int32),
+                added_ids[np.newaxis],
+                temperature=temperature,
+                expected_version=scores.version,
+                deadline=deadline,
+            )
+            return with_summed_last(scores, logprobs[0])
+
+        scores = await self._kept(
+            TokenScores,
+            (scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
+            lambda: stage.ask(
+                (self._prompt.ordinal,), score, session=self._session, tokens=len(prompt_ids) + len(scored_ids)
+            ),
+        )
+        return msgspec.structs.replace(scores, topk_ids=self._stages.ends.swapped(scores.topk_ids))
+
+    async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
+        scored_ids = self._stages.ends.as_teachers(response_ids)
+        stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
+        rows = await self._kept(
+            ScoredPositions,
+            (scored_ids, top_k, positions),
+            lambda: stage.ask(
+                (self._prompt.ordinal,),
+                lambda scorer, deadline: _scoring_positions(scorer).score_at(
+                    self._prompt.token_ids,
+                    scored_ids,
+                    positions,
+                    top_k=top_k,
+                    temperature=self._stages.sampling.temperature,
+                    deadline=deadline,
+                ),
+                session=self._session,
+                tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
+                kind="score_at",  # positions share prefixes: a token takes far less time than one of a whole response
+            ),
+        )
+        rows = msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
+        limit = self._stages.common.limit
+        return rows if limit is None else known_positions(rows, limit)
+
+    async def _kept(
+        self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
+    ) -> Kept:
+        """The teacher's answer, from the cache where that has it: then it takes no turn and sends no request."""
+        cache, prompt = self._stages.teacher_cache, self._prompt
+        if cache is None:
+            return await ask()
+        key = (prompt.token_ids, *asked, self._stages.sampling.temperature)
+        return await cache.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
+
+    async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
+        scores = await _given(self._stages.reference, self._stages.services.reference, "reference").ask(
+            (self._prompt.ordinal,),
+            lambda reference, deadline: reference.score(
+                self._prompt.token_ids,
+                response_ids,
+                top_k=1,
+                temperature=self._stages.sampling.temperature,
+                deadline=deadline,
+            ),
+            session=self._session,
+            tokens=len(self._prompt.token_ids) + len(response_ids),
+        )
+        if scores.valid is not None and not scores.valid.all():
+            raise PermanentError(
+                f"reference.backend gave no log-probabilities of {int((~scores.valid).sum())} of {len(scores.valid)} "
+                "tokens, and a reference needs all of them: set reference.backend to a server that names tokens by id"
+            )
+        return scores.logprobs
+
+    async def candidate_logprobs(
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
+    ) -> FloatArray:
+        return await self._stages.candidates.ask(
+            (self._prompt.ordinal,),
+            lambda student, deadline: student.candidate_logprobs(
+                self._prompt.token_ids,
+                response_ids,
+                positions,
+                candidate_ids,
+                temperature=self._stages.sampling.temperature,
+                expected_version=version,
+                deadline=deadline,
+            ),
+            session=self._session,
+            tokens=len(self._prompt.token_ids) + len(response_ids),
+        )
+
+    async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
+        budget = self._stages.sampling.max_response_tokens - position - 1
+        if budget <= 0 or candidate_id in self._stages.stop_token_ids:
+            return _empty_generation()  # verified as it stands (method.md section 2)
+        context_ids = branch_prefix(self._prompt.token_ids, response_ids, position)
+        prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
+        return await self._generate(
+            self._stages.probe,
+            (self._prompt.ordinal, position),
+            prefix_ids,
+            self._settings(budget, "probe", position, candidate_id, n),
+        )
+
+    async def verify(self, response_ids: IntArray) -> Verdict:
+        return await ask_verdict(
+            self._stages.verify,
+            (self._prompt.ordinal,),
+            self._prompt.problem,
+            self.decode(response_ids),
+        )
+
+    def decode(self, token_ids: IntArray) -> str:
+        return self._stages.vocabulary.decode(token_ids)
+
+    async def _generate(
+        self,
+        stage: Stage[Generator],
+        priority: Priority,
+        prefix_ids: IntArray,
+        settings: SamplingSettings,
+        *,
+        top_k: int = 0,
+    ) -> Generation:
+        generation = await stage.ask(
+            priority,
+            lambda generator, deadline: generator.generate(
+                prefix_ids, settings, top_k=top_k, session=self._session, deadline=deadline
+            ),
+            session=self._session,
+            tokens=len(prefix_ids) + settings.max_tokens,
+            work=_tokens_generated,
+        )
+        self._stages.tokens_generated += len(generation.token_ids)
+        return generation
+
+    def _settings(self, max_tokens: int, *request: int | str) -> SamplingSettings:
+        sampling = self._stages.sampling
+        return SamplingSettings(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=max_tokens,
+            stop_token_ids=self._stages.stop_token_ids,
+            seed=derive_seed(self._stages.run_seed, self._prompt.ordinal, *request),
+            vocab_limit=self._stages.common.limit,
+        )
+
+
+async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
+    """A verdict; missing evidence is asked for once more. A deadline that passes is missing evidence too."""
+    verdict = Verdict.TIMEOUT
+    for _ in range(VERIFY_ATTEMPTS):
+        try:
+            verdict = await stage.ask(
+                priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
+            )
+        except DeadlineExceededError:
+            verdict = Verdict.TIMEOUT
+        if not verdict.is_missing:
+            break
+    return verdict
+
+
+def _given(stage: Stage[T | None], service: object, need: str) -> Stage[T]:
+    """A stage whose service only some policies have; asking for one that was not stated as a need is a bug."""
+    if service is None:
+        raise LookupError(f"the policy asks for what its needs do not state: {need}")
+    return cast("Stage[T]", stage)
+
+
+def _scoring_positions(scorer: Scorer) -> PositionScorer:
+    if not isinstance(scorer, PositionScorer):
+        raise LookupError("the policy asks the teacher for single positions, which its backend does not offer")
+    return scorer
+
+
+def _scoring_candidates(scorer: Scorer) -> CandidateScorer:
+    if not isinstance(scorer, CandidateScorer):
+        raise LookupError(
+            "stages.score.end_token=sum asks the teacher for chosen tokens, which its backend does not offer"
+        )
+    return scorer
+
+
+def _tokens_generated(generation: Generation) -> int:
+    return len(generation.token_ids)
+
+
+@functools.cache
+def _empty_generation() -> Generation:
+    return Generation(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason="stop",
+        version_spans=(),
+    )

@@ -1,0 +1,278 @@
+"""Says in words what holds a run up, and what to change about it. Pure arithmetic on times that were measured.
+
+The trainer's own clock decides: whatever it mostly did, or waited for, is the bottleneck. Of a wait it asks
+which stage most prompts were at, whose server that stage keeps busy, and whether its limit was full. By Little's law
+a stage needs as many requests in flight as come in while one is answered; a limit below that makes a queue. The
+report judges whole runs, the console the last minute: the same judge, with other measurements. A console's line ends
+with the first remedy of the report's list, in the same words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spot_async.base.text import rough_time
+from spot_async.stages.stages import STAGE_SERVERS
+
+TRAINER_BOUND = 0.5  # from this share of the time on, training itself is the bottleneck
+UPDATE_BOUND = 0.25
+CLEAR_SHARE = 0.6  # from this share of the wait on, one server is named alone
+FULL = 0.75  # above this share of a stage's limit, the limit holds requests back
+IDLE = 0.15  # below this share of a batch, a few stragglers hold everybody up
+THROTTLED = 0.05  # from this share of what is sent on, an endpoint's refusals hold the stage up
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """One stage over the time that was spent waiting for it."""
+
+    in_flight: float  # mean requests
+    queued: float  # mean requests that waited for their turn
+    limit: int  # the stage's own, or what its servers let in where that is less
+    slots: int | None = None  # what its servers generate at once, all together, where it generates and that is known
+    asked_per_s: float | None = None  # requests that came in
+    latency_s: float | None = None  # mean of a request, from its turn to its answer
+    throttled_share: float = 0.0  # of what was sent: refused for now (429, 503)
+    is_limit_of_servers: bool = False
+
+    @property
+    def needed(self) -> int | None:
+        """Requests in flight that would keep the queue from growing: Little's law."""
+        if self.asked_per_s is None or self.latency_s is None:
+            return None
+        return math.ceil(self.asked_per_s * self.latency_s)
+
+    @property
+    def has_full_slots(self) -> bool:
+        return self.slots is not None and self.in_flight >= FULL * self.slots and self.limit >= self.slots
+
+    @property
+    def has_full_limit(self) -> bool:
+        return self.in_flight >= FULL * self.limit and self.queued > 0
+
+    def has_stragglers(self, batch_size: int) -> bool:
+        return self.in_flight < IDLE * min(self.limit, batch_size)
+
+
+@dataclass(frozen=True)
+class ServerUse:
+    """The servers of one role at the end of the time that is judged."""
+
+    replicas: int
+    down: int  # of them, serve nothing
+    let_in: int  # requests that they are sent at a time at most, by what they showed that they can take
+    held: int = 0  # of them, asked to be left alone
+    held_s: float = 0.0  # for this long at least
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Seconds of a whole run, or of any part of it."""
+
+    wait_s: float
+    train_s: float
+    update_s: float
+    waited_for_s: Mapping[str, float] = field(default_factory=dict)  # wait_s by stage
+    stages: Mapping[str, StageUse] = field(default_factory=dict)
+    batch_size: int = 1
+    servers: Mapping[str, ServerUse] = field(default_factory=dict)  # by role, where it is known
+    roles_with_room: Collection[str] = ()  # whose servers leave cores or machines for more of them
+
+
+@dataclass(frozen=True)
+class BottleneckVerdict:
+    """A sentence, and what would help, best first. The same in short, for a line now and then."""
+
+    sentence: str
+    advice: tuple[str, ...] = ()
+    brief: str = ""
+
+
+def judge(times: RunTimes) -> BottleneckVerdict:
+    """What the run's time went into."""
+    total_s = times.wait_s + times.train_s + times.update_s
+    if total_s <= 0:
+        return BottleneckVerdict("No times were recorded, so nothing can be said about what held the run up.")
+    wait, train, update = (part / total_s for part in (times.wait_s, times.train_s, times.update_s))
+    if train >= TRAINER_BOUND:
+        return BottleneckVerdict(
+            f"Trainer bound: optimisation took {percent(train)} of the time; servers stood idle meanwhile.",
+            (
+                "more trainer processes or threads: training.ranks, training.threads",
+                "fuller forward passes: raise training.micro_batch_tokens as far as memory allows",
+            ),
+            f"trainer bound: it trains {percent(train)} of the time; raise training.ranks or "
+            "training.micro_batch_tokens",
+        )
+    if update >= UPDATE_BOUND and update >= wait / 2:
+        return BottleneckVerdict(
+            f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
+            ("publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",),
+            f"weight-update bound: it takes {percent(update)} of the time; use a faster disk (run.directory) or raise "
+            "training.batch_size",
+        )
+    return _judge_wait(times, wait)
+
+
+def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
+    waited_s = sum(times.waited_for_s.values())
+    if times.waited_for_s.get("nothing", 0.0) >= CLEAR_SHARE * waited_s > 0:
+        return BottleneckVerdict(
+            f"Policy bound: the trainer waited {percent(share)} of the time, and no stage had anything to do.",
+            ("what prompts await there is no request: the policy's own code, or a limit of admission (queue)",),
+            f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
+        )
+    known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in STAGE_SERVERS and seconds > 0}
+    if not known:
+        return BottleneckVerdict(f"The trainer waited {percent(share)} of the time; for what was not recorded.")
+    by_server: dict[str, float] = {}
+    for stage, seconds in known.items():
+        by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s
+    servers = sorted(by_server, key=lambda server: -by_server[server])
+    bound = servers[:1] if by_server[servers[0]] >= CLEAR_SHARE else servers[:2]
+    stages = sorted((s for s in known if STAGE_SERVERS[s] in bound), key=lambda stage: -known[stage])
+    named = [f"{stage} ({percent(known[stage] / waited_s)})" for stage in stages if known[stage] / waited_s >= 0.05]
+    sentence = (
+        f"{' and '.join(bound).capitalize()} bound: the trainer waited {percent(share)} of the time, "
+        f"mostly for {' and '.join(named[:2])}."
+    )
+    writes = known.get("teacher_response", 0.0) > known.get("score", 0.0)
+    of_servers = SERVER_ADVICE | ({"teacher": TEACHER_WRITES_ADVICE} if writes else {})
+    general = [of_servers[server] for server in bound]
+    if "student" in bound:
+        most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
+        general.append(GENERATION_ADVICE[most_generated])
+    of_first = of_servers[STAGE_SERVERS[stages[0]]]  # which need not be the server that all stages wait for most
+    trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, of_first)
+    advice = dict.fromkeys([*trouble, *finding.lines, *general])
+    return BottleneckVerdict(
+        sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}"
+    )
+
+
+def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
+    """Servers that are down or asked for a pause, and refusals: what no limit of ours would help against."""
+    server = STAGE_SERVERS[stage]
+    servers, use = times.servers.get(server), times.stages.get(stage)
+    found = []
+    if servers is not None and servers.down:
+        found.append(f"{servers.down} of {servers.replicas} replicas of the {server} are down: see logs/ for why")
+    if servers is not None and servers.held:
+        found.append(
+            f"{servers.held} of {servers.replicas} replicas of the {server} asked to be left alone, for another "
+            f"{rough_time(servers.held_s)}: a higher rate limit there, or another endpoint in {server}.backend.url"
+        )
+    if use is not None and use.throttled_share >= THROTTLED and server != "verifier":  # which is no endpoint
+        let_in = f", which lets in {servers.let_in} at a time" if servers is not None else ""
+        found.append(
+            f"throttled by the endpoint{let_in} ({percent(use.throttled_share)} of what is sent is refused for now): "
+            f"a higher rate limit there, or another endpoint in {server}.backend.url"
+        )
+    return tuple(found)
+
+
+class _Finding(NamedTuple):
+    """What the stage's own figures say, and what helps against that, best first."""
+
+    why: str = ""
+    in_short: str = ""
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return (self.why, *self.remedies) if self.why else ()
+
+
+def _brief(stage: str, times: RunTimes, share: float, trouble: tuple[str, ...], finding: _Finding) -> str:
+    """A wait in brief: how idle the trainer was, the stage's queue, and the first thing to change."""
+    idle = f"trainer idle {percent(share)}"
+    use = times.stages.get(stage)
+    if use is None:
+        return f"{idle}, mostly for {stage}"
+    load = f"{stage} queue {use.queued:.0f} deep, {use.in_flight:.0f} of {use.limit} in flight, {idle}"
+    return f"{load}; {trouble[0] if trouble else f'{finding.in_short}: {finding.remedies[0]}'}"
+
+
+def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
+    """The stage's case. `of_server` is what makes its server faster."""
+    use, server = times.stages.get(stage), STAGE_SERVERS[stage]
+    if use is None:
+        return _Finding()
+    faster: tuple[str, ...] = (of_server,)
+    if server in times.roles_with_room:
+        faster = (f"more {server} replicas, for which there is room ({server}.backend)", of_server)
+    if use.has_full_slots:
+        assert use.slots is not None
+        return _Finding(
+            f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
+            f"({use.in_flight:.0f} {stage} requests in flight while the trainer waited for them): "
+            "a higher limit would only make them wait there",
+            f"the {server}'s {use.slots} slots are full",
+            faster,
+        )
+    if use.has_full_limit:
+        full = (
+            f"{_fullness(use.in_flight, use.limit)} "
+            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, while the trainer waited for them)"
+        )
+        if use.is_limit_of_servers:
+            return _Finding(
+                f"the {use.limit} requests that the {server}'s servers have shown that they can take were {full}",
+                f"the {server}'s servers take no more",
+                faster,
+            )
+        up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
+        return _Finding(
+            f"the limit of {use.limit} requests was {full}",
+            "its limit is full",
+            (f"raise stages.{stage}.concurrency{up_to} if the server can take more", *faster),
+        )
+    if use.has_stragglers(times.batch_size):
+        return _Finding(
+            f"only {use.in_flight:.1f} {stage} requests were in flight while the trainer waited for them: "
+            "a few long ones hold each batch up",
+            "a few long ones hold each batch up",
+            ("a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",),
+        )
+    return _Finding(
+        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight while the trainer "
+        "waited for them): the server itself is at its speed",
+        "the server itself is at its speed",
+        faster,
+    )
+
+
+def stage_load(busy_s: float, queued_s: float, over_s: float, limit: int) -> tuple[float, float]:
+    """Mean requests in flight and queued, from what all requests spent there together.
+
+    Requests of a stage run mostly while it is waited for; over that time, `over_s`, they are its load.
+    """
+    return min(busy_s / over_s, limit), queued_s / over_s
+
+
+def _fullness(in_flight: float, limit: int) -> str:
+    return "full" if round(in_flight) >= limit else "mostly in use"
+
+
+SERVER_ADVICE = {
+    "student": "a faster student server (the local engine: student.backend.slots, student.backend.threads), "
+    "or a device of its own",
+    "teacher": "a faster teacher server (the local engine: teacher.backend.score_tokens, teacher.backend.threads), "
+    "or a smaller teacher",
+    "verifier": "more worker processes for the verifier: verifier.workers",
+    "reference": "a faster server for the reference",
+}
+TEACHER_WRITES_ADVICE = (
+    "a faster teacher server (the local engine: teacher.backend.slots, teacher.backend.threads), or a smaller teacher"
+)
+GENERATION_ADVICE = {
+    "rollout": "less to generate: a lower sampling.max_response_tokens",
+    "probe": "less to generate: fewer probes (policy.positions, policy.probe_top_k, policy.probes)",
+}
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

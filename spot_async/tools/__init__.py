@@ -1,0 +1,1 @@
+"""Commands beside a run. They read files or ask servers, and nothing outside this room but `cli/` imports them."""

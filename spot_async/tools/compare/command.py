@@ -1,0 +1,190 @@
+"""`spot-async compare`: reads, computes, prints and writes; each of these is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spot_async.base.text import visible
+from spot_async.errors import DataError
+from spot_async.tools.compare import tables
+from spot_async.tools.compare.compute import Compute, compute_rows, read_compute
+from spot_async.tools.compare.plots import write_curves
+from spot_async.tools.compare.reading import (
+    Evaluated,
+    PairedBenchmark,
+    different_settings,
+    judged_by,
+    paired,
+    read_evaluated,
+    same_measurements,
+)
+from spot_async.tools.compare.statistics import Comparison, compare, pass_curves
+
+STYLES = {"best": "bold", "second": "underline", "": ""}
+NAME_WIDTH = 12  # that names are folded to on a narrow screen, at least
+BETWEEN = 3  # columns of the screen, between those of a table
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The options of the command line, which has checked the counts."""
+
+    baseline: str | None = None  # name of a row; default: the first
+    benchmarks: Sequence[str] = ()  # default: those that count for the first run's mean
+    pass_k: int | None = None
+    draws: int = 10_000
+    seed: int = 0
+    confidence: float = 0.95
+    output: Path | None = None
+
+
+def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> None:
+    """Raises DataError, one line, for what cannot be compared."""
+    runs = [read_evaluated(argument) for argument in arguments]
+    benchmarks = paired(runs, options.benchmarks)
+    methods = [run.name for run in runs]
+    comparison = compare(
+        methods,
+        benchmarks,
+        baseline=_baseline(methods, options.baseline),
+        k=options.pass_k,
+        draws=options.draws,
+        seed=options.seed,
+        confidence=options.confidence,
+    )
+    computed = _computed(runs)
+    notes = _notes(comparison, benchmarks, runs)
+    told = []
+    if options.output is not None:
+        told = [*write(options.output, comparison, benchmarks, notes, computed), f"written: {options.output}"]
+    show(screen, comparison, notes, computed)
+    for line in told:
+        screen.print(plain(line), soft_wrap=True)
+
+
+def write(
+    directory: Path,
+    comparison: Comparison,
+    benchmarks: Sequence[PairedBenchmark],
+    notes: Sequence[str],
+    computed: Sequence[tuple[str, Compute]],
+) -> list[str]:
+    """All files of a comparison. Returns what people should be told."""
+    curves = pass_curves(benchmarks)
+    texts = {
+        "comparison.md": tables.markdown(comparison, notes, compute_rows(computed)),
+        "comparison.tex": tables.latex(comparison, notes),
+        "comparison.csv": tables.long_csv(comparison),
+        "pass_at_k.csv": tables.curves_csv(comparison.methods, curves),
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        return write_curves(directory, comparison.methods, curves)
+    except OSError as error:
+        raise DataError(f"--output {directory}: cannot be written: {error.strerror}") from None
+
+
+def show(
+    screen: Console, comparison: Comparison, notes: Sequence[str], computed: Sequence[tuple[str, Compute]]
+) -> None:
+    """The paper's columns, a table for each metric so that a terminal holds them."""
+    ranks = tables.marks(comparison.values)
+    for metric in comparison.metrics:
+        places = [i for i, column in enumerate(comparison.columns) if column.metric == metric]
+        rows = [
+            [plain(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places)]
+            for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True)
+        ]
+        _show_table(screen, metric, ["method", *(comparison.columns[i].benchmark for i in places)], rows)
+    for number, name in enumerate(comparison.methods):
+        if number != comparison.baseline:
+            title = f"{name} minus {comparison.methods[comparison.baseline]}"
+            rows = [[*map(plain, cells)] for cells in tables.difference_rows(comparison, number)]
+            _show_table(screen, title, ["benchmark", *comparison.metrics], rows)
+    if computed:
+        headings, of_methods = compute_rows(computed)
+        _, *lines = zip(headings, *of_methods, strict=True)  # methods side by side: there are fewer than figures
+        rows = [[*map(plain, line)] for line in lines]
+        _show_table(screen, "Compute of training", ["", *(name for name, _ in computed)], rows)
+    for note in notes:
+        screen.print(plain(note), soft_wrap=True)
+
+
+def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """In as many parts as the screen is too narrow for: names are folded, figures neither cut nor folded."""
+    names, *columns = (
+        [plain(heading), *cells] for heading, cells in zip(headings, zip(*rows, strict=True), strict=True)
+    )
+    longest_name = max(each.cell_len for each in names)
+    widths = [max(min(heading.cell_len, NAME_WIDTH), *(each.cell_len for each in cells)) for heading, *cells in columns]
+    begin = 0
+    while begin < len(columns):
+        end, room = begin, screen.width - BETWEEN
+        while end < len(columns) and (end == begin or room - widths[end] - BETWEEN >= min(longest_name, NAME_WIDTH)):
+            room -= widths[end] + BETWEEN
+            end += 1
+        table = Table(title=plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(names[0], overflow="fold", width=max(1, min(longest_name, room)))
+        for column, width in zip(columns[begin:end], widths[begin:end], strict=True):
+            table.add_column(column[0], justify="right", overflow="fold", width=width)
+        for cells in zip(names[1:], *(column[1:] for column in columns[begin:end]), strict=True):
+            table.add_row(*cells)
+        screen.print(table)
+        begin = end
+
+
+def plain(text: str) -> Text:
+    """What files and arguments hold goes to the terminal without the power to command it."""
+    return Text(visible(text))
+
+
+def _baseline(methods: Sequence[str], wanted: str | None) -> int:
+    if wanted is None:
+        return 0
+    if wanted not in methods:
+        raise DataError(f"--baseline {wanted}: no such row; there are {', '.join(methods)}")
+    return methods.index(wanted)
+
+
+def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
+    """What each run's training took, by name, where its training run is still there."""
+    found = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
+    return [(name, compute) for name, compute in found if compute is not None]
+
+
+def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
+    sizes = ", ".join(f"{each.name} {len(each.correct)}" for each in benchmarks)
+    if len(benchmarks) == 1:  # which the table names
+        sizes = str(len(benchmarks[0].correct))
+    names = [each.name for each in benchmarks]
+    judges = f", judged by {judged}" if (judged := judged_by(runs, names)) else ""
+    problems = f"Problems: {sizes}; {comparison.samples} responses each{judges}."
+    baseline, share = comparison.methods[comparison.baseline], f"{comparison.confidence:.0%}"
+    notes = [f"Percent; best bold, second underlined. {problems}" if len(runs) > 1 else f"Percent. {problems}"]
+    if len(runs) > 1:
+        notes.append(
+            f"Differences from {baseline}: points with a {share} percentile interval of {comparison.draws:,} bootstrap "
+            f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 "
+            "out. They say how another set of such problems would differ, not another training run."
+        )
+    for each in benchmarks:
+        said = {run.name: run.figures.benchmarks[each.name].note for run in runs}
+        if len(set(said.values())) == 1:
+            said = {"": said[runs[0].name]}
+        notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
+    if differences := different_settings(runs, names):
+        notes.append(f"Warning: evaluated differently: {'; '.join(differences)}.")
+    notes += [
+        f"Warning: {one} and {other} are the same weights, evaluated with the same settings."
+        for one, other in same_measurements(runs, names)
+    ]
+    return notes

@@ -1,0 +1,133 @@
+"""What training a method took, as far as its run directory recorded it.
+
+Sums over the iterations that led to the evaluated student; evaluation is left out, of money not. Request-seconds
+are the time that requests spent at servers, all together: a server that answers 64 at once spends 64 of them a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spot_async.run_directory.reading import RunFiles
+from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.telemetry.totals import Rows, stage_names, total, training_s
+
+METRICS_FILE = "metrics.jsonl"
+MID_OR_AFTER = re.compile(r"evaluation-(?:after|(\d+))\.json")  # of the run's own student, after all iterations or some
+PUBLISHED = re.compile(r"(?:step|best)-(\d+)")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What one training run took."""
+
+    iterations: int
+    generated_tokens: float  # by rollouts, probes and the teacher's responses
+    probe_tokens: float  # of these, by probes
+    scored_tokens: float  # of responses, by the teacher; prompts are not counted
+    trained_tokens: float
+    hours: float  # of wall time
+    trainer_s: float
+    request_s: Mapping[str, float]  # by role: student, teacher, reference
+    money: Mapping[str, float]  # by currency; empty where nothing had a price
+
+
+def read_compute(figures: Path, model: Path) -> Compute | None:
+    """What it took to train the `model` that the file `figures` is about; None where no run here trained it.
+
+    Raises DataError for damaged files, and those of newer programs.
+    """
+    found = MID_OR_AFTER.fullmatch(figures.name)
+    place, iteration = (figures.parent, found[1]) if found else (model, None)
+    run = next((each for each in (place, *place.parents) if (each / METRICS_FILE).is_file()), None)
+    if run is None:
+        return None
+    if not found:
+        of_run = PUBLISHED.fullmatch(model.resolve().name)
+        if of_run is None:  # which of the run's students it is, nothing says
+            return None
+        iteration = of_run[1]
+    return _until(run, None if iteration is None else int(iteration))
+
+
+def _until(run: Path, iteration: int | None) -> Compute | None:
+    """What the run took until `iteration`, or altogether. None where the directory is no training run any more."""
+    if not (run / "run.json").is_file():
+        return None
+    files = RunFiles(run)
+    every = files.metrics()
+    rows = [row for row in every if iteration is None or row["iteration"] <= iteration]
+    if not rows:
+        return None
+    return compute_of(rows, _money(files.spending(), None if len(rows) == len(every) else iteration))
+
+
+def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
+    """What lines of metrics.jsonl add up to, with the money paid by then."""
+    request_s: dict[str, float] = {}
+    for stage in stage_names(rows):
+        role = STAGE_SERVERS.get(stage)
+        if role is not None:
+            busy = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows)
+            request_s[role] = request_s.get(role, 0.0) + busy
+    return Compute(
+        iterations=len(rows),
+        generated_tokens=sum(row.get("throughput/generated_tokens_per_s", 0.0) * training_s(row) for row in rows),
+        probe_tokens=sum(row.get("probe/tokens", 0.0) * row.get("train/trajectories", 0.0) for row in rows),
+        scored_tokens=sum(row.get("stage/score/requests", 0.0) * _response_tokens(row) for row in rows),
+        trained_tokens=total(rows, "train/tokens"),
+        hours=sum(map(training_s, rows)) / 3600,
+        trainer_s=total(rows, "time/train_s"),
+        request_s=request_s,
+        money=money,
+    )
+
+
+def _response_tokens(row: Mapping[str, float]) -> float:
+    return row.get("rollout/tokens", row.get("teacher/tokens", 0.0))
+
+
+def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict[str, float]:
+    """Money by currency, from lines of spending.jsonl, whose figures are running totals of an endpoint."""
+    last = {
+        (row["role"], row["server"]): row
+        for row in spending
+        if iteration is None or (row["iteration"] is not None and row["iteration"] <= iteration)
+    }
+    found: dict[str, float] = {}
+    for row in last.values():
+        found[row["currency"]] = found.get(row["currency"], 0.0) + row["money"]
+    return found
+
+
+def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row of words for each method."""
+    currencies = list(dict.fromkeys(currency for _, each in computed for currency in each.money))
+    roles = list(dict.fromkeys(role for _, each in computed for role in each.request_s))
+    headings = ["method", "iterations", "tokens generated", "by probes", "scored", "trained", "hours", "trainer s"]
+    headings += [f"{role} request-s" for role in roles] + currencies
+    rows = [
+        [
+            name,
+            f"{each.iterations:,}",
+            *(
+                f"{tokens:,.0f}"
+                for tokens in (each.generated_tokens, each.probe_tokens, each.scored_tokens, each.trained_tokens)
+            ),
+            _rounded(each.hours),
+            _rounded(each.trainer_s),
+            *(_rounded(each.request_s.get(role, 0.0)) for role in roles),
+            *(f"{each.money.get(currency, 0.0):,.4g}" for currency in currencies),
+        ]
+        for name, each in computed
+    ]
+    return headings, rows
+
+
+def _rounded(amount: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

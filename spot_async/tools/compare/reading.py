@@ -1,0 +1,209 @@
+"""Finds and pairs what evaluations wrote: which problems, and how often each method solved each.
+
+Everything that would make a difference between two methods meaningless is refused here, in one line. No statistics.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spot_async.config.evaluation import RESERVED_NAMES
+from spot_async.errors import DataError
+from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, read_figures
+from spot_async.run_directory.layout import refuse_newer
+from spot_async.types import Int64Array
+
+AFTER_TRAINING = "evaluation-after.json"
+FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # of `eval` and of `train`
+PRESET = "evaluation.preset"
+BENCHMARKS = "evaluation.benchmarks."
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One row of the table."""
+
+    name: str
+    path: Path  # of the file
+    figures: EvaluationFigures
+
+
+@dataclass(frozen=True)
+class PairedBenchmark:
+    """Counts of correct responses of the same problems by every method."""
+
+    name: str
+    samples: int
+    correct: Int64Array  # (problems, methods)
+
+
+def read_evaluated(argument: str) -> Evaluated:
+    """`RUN` or `NAME=RUN`, where RUN is a run directory or one of its figures files. Raises DataError."""
+    name, separator, where = argument.partition("=")
+    path = Path(where if separator else argument)
+    if path.is_dir():
+        found = [path / name for name in FIGURES_FILES if (path / name).is_file()]
+        if not found:
+            raise DataError(
+                f"{path}: no {' or '.join(FIGURES_FILES)} in it: give a directory of `eval` or `train` whose "
+                "evaluation is complete"
+            )
+        file = found[0]
+    else:
+        file = path
+    refuse_newer(file.parent)
+    figures = read_figures(file)
+    for benchmark, each in figures.benchmarks.items():
+        if problem := impossible(benchmark, each):
+            raise DataError(f"{file}: {benchmark}: {problem}: the file is damaged or was edited; evaluate again")
+    return Evaluated(name if separator else str(path), file, figures)
+
+
+def impossible(name: str, figures: BenchmarkFigures) -> str | None:
+    """What no evaluation writes, so that a table of it would mislead."""
+    if name in RESERVED_NAMES:
+        return "is what results call their own rows"
+    if figures.samples < 1:
+        return f"{figures.samples} responses a problem"
+    if figures.correct and len(figures.correct) != figures.problems:
+        return f"{figures.problems} problems, but counts of {len(figures.correct)}"
+    for problem, count in figures.correct.items():
+        if not 0 <= count <= figures.samples:
+            return f"{count} of {figures.samples} responses to problem {problem!r} are correct"
+    if figures.verdicts and sum(figures.verdicts.values()) != figures.problems * figures.samples:
+        return f"{sum(figures.verdicts.values())} verdicts of {figures.problems} x {figures.samples} responses"
+    return None
+
+
+def paired(runs: Sequence[Evaluated], names: Sequence[str] = ()) -> list[PairedBenchmark]:
+    """The benchmarks `names`, by default all that count for the first run's mean.
+
+    Raises DataError unless all runs have them with the same problems and as many responses to each, and unless runs
+    have different names.
+    """
+    twice = sorted({run.name for run in runs if [each.name for each in runs].count(run.name) > 1})
+    if twice:
+        raise DataError(f"{twice[0]} is given twice: name one of them otherwise, NAME=RUN")
+    wanted = list(dict.fromkeys(names)) or macro_names(runs[0])
+    benchmarks = [_paired(name, [(run.name, _benchmark(run, name)) for run in runs]) for name in wanted]
+    uneven = next((each for each in benchmarks if each.samples != benchmarks[0].samples), None)
+    if uneven is not None:
+        raise DataError(
+            f"{benchmarks[0].name} has {benchmarks[0].samples} responses a problem and {uneven.name} {uneven.samples}: "
+            "one table has one number of responses; choose with --benchmark"
+        )
+    return benchmarks
+
+
+def macro_names(run: Evaluated) -> list[str]:
+    if run.figures.macro is None or not run.figures.macro.benchmarks:
+        raise DataError(f"{run.name}: nothing in {run.path} was judged, so there is nothing to compare")
+    return run.figures.macro.benchmarks
+
+
+def different_settings(runs: Sequence[Evaluated], names: Sequence[str]) -> list[str]:
+    """Every setting that decides figures of the benchmarks `names` and is not the same for all runs, in words."""
+    decide = [_that_decide(run.figures.settings, names) for run in runs]
+    values = {key: [_words(settings.get(key)) for settings in decide] for settings in decide for key in settings}
+    different = [key for key, each in values.items() if len(set(each)) > 1]
+    alike: dict[str, list[str]] = {}  # what differs in the same way is said once
+    for key in different:
+        kind = f"{key.rpartition('.')[0]}.kind"
+        if kind in different and key != kind:  # other verifiers have other settings
+            continue
+        if key.endswith(".prompts"):  # a fingerprint, which says nothing to people
+            said = "(or answers) are not the same for all"
+        else:
+            having: dict[str, list[str]] = {}
+            for run, value in zip(runs, values[key], strict=True):
+                having.setdefault(value, []).append(run.name)
+            said = "is " + " and ".join(f"{value} for {', '.join(those)}" for value, those in having.items())
+        alike.setdefault(said, []).append(key)
+    return [f"{', '.join(keys)} {said}" for said, keys in alike.items()]
+
+
+def same_measurements(runs: Sequence[Evaluated], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of runs that evaluated the same weights with the same settings."""
+    return [
+        (one.name, other.name)
+        for one, other in itertools.combinations(runs, 2)
+        if one.figures.model_fingerprint == other.figures.model_fingerprint
+        and not different_settings([one, other], names)
+    ]
+
+
+def judged_by(runs: Sequence[Evaluated], names: Sequence[str]) -> str | None:
+    """The verifiers of the benchmarks `names`; None where runs differ in them, which the warning says."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        found = {_kind(run.figures.settings, name) for run in runs}
+        if len(found) > 1 or None in found:
+            return None
+        kinds.setdefault(str(*found), []).append(name)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({', '.join(those)})" for kind, those in kinds.items())
+
+
+def _kind(settings: Mapping[str, Any], name: str) -> str | None:
+    verifier = settings.get(f"{BENCHMARKS}{name}.verifier", settings.get("evaluation.verifier"))
+    return verifier.get("kind") if isinstance(verifier, dict) else None
+
+
+def _that_decide(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Without the other benchmarks, and without the preset: it only says which values others must have."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        owner = key.rpartition(".")[0]
+        if key == PRESET or (owner.startswith(BENCHMARKS) and owner.removeprefix(BENCHMARKS) not in names):
+            continue
+        if isinstance(value, dict):  # a verifier's
+            found |= {f"{key}.{name}": each for name, each in value.items()}
+        else:
+            found[key] = value
+    return found
+
+
+def _words(value: object) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _benchmark(run: Evaluated, name: str) -> BenchmarkFigures:
+    found = run.figures.benchmarks.get(name)
+    if found is None:
+        raise DataError(
+            f"{run.name} has no benchmark {name}, only {', '.join(run.figures.benchmarks)}: choose with "
+            "--benchmark what all have"
+        )
+    if not found.correct:
+        raise DataError(f"{run.name}: {name} was not judged, so it cannot be compared")
+    return found
+
+
+def _paired(name: str, found: Sequence[tuple[str, BenchmarkFigures]]) -> PairedBenchmark:
+    (first_run, first), *others = found
+    ids = list(first.correct)
+    for run, other in others:
+        if different := ids_apart(ids, list(other.correct)):
+            raise DataError(
+                f"{name}: {first_run} and {run} were not asked the same problems ({len(ids)} and {len(other.correct)}, "
+                f"{different[0]!r} in one of them only), so they cannot be paired: evaluate both on the same files"
+            )
+        if other.samples != first.samples:
+            raise DataError(
+                f"{name}: {first_run} has {first.samples} responses a problem and {run} {other.samples}: evaluate both "
+                "with the same evaluation.samples"
+            )
+    table = [[each.correct[problem] for _, each in found] for problem in ids]
+    return PairedBenchmark(name, first.samples, np.array(table, dtype=np.int64).reshape(len(ids), len(found)))
+
+
+def ids_apart(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """Ids that only one of both has."""
+    return sorted(set(ours) ^ set(theirs))

@@ -1,0 +1,127 @@
+"""The figures of a comparison: each method's, with intervals, and its difference from the baseline, paired.
+
+Columns are metric by metric (Avg@n, then Pass@k), benchmark by benchmark, the unweighted mean over benchmarks last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spot_async.config.evaluation import MEAN_COLUMN
+from spot_async.errors import DataError
+from spot_async.evaluation.metrics import pass_at_k_of_counts
+from spot_async.tools.compare.bootstrap import Interval, macro, percentile_interval, resampled_means
+from spot_async.tools.compare.reading import PairedBenchmark
+from spot_async.types import Float64Array
+
+
+class Column(NamedTuple):
+    """What a column holds."""
+
+    metric: str
+    benchmark: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All shares are in [0, 1]; arrays (methods, columns)."""
+
+    methods: Sequence[str]
+    baseline: int
+    columns: Sequence[Column]
+    samples: int
+    k: int
+    values: Float64Array
+    intervals: Interval
+    differences: Float64Array  # from the baseline, 0 in its own row
+    difference_intervals: Interval
+    confidence: float
+    draws: int
+    seed: int
+
+    @property
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(column.metric for column in self.columns))
+
+    @property
+    def benchmarks(self) -> list[str]:
+        return list(dict.fromkeys(column.benchmark for column in self.columns))
+
+
+def compare(
+    methods: Sequence[str],
+    benchmarks: Sequence[PairedBenchmark],
+    *,
+    baseline: int = 0,
+    k: int | None = None,
+    draws: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Comparison:
+    """`k` is that of Pass@k, by default the number of responses. Raises DataError when there are fewer."""
+    samples = benchmarks[0].samples
+    k = samples if k is None else k
+    if not 1 <= k <= samples:
+        raise DataError(f"--pass-k {k}: there are {samples} responses a problem, so k is from 1 to {samples}")
+    tables = [  # (problems, 2 metrics, methods)
+        np.stack([pass_at_k_of_counts(each.correct, samples, j) for j in (1, k)], axis=1) for each in benchmarks
+    ]
+    values = [table.mean(axis=0) for table in tables]
+    drawn = resampled_means(tables, draws=draws, seed=seed)
+    names = [each.name for each in benchmarks]
+    if len(benchmarks) > 1:
+        values.append(macro(values))
+        drawn.append(macro(drawn))
+        names.append(MEAN_COLUMN)
+    figures, draws_of = np.stack(values, axis=1), np.stack(drawn, axis=2)  # (2, columns, methods), (draws, 2, ...)
+    change, change_of = figures - figures[..., [baseline]], draws_of - draws_of[..., [baseline]]
+
+    def table(values: Float64Array) -> Float64Array:
+        return values.reshape(-1, len(methods)).T
+
+    def interval(draws_of: Float64Array) -> Interval:
+        return Interval(*map(table, percentile_interval(draws_of, confidence)))
+
+    return Comparison(
+        methods=methods,
+        baseline=baseline,
+        columns=[Column(metric, name) for metric in metric_names(samples, k) for name in names],
+        samples=samples,
+        k=k,
+        values=table(figures),
+        intervals=interval(draws_of),
+        differences=table(change),
+        difference_intervals=interval(change_of),
+        confidence=confidence,
+        draws=draws,
+        seed=seed,
+    )
+
+
+def metric_names(samples: int, k: int) -> tuple[str, str]:
+    """Pass@k of more responses than k says so: the paper generates k responses for each k anew."""
+    return f"Avg@{samples}", f"Pass@{k}" if k == samples else f"Pass@{k} (unbiased, from {samples})"
+
+
+@dataclass(frozen=True)
+class PassCurves:
+    """Unbiased Pass@k for every k up to the number of responses."""
+
+    benchmark: str
+    samples: int
+    values: Float64Array  # (samples, methods), k - 1 the row
+
+
+def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
+    """The Pass@k curves of each benchmark, and of their mean where there are several."""
+    samples = benchmarks[0].samples
+    curves = [
+        np.stack([pass_at_k_of_counts(each.correct, samples, k).mean(axis=0) for k in range(1, samples + 1)])
+        for each in benchmarks
+    ]
+    named = [PassCurves(each.name, samples, curve) for each, curve in zip(benchmarks, curves, strict=True)]
+    return [*named, PassCurves(MEAN_COLUMN, samples, macro(curves))] if len(benchmarks) > 1 else named

@@ -1,0 +1,154 @@
+"""A comparison as Markdown, LaTeX and CSV, and its cells for the terminal. Pure: text in, text out.
+
+The layout is the paper's: a row for each method, Avg@n of each benchmark and their mean, then Pass@k likewise; in
+percent, the best of a column bold, the second underlined. Values that look the same rank the same.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.tools.compare.statistics import Column, Comparison, PassCurves
+from spot_async.types import Float64Array
+
+DECIMALS = 2
+Mark = Literal["best", "second", ""]
+
+_LATEX = str.maketrans({c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}",
+                        "^": "\\textasciicircum{}"})  # fmt: skip
+
+
+def marks(values: Float64Array) -> list[list[Mark]]:
+    """The best and the second of each column of `values` (methods, columns). A single method is marked as neither."""
+    shown = rounded(values)
+    found: list[list[Mark]] = [[""] * shown.shape[1] for _ in shown]
+    if len(shown) == 1:
+        return found
+    for column in range(shown.shape[1]):
+        best, *others = sorted(set(shown[:, column].tolist()), reverse=True)
+        for row, value in enumerate(shown[:, column]):
+            found[row][column] = "best" if value == best else "second" if others and value == others[0] else ""
+    return found
+
+
+def rounded(shares: npt.ArrayLike) -> Float64Array:
+    """Percent at `DECIMALS`, halves upwards: eighths of few problems often end in 5, which floats round either way."""
+    scale = 10.0**DECIMALS
+    return np.asarray(np.floor(100 * np.asarray(shares) * scale + 0.5 + 1e-6) / scale)
+
+
+def percent(share: float) -> str:
+    return f"{rounded(share):.{DECIMALS}f}"
+
+
+def change(difference: float, low: float, high: float) -> str:
+    """A difference with its interval, and a star where the interval leaves 0 out."""
+    star = "*" if low > 0 or high < 0 else ""
+    return f"{100 * difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]{star}"
+
+
+def difference_rows(comparison: Comparison, method: int) -> list[list[str]]:
+    """The rows of one method: a benchmark, then its difference in each metric."""
+    low, high = comparison.difference_intervals
+    at = {column: number for number, column in enumerate(comparison.columns)}
+    return [
+        [
+            name,
+            *(
+                change(comparison.differences[method, i], low[method, i], high[method, i])
+                for i in (at[Column(metric, name)] for metric in comparison.metrics)
+            ),
+        ]
+        for name in comparison.benchmarks
+    ]
+
+
+def markdown(
+    comparison: Comparison, notes: Sequence[str], compute: tuple[Sequence[str], Sequence[Sequence[str]]]
+) -> str:
+    """The whole comparison as one document."""
+    wrap = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+    columns = [f"{column.metric} {column.benchmark}" for column in comparison.columns]
+    rows = [
+        [name, *(wrap[mark].format(percent(value)) for mark, value in zip(row, values, strict=True))]
+        for name, row, values in zip(comparison.methods, marks(comparison.values), comparison.values, strict=True)
+    ]
+    parts = [_markdown_table(["method", *columns], rows), *notes]
+    for number, name in enumerate(comparison.methods):
+        if number != comparison.baseline:
+            parts += [
+                f"## {name} minus {comparison.methods[comparison.baseline]}",
+                _markdown_table(["benchmark", *comparison.metrics], difference_rows(comparison, number)),
+            ]
+    if compute[1]:
+        parts += ["## Compute of training", _markdown_table(*compute)]
+    return "\n\n".join(parts) + "\n"
+
+
+def latex(comparison: Comparison, notes: Sequence[str]) -> str:
+    r"""A `tabular` for `booktabs`; the notes are comments above it."""
+    wrap = {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}
+    each = len(comparison.benchmarks)
+    spans = [(metric, 2 + number * each, 1 + (number + 1) * each) for number, metric in enumerate(comparison.metrics)]
+    lines = [
+        *(f"% {note}" for note in notes),
+        rf"\begin{{tabular}}{{@{{}}l{('c' * each + ' ') * len(spans)}@{{}}}}".replace(" @", "@"),
+        r"\toprule",
+        "Method & "
+        + " & ".join(rf"\multicolumn{{{each}}}{{c}}{{\textbf{{{metric.translate(_LATEX)}}}}}" for metric, _, _ in spans)
+        + r" \\",
+        " ".join(rf"\cmidrule(lr){{{first}-{last}}}" for _, first, last in spans),
+        "& " + " & ".join(column.benchmark.translate(_LATEX) for column in comparison.columns) + r" \\",
+        r"\midrule",
+    ]
+    for name, row, values in zip(comparison.methods, marks(comparison.values), comparison.values, strict=True):
+        cells = [wrap[mark].format(percent(value)) for mark, value in zip(row, values, strict=True)]
+        lines.append(" & ".join([name.translate(_LATEX), *cells]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def long_csv(comparison: Comparison) -> str:
+    """A line for each method, metric and benchmark; shares, not percent."""
+    rows = [
+        (name, *column, *(
+            repr(float(values[m, c]))
+            for values in (comparison.values, *comparison.intervals, comparison.differences,
+                           *comparison.difference_intervals)
+        ))
+        for m, name in enumerate(comparison.methods)
+        for c, column in enumerate(comparison.columns)
+    ]  # fmt: skip
+    heading = ("method", "metric", "benchmark", "value", "low", "high", "difference", "difference_low",
+               "difference_high")  # fmt: skip
+    return _csv(heading, rows)
+
+
+def curves_csv(methods: Sequence[str], curves: Sequence[PassCurves]) -> str:
+    """A line for each benchmark, k and method."""
+    rows = [
+        (each.benchmark, k, method, repr(float(value)))
+        for each in curves
+        for k, row in enumerate(each.values, 1)
+        for method, value in zip(methods, row, strict=True)
+    ]
+    return _csv(("benchmark", "k", "method", "pass_at_k"), rows)
+
+
+def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heading)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in (headings, *rows)]
+    rule = ["---", *("---:" for _ in headings[1:])]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (escaped[0], rule, *escaped[1:]))

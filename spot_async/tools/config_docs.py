@@ -1,0 +1,214 @@
+"""Writes `docs/configuration.md` from the schema: `python -m spot_async.tools.config_docs > docs/configuration.md`.
+
+The page says nothing of its own: keys, types and defaults are those of `schema.py` and of the plug-ins that
+spot-async itself registers, meanings are the fields' descriptions. A test compares the page with this.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from spot_async.base import registry
+from spot_async.config import Config, PluginSettings, Section
+
+GROUP_OF_KEY: dict[str, registry.Group] = {"backend": "backends", "policy": "policies", "verifier": "verifiers"}
+KEYS_OF_GROUP: dict[registry.Group, str] = {
+    "policies": "`policy`",
+    "backends": "`student.backend`, `teacher.backend` and `reference.backend`",
+    "verifiers": "`verifier` and `evaluation.verifier`",
+}
+UNIT_OF_ENDING = {
+    "_s": "seconds",
+    "_bytes": "bytes",
+    "_tokens": "tokens",
+    "_nats": "nats",
+    "_prompts": "prompts",
+    "batch_size": "prompts",
+    "iterations": "iterations",
+    "eval_every": "iterations",
+    "staleness": "iterations",
+    "epochs": "epochs",
+}
+BOUNDS = {"exclusiveMinimum": "> ", "minimum": "≥ ", "exclusiveMaximum": "< ", "maximum": "≤ "}
+NONE = "–"
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Generated: edit the descriptions in the code, then `make docs`. -->
+
+A run is one YAML file. `spot-async train FILE section.key=value ...` overrides any key; `--dry-run` shows the file
+with every default filled in, and so does `config.yaml` in each run directory. A key that does not exist, a value of
+the wrong type and a combination that cannot work are refused in one line before anything starts.
+
+Sections with a `kind` (policy, backends, verifiers) hold the settings of the plug-in of that name, which is an
+installed one's or `module:Class`. Where nothing else is to be set, `policy: opd` is short for `policy: {kind: opd}`.
+
+`base: FILE` at the top, relative to the file's own folder, lays a file over another one: sections merge key by key, and
+one that names its `kind` replaces the other's as a whole. So on the command line: `policy.kind=opd` over a file
+with another method takes that one's keys away, and the same goes for backends and verifiers.
+"""
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    return "\n".join([INTRODUCTION, *_core_sections(), *_plugin_sections()]).rstrip() + "\n"
+
+
+def _core_sections() -> Iterator[str]:
+    defaults = _defaults(Config)
+    values = {name: field for name, field in Config.model_fields.items() if _section_of(field) is None}
+    yield "## Top level\n"
+    yield _table(_rows(Config, only=set(values)))
+    shared: dict[type[BaseModel], list[str]] = {}
+    for name, field in Config.model_fields.items():
+        if section := _section_of(field):
+            shared.setdefault(section, []).append(name)
+    for section, names in shared.items():
+        yield f"## {', '.join(f'`{name}`' for name in names)}\n"
+        yield "\n".join(_about(name, Config.model_fields[name]) for name in names) + "\n"
+        default = defaults.get(names[0])
+        yield _table(_rows(section, default if isinstance(default, BaseModel) else None))
+
+
+def _about(name: str, field: FieldInfo) -> str:
+    """What a top-level section is for, and whether it may be left out."""
+    if field.is_required():
+        presence = "required"
+    else:
+        presence = "none unless given" if field.default is None else "may be left out"
+    return f"* `{name}` ({presence}): {field.description}"
+
+
+def _plugin_sections() -> Iterator[str]:
+    for group, keys in KEYS_OF_GROUP.items():
+        yield f"## {group.capitalize()}\n\nThe settings of {keys}, by `kind`.\n"
+        for name in _own_plugins(group):
+            schema = registry.load(group, name).Settings
+            rows = list(_rows(schema))
+            yield f"### `kind: {name}`\n"
+            yield _table(rows) if rows else "No further keys.\n"
+
+
+def _own_plugins(group: registry.Group) -> list[str]:
+    """Names that spot-async registers: what else is installed is documented by those who wrote it."""
+    points = entry_points(group=f"spot_async.{group}")
+    return sorted(point.name for point in points if point.value.startswith("spot_async."))
+
+
+def _rows(
+    schema: type[BaseModel], instance: BaseModel | None = None, prefix: str = "", only: set[str] | None = None
+) -> Iterator[Sequence[str]]:
+    """Key, type, default, unit and meaning of each field; sections inside are flattened to dotted keys."""
+    properties = schema.model_json_schema()["properties"]
+    defaults = _defaults(schema) if instance is None else {name: getattr(instance, name) for name in properties}
+    for name, field in schema.model_fields.items():
+        if name == "kind" or (only is not None and name not in only):
+            continue
+        if not field.description:
+            raise ValueError(f"{schema.__name__}.{name} has no description")
+        key, section = prefix + name, _section_of(field)
+        if section is None:
+            default = _default_text(name, field, defaults)
+            yield f"`{key}`", _type_text(name, field, properties[name]), default, _unit(name), field.description
+            continue
+        inner = defaults.get(name)
+        if _is_mapping(field):
+            yield f"`{key}`", "mapping", f"`{_plain(inner)}`", NONE, field.description
+            yield from _rows(section, None, f"{key}.<name>.")
+            continue
+        if inner is None and name in defaults:
+            form = "section, a list of them or `null`" if _may_be_list(field) else "section or `null`"
+            yield f"`{key}`", form, "`null`", NONE, field.description
+        yield from _rows(section, inner, f"{key}.")
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The plain section that a field holds; None for values and for plug-ins' settings."""
+    for candidate in _types(field.annotation):
+        if isinstance(candidate, type) and issubclass(candidate, Section) and not issubclass(candidate, PluginSettings):
+            return candidate
+    return None
+
+
+def _may_be_list(field: FieldInfo) -> bool:
+    return any(get_origin(each) is list for each in _types(field.annotation))
+
+
+def _is_mapping(field: FieldInfo) -> bool:
+    """Whether it holds a section for each of some names."""
+    return get_origin(field.annotation) is dict
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _types(part)
+
+
+def _is_plugin(field: FieldInfo) -> bool:
+    return any(isinstance(each, type) and issubclass(each, PluginSettings) for each in _types(field.annotation))
+
+
+def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
+    fields = schema.model_fields.items()
+    return {name: field.default for name, field in fields if field.default is not PydanticUndefined}
+
+
+def _default_text(name: str, field: FieldInfo, defaults: dict[str, Any]) -> str:
+    if _is_plugin(field) and defaults.get(name, PydanticUndefined) is not None:
+        section: Any = Annotated[(field.annotation, *field.metadata)]
+        try:
+            return f"`{TypeAdapter(section).validate_python({}).kind}`"
+        except ValidationError:
+            return "required"
+    return f"`{_plain(defaults[name])}`" if name in defaults else "required"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def _type_text(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
+    if _is_plugin(field):
+        return f"[`kind`](#{GROUP_OF_KEY[name]}) or section"
+    return _schema_text(schema)
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    """A JSON schema in words: `integer > 0`, `"a" or "b"`, `number or null`."""
+    for alternatives in ("anyOf", "oneOf"):
+        if alternatives in schema:
+            return " or ".join(dict.fromkeys(_schema_text(each) for each in schema[alternatives]))
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema["type"] == "null":
+        return "`null`"
+    if schema["type"] == "object":
+        return "mapping"
+    bounds = [f"{sign}{schema[bound]}" for bound, sign in BOUNDS.items() if bound in schema]
+    return " ".join([schema["type"], ", ".join(bounds)]).strip()
+
+
+def _unit(name: str) -> str:
+    return next((unit for ending, unit in UNIT_OF_ENDING.items() if name.endswith(ending)), NONE)
+
+
+def _table(rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> str:
+    lines = [("key", "type", "default", "unit", "meaning"), ("---",) * 5, *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,90 @@
+"""The model that is served, once more: a plain float32 forward of transformers that shares no code with any backend.
+
+Also makes the second set of weights that an update is checked with, and the broken ones that must be refused.
+The only module of the checks that loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from spot_async.base.text import first_line
+from spot_async.errors import DataError
+from spot_async.tools.conformance.comparison import Rows
+from spot_async.types import IntArray
+
+WEIGHTS = "*.safetensors"
+PERTURBATION = 0.2  # times each tensor's standard deviation: changes log-probabilities by more than any tolerance
+
+
+class Reference:
+    """Log-probabilities of a model directory, computed in this process."""
+
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
+        """Raises `DataError` for a directory that transformers cannot load."""
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{directory}: transformers cannot load it: {first_line(error)}") from None
+        self._model: Any = model.eval().to(device)
+        self._one_at_a_time = asyncio.Lock()
+
+    async def logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float = 1.0) -> Rows:
+        """(T, V) float64: row t is the distribution that decides `response_ids[t]`."""
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(self._logprobs, prompt_ids, response_ids, temperature)
+
+    @torch.no_grad()
+    def _logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float) -> Rows:
+        # Without the last token, which decides nothing, the last T outputs are exactly those that decide a token.
+        read = np.concatenate([prompt_ids, response_ids])[:-1]
+        ids = torch.from_numpy(read.astype(np.int64))[None].to(self._model.device)
+        logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=len(response_ids)).logits[0]
+        rows: Rows = (logits.double() / temperature).log_softmax(-1).cpu().numpy()
+        return rows
+
+
+def write_changed(source: Path, target: Path, seed: int = 1) -> Path:
+    """A copy of a model directory with other weights: what training might have made of it."""
+    shutil.copytree(source, target)
+    draw = torch.Generator().manual_seed(seed)
+    for path in _weight_files(target):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if tensor.ndim > 1 and tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=draw) * tensor.float().std() * PERTURBATION
+                tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return target
+
+
+def write_broken(source: Path, target: Path) -> dict[str, Path]:
+    """Copies of a model directory that no server may take, by what is wrong with them."""
+    broken = {name: target / name.replace(" ", "-") for name in ("a file cut off", "a wrong shape", "a tensor missing")}
+    for path in broken.values():
+        shutil.copytree(source, path, dirs_exist_ok=True)
+    cut_off, wrong_shape, missing = (_weight_files(path)[-1] for path in broken.values())
+    cut_off.write_bytes(cut_off.read_bytes()[: cut_off.stat().st_size // 2])
+    tensors = load_file(wrong_shape)
+    name = max(tensors)
+    save_file({**tensors, name: torch.zeros(3)}, wrong_shape, metadata={"format": "pt"})
+    save_file({key: value for key, value in tensors.items() if key != name}, missing, metadata={"format": "pt"})
+    return {**broken, "no such directory": target / "nowhere"}
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob(WEIGHTS))
+    if not files:
+        raise DataError(f"{directory}: holds no {WEIGHTS}, so that a weight update cannot be checked")
+    return files

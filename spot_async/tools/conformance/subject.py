@@ -1,0 +1,171 @@
+"""The backend under check as the checks see it: requests with sensible defaults, and what must come of them.
+
+Holds the reference model and the weights to update to; judges nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spot_async.models.files import ModelFiles
+from spot_async.types import (
+    Capabilities,
+    FloatArray,
+    Generation,
+    IntArray,
+    LogprobTemperature,
+    SamplingSettings,
+    TokenScores,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    from spot_async.tools.conformance.comparison import Rows
+    from spot_async.tools.conformance.reference import Reference
+
+COOL = 0.6  # a temperature that tells the conventions apart
+PROMPT_TOKENS = 12
+RESPONSE_TOKENS = 24
+LONG_RESPONSE_TOKENS = 2048  # long against a round trip on any server
+
+
+@dataclass
+class Subject:
+    """A running backend. Its attributes change when its weights do."""
+
+    backend: Any  # a protocols.Backend, and as much of the others as its capabilities say
+    capabilities: Capabilities
+    files: ModelFiles
+    reference: Reference  # of the weights being served
+    version: WeightVersion | None  # of the weights being served; None where nobody can know
+    scratch: Path  # for weights to update to
+    tolerance_nats: float = 2e-5
+    timeout_s: float = 120.0  # of a request
+    device: str = "cpu"  # of the reference
+    _seeds: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def deadline(self, timeout_s: float | None = None) -> float:
+        return asyncio.get_running_loop().time() + (self.timeout_s if timeout_s is None else timeout_s)
+
+    def prompt(self, number: int, length: int = PROMPT_TOKENS) -> IntArray:
+        """The `number`-th prompt: ordinary tokens that the tokenizer makes of their own text, where it does."""
+        ids = self.tokens(length, seed=1000 + number)
+        tokenizer = self.files.vocabulary.tokenizer
+        again = tokenizer(tokenizer.decode(ids.tolist()), add_special_tokens=False)["input_ids"]
+        stable = len(again) == length and max(again) < self.capabilities.vocab_size
+        return np.array(again, np.int32) if stable else ids
+
+    def tokens(self, count: int, seed: int) -> IntArray:
+        """(count,) ids of ordinary tokens, none of them special."""
+        tokenizer = self.files.vocabulary.tokenizer
+        special = {*tokenizer.all_special_ids, *self.end_token_ids}
+        size = min(len(tokenizer), self.capabilities.vocab_size)
+        ordinary = np.array([token for token in range(size) if token not in special], np.int32)
+        return np.random.default_rng(seed).choice(ordinary, count)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The model's own, which are among the stop tokens of every run: some servers stop there anyway."""
+        return self.files.vocabulary.end_token_ids
+
+    @property
+    def generation_top_k(self) -> int:
+        return min(16, self.capabilities.max_generation_top_k)
+
+    @property
+    def score_top_k(self) -> int:
+        return min(16, self.capabilities.max_top_k)
+
+    @property
+    def long_response_tokens(self) -> int:
+        return min(LONG_RESPONSE_TOKENS, self.capabilities.max_context_tokens - PROMPT_TOKENS)
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        *,
+        max_tokens: int = RESPONSE_TOKENS,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        stop_token_ids: tuple[int, ...] = (),
+        seed: int | None = None,
+        top_k: int = 0,
+        vocab_limit: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """Without a `seed`, one that no other request has."""
+        sampling = SamplingSettings(
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=next(self._seeds) if seed is None else seed,
+            vocab_limit=vocab_limit,
+        )
+        reply: Generation = await self.backend.generate(
+            prompt_ids, sampling, top_k=top_k, deadline=self.deadline(timeout_s)
+        )
+        return reply
+
+    async def score(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int | None = None, temperature: float = 1.0
+    ) -> TokenScores:
+        reply: TokenScores = await self.backend.score(
+            prompt_ids,
+            response_ids,
+            top_k=self.score_top_k if top_k is None else top_k,
+            temperature=temperature,
+            deadline=self.deadline(),
+        )
+        return reply
+
+    async def candidates(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        temperature: float = 1.0,
+        version: WeightVersion | None = None,
+    ) -> FloatArray:
+        reply: FloatArray = await self.backend.candidate_logprobs(
+            prompt_ids,
+            response_ids,
+            positions,
+            candidate_ids,
+            temperature=temperature,
+            expected_version=version or self.version or WeightVersion(0, 0),
+            deadline=self.deadline(),
+        )
+        return reply
+
+    async def exact(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        *,
+        temperature: float = 1.0,
+        convention: LogprobTemperature = "request",
+    ) -> Rows:
+        """(T, V) of the weights being served, at the temperature that the served log-probabilities are at."""
+        return await self.reference.logprobs(prompt_ids, response_ids, temperature if convention == "request" else 1.0)
+
+    def snapshot(self, directory: Path, version: WeightVersion) -> WeightSnapshot:
+        """A snapshot under a name that a server which runs in another directory can read."""
+        return WeightSnapshot(directory=str(directory.absolute()), version=version)
+
+    async def update(self, directory: Path, version: WeightVersion) -> None:
+        """Send weights, and compare with them from now on."""
+        from spot_async.tools.conformance.reference import Reference
+
+        await self.backend.update_weights(self.snapshot(directory, version), deadline=self.deadline())
+        self.reference = await asyncio.to_thread(Reference, directory, self.device)
+        self.version = version

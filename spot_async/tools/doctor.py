@@ -1,0 +1,183 @@
+"""`spot-async doctor`: starts or attaches a run's services, asks them, and shows what was found as a table or JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spot_async.base.concurrency import running
+from spot_async.checks.diagnosis import Diagnosis, Fact
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.assembly import make_backends
+from spot_async.running.training import diagnose_servers
+
+Facts = Mapping[str, Fact]
+
+
+async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
+    """Everything but the trainer, for as long as it takes to ask; logs go under `directory`."""
+    backends = make_backends(config, plan, RunDirectory(directory))
+    async with running(*backends.by_role().values()):
+        return await diagnose_servers(config, plan, backends)
+
+
+def show(screen: Console, diagnosis: Diagnosis) -> None:
+    """The table, then what follows from it."""
+    by_role: dict[str, dict[str, Facts]] = {}
+    for name, facts in diagnosis.roles.items():
+        by_role.setdefault(str(facts["role"]), {})[name] = facts
+    table = Table("", *by_role, box=box.SIMPLE_HEAD, pad_edge=False)
+    for label, words in ROWS:
+        cells = [_cell({name: words(facts) for name, facts in servers.items()}) for servers in by_role.values()]
+        if any(cells):
+            table.add_row(label, *(Text(cell, overflow="fold") for cell in cells))
+    screen.print(table)
+    for warning in diagnosis.warnings:
+        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    for refusal in diagnosis.refusals:
+        screen.print(Text(f"unsafe: {refusal}", style="red"), soft_wrap=True)
+    if not diagnosis.refusals:
+        screen.print("safe to train with")
+
+
+def _cell(said: Mapping[str, str]) -> str:
+    """What all of a role's servers have in common, or a line for each thing that only some have."""
+    names: dict[str, list[str]] = {}
+    for name, words in said.items():
+        names.setdefault(words, []).append(name)
+    if len(names) == 1:
+        return next(iter(names))
+    return "\n".join(f"{', '.join(those)}: {words}" for words, those in names.items())
+
+
+def as_json(diagnosis: Diagnosis) -> str:
+    """For machines: facts by server (null where unknown), refusals and warnings."""
+    found = {"roles": diagnosis.roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+
+
+def examine_and_show(screen: Console, config: Config, plan: TrainPlan, directory: Path, *, json: bool) -> bool:
+    """Whether the run is safe to start."""
+    if json:
+        diagnosis = asyncio.run(examine(config, plan, directory))
+        screen.print_json(as_json(diagnosis), highlight=False)
+    else:
+        with screen.status("asking the services"):
+            diagnosis = asyncio.run(examine(config, plan, directory))
+        show(screen, diagnosis)
+    return not diagnosis.refusals
+
+
+def _yes(value: Fact) -> str:
+    return "unknown" if value is None else "yes" if value else "no"
+
+
+def _plain(value: Fact) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _nats(value: Fact) -> str:
+    return "unknown" if value is None else f"{value:.1e} nats"
+
+
+def _fingerprint(facts: Facts) -> str:
+    same = "" if facts["vocab_as_students"] else ", NOT the student's"
+    left_out = facts["vocab_rows_left_out"]
+    rows = f", {left_out} rows beyond the common ones left out" if left_out else ""
+    return f"{facts['vocab_size']} tokens, {str(facts['vocab_fingerprint'])[:8]}{same}{rows}"
+
+
+def _entropy(facts: Facts) -> str:
+    if not facts["score_top_k"]:
+        return "none"
+    if facts["exact_entropy"]:
+        return "exact"
+    width = facts.get("entropy_width_nats")
+    return "bounds" if width is None else f"bounds, {width:.2g} nats apart on average"
+
+
+def _temperature(name: str, feature: str) -> Callable[[Facts], str]:
+    def words(facts: Facts) -> str:
+        if facts[name] is None:
+            return feature
+        said = {"request": "the request's", "one": "1 always"}
+        seen = facts.get(f"{name}_probed")
+        found = "not probed" if seen is None else "probed" if seen == facts[name] else f"PROBED: {said[str(seen)]}"
+        return f"{said[str(facts[name])]} ({found})"
+
+    return words
+
+
+def _repeatability(facts: Facts) -> str:
+    if facts.get("noise_alone_nats") is None:
+        return "unknown"
+    return f"{_nats(facts['noise_alone_nats'])} alone, {_nats(facts['noise_together_nats'])} together"
+
+
+def _seeds(facts: Facts) -> str:
+    if facts["seeds"] is None:
+        return "samples nothing"
+    return f"{_yes(facts.get('seeds_probed'))} (probed)" if facts.get("seeds_probed") is not None else "unknown"
+
+
+def _end_tokens(facts: Facts) -> str:
+    if facts["end_tokens_as_students"]:
+        return str(facts["end_tokens"])
+    scored = {"replace": "the first is", "sum": "their sum is"}[str(facts["end_token_scores"])]
+    return f"{facts['end_tokens']}; {scored} scored in place of the student's"
+
+
+def _template(facts: Facts) -> str:
+    same = "the student's" if facts["chat_template_as_students"] else "its own"
+    return f"{same}, renders training prompts" if facts["chat_template_used"] else same
+
+
+def _weights(facts: Facts) -> str:
+    if not facts["weight_update"]:
+        return "takes none"
+    holds = (
+        "holds unknown weights until the first are sent" if facts["version"] is None else f"holds {facts['version']}"
+    )
+    return f"{_plain(facts['weight_transport'])}; {holds}"
+
+
+def _milliseconds(facts: Facts) -> str:
+    seconds = facts["round_trip_s"]
+    return "unknown" if seconds is None else f"{float(seconds) * 1000:.1f} ms"
+
+
+ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
+    ("backend", lambda facts: _plain(facts["backend"])),
+    ("server", lambda facts: _plain(facts["server"])),
+    ("model", lambda facts: _plain(facts["model"])),
+    ("vocabulary", _fingerprint),
+    ("end token", _end_tokens),
+    ("chat template", _template),
+    ("context", lambda facts: f"{facts['context_tokens']}, {facts['context_tokens_needed']} needed"),
+    ("top-K of scores", lambda facts: f"{facts['score_top_k']}, {facts['score_top_k_needed']} needed"),
+    ("top-K of samples", lambda facts: _plain(facts["generation_top_k"])),
+    ("top-K of single positions", lambda facts: _plain(facts["position_top_k"])),
+    ("entropy", _entropy),
+    ("candidates", lambda facts: _plain(facts["candidate_logprobs"])),
+    ("token-id prompts", lambda facts: _yes(facts["token_id_prompts"])),
+    ("log-probabilities", lambda facts: f"of the {facts['logprob_convention']} distribution"),
+    ("temperature of scores", _temperature("score_temperature", "scores nothing")),
+    ("temperature of samples", _temperature("generation_temperature", "samples nothing")),
+    ("repeatability", _repeatability),
+    ("servers apart", lambda facts: _nats(facts["servers_differ_nats"]) if "servers_differ_nats" in facts else ""),
+    ("samples against scores", lambda facts: _nats(facts.get("disagreement_nats"))),
+    ("seeds honoured", _seeds),
+    ("prefix caching", lambda facts: _yes(facts["prefix_caching"])),
+    ("frees abandoned requests", lambda facts: _yes(facts["abort"])),
+    ("new weights", _weights),
+    ("round trip", _milliseconds),
+)

@@ -1,0 +1,315 @@
+"""Before a start: whether a run on servers of its own fits its GPUs, how many tokens it moves, and about how long.
+
+Only for runs that launch their servers: what the local engine or servers elsewhere take is not known here. Sizes come
+from `model_size`, memory from `device_memory`, tokens and times from `work`; here they are put together and shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spot_async.checks.plan import TrainPlan, sleeps_while_training
+from spot_async.config import Config, ModelConfig, TrainingConfig
+from spot_async.run_directory.reading import RunFiles
+from spot_async.tools.estimate.device_memory import (
+    CONTEXT_GIB,
+    DEVICE_GIB,
+    GIB,
+    LOGITS_GIB,
+    USABLE_GIB,
+    DeviceMemory,
+    ServerOnDevice,
+    TrainerMemory,
+    per_device,
+    server_on,
+    trainer_memory,
+)
+from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
+from spot_async.tools.estimate.model_size import ModelSize, read_size
+from spot_async.tools.estimate.work import (
+    BYTES_PER_S,
+    DECODING_SHARE,
+    OPERATIONS_PER_S,
+    SCORING_SHARE,
+    TRAINING_SHARE,
+    Work,
+    decoding_s,
+    run_work,
+    scoring_s,
+    training_s,
+)
+
+SERVER_FRACTION = 0.9  # of the device that servers take when not told otherwise, about
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run asks of its machine when responses have one certain length."""
+
+    work: Work
+    evaluation_tokens: float
+    sampling_h: float
+    scoring_h: float
+    training_h: float
+    evaluation_h: float
+
+    @property
+    def hours(self) -> float:
+        return self.sampling_h + self.scoring_h + self.training_h + self.evaluation_h
+
+
+@dataclass(frozen=True)
+class MachineEstimate:
+    """`expected` and `at_most` differ in how long responses get."""
+
+    trainer: TrainerMemory
+    devices: list[DeviceMemory]
+    servers: list[ServerOnDevice]
+    expected: Load
+    at_most: Load
+    student_parameters: int
+    assumption: str
+    training: TrainingConfig
+
+
+def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = None) -> MachineEstimate | None:
+    """None where nothing is launched on named devices, or a model's architecture is not sized."""
+    roles = {role: model for role, model in plan.served.items() if _launches(model)}
+    sizes = {role: read_size(Path(model.model)) for role, model in roles.items()}
+    student = read_size(plan.student.directory)
+    servers = [
+        server for role, model in roles.items() if (size := sizes[role]) for server in _servers(role, model, size)
+    ]
+    if student is None or not servers:
+        return None
+    training, longest = config.training, config.sampling.max_response_tokens
+    trainer = rank_memory(student, training, longest_tokens=config.sampling.max_prompt_tokens + longest)
+    rows = () if earlier is None else RunFiles(earlier).metrics()
+    measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)
+    expected = min(float(longest), measured if measured is not None else ASSUMED_SHARE * longest)
+    load = _Loads(config, plan, {"student": student} | {role: size for role, size in sizes.items() if size}, servers)
+    return MachineEstimate(
+        trainer=trainer,
+        devices=per_device(servers, trainer, training.ranks),
+        servers=servers,
+        expected=load.at(expected, ASSUMED_SHARE),
+        at_most=load.at(float(longest), 1.0),
+        student_parameters=student.parameters,
+        assumption=f"responses of {expected:.0f} tokens, "
+        + ("as in the run given" if measured is not None else f"half of sampling.max_response_tokens={longest}"),
+        training=training,
+    )
+
+
+def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens: int) -> TrainerMemory:
+    """What one rank needs to train with these settings; `longest_tokens` as in `trainer_memory`."""
+    return trainer_memory(
+        student,
+        micro_batch_tokens=training.micro_batch_tokens,
+        longest_tokens=longest_tokens,
+        is_bfloat16=training.dtype == "bfloat16",
+        shards=training.ranks if training.sharding == "fsdp2" else None,
+        is_recomputed=training.recompute_layers,
+    )
+
+
+def _launches(model: ModelConfig) -> list[Any]:
+    """The launch settings, of servers that name their devices by number, as the trainer's ranks are."""
+    found = [getattr(each, "launch", None) for each in model.backend.servers()]
+    named = [each for each in found if each is not None and each.devices is not None]
+    return [each for each in named if all(device.strip().isdecimal() for device in each.devices.split(","))]
+
+
+def _servers(role: str, model: ModelConfig, size: ModelSize) -> Iterator[ServerOnDevice]:
+    for launch in _launches(model):
+        for device in launch.devices.split(","):
+            yield server_on(
+                role,
+                int(device),
+                size,
+                memory_fraction=launch.memory_fraction or SERVER_FRACTION,
+                parallel=launch.tensor_parallel_size,
+                sleeps=sleeps_while_training(model),
+            )
+
+
+class _Loads:
+    """What is the same for all lengths of responses."""
+
+    def __init__(
+        self, config: Config, plan: TrainPlan, sizes: dict[str, ModelSize], servers: list[ServerOnDevice]
+    ) -> None:
+        self._config, self._plan, self._sizes, self._servers = config, plan, sizes, servers
+        prompts = list(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
+        self._prompts = len(prompts)
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._problems = len({prompt.problem.id for prompt in prompts})
+
+    def at(self, response_tokens: float, evaluation_share: float) -> Load:
+        config, needs = self._config, self._plan.policy.needs
+        iterations = self._plan.schedule.iterations
+        work = run_work(
+            prompt_tokens=self._prompt_tokens,
+            prompts=self._prompts,
+            response_tokens=response_tokens,
+            samples=needs.samples_per_prompt,
+            probes=needs.probes_per_prompt,
+            scorers=(needs.teacher_top_k > 0) + needs.reference,
+            student_writes=not needs.teacher_responses,
+            teacher_problems=self._problems if needs.teacher_responses else 0,
+        )
+        context = self._prompt_tokens / max(1, self._prompts) + response_tokens / 2
+        in_flight = config.training.batch_size * needs.samples_per_prompt
+        bulk_s = self._decoding_s("student", work.rollout + work.probe, context, in_flight)
+        steps = config.sampling.max_response_tokens * (1 + (needs.probes_per_prompt > 0))
+        tail_s = self._decoding_s("student", steps, context, 1) if work.rollout else 0.0  # a batch's last response
+        sampling_s = max(bulk_s, iterations * tail_s)
+        sampling_s += self._decoding_s(
+            "teacher", work.teacher_written, context, config.stages.teacher_response.concurrency
+        )
+        scorer = "teacher" if "teacher" in self._sizes else "reference"
+        size = self._sizes.get(scorer)
+        count = sum(server.role == scorer for server in self._servers)
+        evaluated = self._evaluated(evaluation_share)
+        evaluation = config.evaluation
+        return Load(
+            work=work,
+            evaluation_tokens=evaluated,
+            sampling_h=sampling_s / 3600,
+            scoring_h=scoring_s(work.scored, size, servers=count) / 3600 if size and count else 0.0,
+            training_h=training_s(
+                work.trained,
+                self._sizes["student"],
+                ranks=config.training.ranks,
+                recomputes_behavior=config.training.behavior == "recomputed",
+                recomputes_layers=config.training.recompute_layers,
+            )
+            / 3600,
+            evaluation_h=0.0
+            if evaluation is None
+            else self._decoding_s("student", evaluated, evaluation.max_response_tokens / 4, evaluation.concurrency)
+            / 3600,
+        )
+
+    def _evaluated(self, share: float) -> float:
+        """Tokens of the evaluations before and after, and of those in between."""
+        evaluation = self._config.evaluation
+        if evaluation is None:
+            return 0.0
+        times = 2 + (self._plan.schedule.iterations // evaluation.eval_every if evaluation.eval_every else 0)
+        return times * share * sum(len(b.sources) * b.samples * b.max_response_tokens for b in self._plan.evaluation)
+
+    def _decoding_s(self, role: str, tokens: float, context_tokens: float, in_flight: int) -> float:
+        here = [server for server in self._servers if server.role == role]
+        if not tokens or not here:
+            return 0.0
+        size = self._sizes[role]
+        room = max(1.0, min(each.cache_gib for each in here) * GIB / (context_tokens * size.cache_bytes_per_token))
+        count = min(len(here), in_flight)
+        at_once = min(in_flight / count, room)
+        return decoding_s(tokens, size, at_once=at_once, context_tokens=context_tokens, servers=count)
+
+
+def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
+    """For people; nothing where there is no estimate."""
+    if estimate is None:
+        return
+    screen.print(work_table(estimate))
+    screen.print(memory_table(estimate))
+    for line in assumptions(estimate):
+        screen.print(Text(line), soft_wrap=True)
+    for line in misfits(estimate):
+        screen.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
+
+
+def misfits(estimate: MachineEstimate) -> list[str]:
+    """A line for the devices that are too small, one for all that are so alike."""
+    alike: dict[str, list[int]] = {}
+    for each in estimate.devices:
+        if not each.fits:
+            needed = f"{max(each.sampling, each.training):.0f} GiB, and {USABLE_GIB:.0f} are safe"
+            alike.setdefault(f"{needed}: {', or '.join(_remedies(each, estimate.training))}", []).append(each.device)
+    return [
+        f"{_named(devices)} would {'each ' if len(devices) > 1 else ''}need {line}" for line, devices in alike.items()
+    ]
+
+
+def _remedies(device: DeviceMemory, training: TrainingConfig) -> Iterator[str]:
+    if device.device < training.ranks:  # it has one
+        if training.sharding == "none" and training.ranks > 1:
+            yield "set training.sharding=fsdp2"
+        if device.training > USABLE_GIB and not training.recompute_layers:
+            yield "set training.recompute_layers=true"
+        if device.training > USABLE_GIB:
+            yield "lower training.micro_batch_tokens"
+    yield "lower a memory_fraction"
+
+
+def work_table(estimate: MachineEstimate) -> Table:
+    both = (estimate.expected, estimate.at_most)
+    table = Table("the run", "expected", "at most", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = [
+        ("million tokens: rollouts", [each.work.rollout for each in both]),
+        ("million tokens: probes", [each.work.probe for each in both]),
+        ("million tokens: the teacher's responses", [each.work.teacher_written for each in both]),
+        ("million tokens: scored, prompts included", [each.work.scored for each in both]),
+        ("million tokens: trained, prompts included", [each.work.trained for each in both]),
+        ("million tokens: evaluations", [each.evaluation_tokens for each in both]),
+    ]
+    for name, tokens in rows:
+        if any(tokens):
+            table.add_row(name, *(f"{each / 1e6:,.1f}" for each in tokens))
+    for name in ("sampling", "scoring", "training", "evaluation"):
+        table.add_row(f"hours of {name}", *(f"{getattr(each, f'{name}_h'):,.1f}" for each in both))
+    table.add_row("hours, one after the other", *(f"{each.hours:,.1f}" for each in both))
+    return table
+
+
+def memory_table(estimate: MachineEstimate) -> Table:
+    table = Table("GiB of a device", "while sampling", "while training", "of", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in estimate.devices:
+        table.add_row(f"device {each.device}", f"{each.sampling:.1f}", f"{each.training:.1f}", f"{DEVICE_GIB:.0f}")
+    return table
+
+
+def assumptions(estimate: MachineEstimate) -> list[str]:
+    """What the tables are made of and take for granted, a line for each subject. The parts of a device add up."""
+    trainer = estimate.trainer
+    alike: dict[tuple[str, float, float, bool], list[int]] = {}
+    for each in estimate.servers:
+        alike.setdefault((each.role, each.gib, each.cache_gib, each.sleeps), []).append(each.device)
+    return [
+        f"a rank, GiB: weights {trainer.weights:.1f}, gradients {trainer.gradients:.1f}, optimiser "
+        f"{trainer.optimiser:.1f}, CUDA context {CONTEXT_GIB:.1f} ({trainer.resting:.1f} at rest); while it trains "
+        f"also copies to compute with {trainer.copies:.1f}, activations {trainer.activations:.1f}, logits "
+        f"{LOGITS_GIB:.1f} ({trainer.training:.1f}); {estimate.student_parameters:,} parameters",
+        *(
+            f"{role} on {_named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values "
+            f"{cache_gib:.1f}"
+            + (f"; asleep, while the trainer trains, {CONTEXT_GIB:.1f} (CUDA context)" if sleeps else "")
+            for (role, gib, cache_gib, sleeps), devices in alike.items()
+        ),
+        f"assumes {estimate.assumption}, in evaluations likewise; a batch's longest response at its limit; nothing "
+        "overlaps",
+        f"assumes devices of {DEVICE_GIB:.0f} GiB, {OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and {BYTES_PER_S / 1e12:.1f} "
+        f"TB/s (A800); training reaches {TRAINING_SHARE:.0%} of that, scoring {SCORING_SHARE:.0%}, decoding "
+        f"{DECODING_SHARE:.0%}",
+        "None of it is measured",
+    ]
+
+
+def _named(devices: Sequence[int]) -> str:
+    return f"{'devices' if len(devices) > 1 else 'device'} {', '.join(map(str, devices))}"

@@ -1,0 +1,108 @@
+"""What the commands `inspect` and `report` do: which files to read, what to show, where pages go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from spot_async.base.text import counted, visible
+from spot_async.errors import ConfigError, DataError
+from spot_async.run_directory.dead_letters import described
+from spot_async.run_directory.reading import RunFiles, SampleSummary
+from spot_async.types import Verdict
+
+if TYPE_CHECKING:
+    from spot_async.tools.inspect.report import Section
+
+
+def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
+    """Print the samples of one iteration, the last one when none is named. Raises DataError without any."""
+    from spot_async.tools.inspect.terminal import samples_table
+
+    if verdict is not None and verdict not in list(Verdict):
+        raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
+    files = RunFiles(run)
+    refuse_evaluation(files)
+    rows: list[tuple[int, SampleSummary]] = []
+    sampled: set[int] = set()  # iterations
+    for number, summary in enumerate(files.samples()):
+        if iteration is None and summary.iteration > max(sampled, default=0):
+            rows.clear()
+        sampled.add(summary.iteration)
+        if iteration in (None, summary.iteration) and verdict in (None, summary.verdict):
+            rows.append((number, summary))
+    if not sampled:
+        early = f"; {visible(early[0].lower() + early[1:])}" if (early := files.early_end()) else ""
+        raise DataError(f"{run}: no samples: {files.samples_rhythm()}{early}")
+    last = max(sampled | {int(row["iteration"]) for row in files.metrics()})
+    if iteration is not None and not 1 <= iteration <= last:
+        raise ConfigError(f"--iteration {iteration}: the run has 1 to {last}")
+    if iteration is not None and iteration not in sampled:
+        raise ConfigError(f"--iteration {iteration}: it has no samples: {files.samples_rhythm()}")
+    shown = max(sampled) if iteration is None else iteration
+    title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
+    screen.print(samples_table(rows, title))
+    if len(sampled) < last:
+        words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
+        screen.print(words, style="dim", highlight=False, soft_wrap=True)
+    screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
+    for line in (files.early_end(), described(dead) if (dead := files.dead_letters()) else None):
+        if line:
+            screen.print(Text(visible(line), style="yellow"), soft_wrap=True)
+
+
+def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> None:
+    """Print a sample and write its page, by default into the run directory. Raises DataError."""
+    from spot_async.run_directory.reading import name_tokens, token_texts
+    from spot_async.tools.inspect.terminal import sample_view
+    from spot_async.tools.inspect.view import PolicySettings, colourings
+    from spot_async.tools.pages.templates import sample_page
+
+    files = RunFiles(run)
+    refuse_evaluation(files)
+    number, sample = files.sample(wanted)
+    name_tokens(files, sample)
+    policy = PolicySettings.of(files.config())
+    found = colourings(sample, token_texts(files, sample.response_ids), policy)
+    screen.print(sample_view(number, sample, found[0], policy))
+    if wanted != str(number) and len(numbers := files.numbers_of(sample.problem_id)) > 1:
+        listed = ", ".join(map(str, numbers))
+        screen.print(Text(f"the last sample of {visible(sample.problem_id)}, which has {listed}", style="dim"))
+    write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found, policy))
+
+
+def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[Section] = ()) -> None:
+    """Write a run's report, by default into the run directory; `more` follows its own sections. Raises DataError."""
+    from spot_async.tools.inspect.report import read_report
+    from spot_async.tools.pages.templates import report_page
+
+    files = RunFiles(run)
+    refuse_evaluation(files)
+    report = read_report(files, more)
+    screen.print(Text(report.verdict.sentence), *(Text(f"* {line}") for line in report.verdict.advice), sep="\n")
+    if report.missing_signal is not None:
+        screen.print(Text(report.missing_signal, style="yellow"))
+    if report.results is not None:
+        screen.print(Text(report.results.line))
+    write_page(screen, html or run / "report.html", report_page(report))
+
+
+def refuse_evaluation(files: RunFiles) -> None:
+    """Raises DataError for the directory of `spot-async eval`: nothing was sampled for training there."""
+    if files.is_evaluation:
+        raise DataError(
+            f"{files.path} is an evaluation's: once it is complete, its figures are in summary.json and each judged "
+            "response in evaluation.jsonl; this command is for a training run"
+        )
+
+
+def write_page(screen: Console, path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with --html") from None
+    screen.print(Text(f"page: {path}"))

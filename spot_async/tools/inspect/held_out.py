@@ -1,0 +1,173 @@
+"""What evaluations on held-out problems say in a run's report: the curve, the best student, and the table.
+
+Reads what a run wrote of them; nothing is evaluated or judged here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from spot_async.base.text import counted, with_error
+from spot_async.telemetry.bottleneck import percent
+from spot_async.telemetry.totals import Rows
+from spot_async.tools.pages import svg
+from spot_async.tools.pages.series import Series
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """One tier before and after, in percent with standard errors."""
+
+    tier: str
+    problems: int
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    headings: tuple[str, ...]
+    rows: tuple[ResultRow, ...]
+    note: str
+
+    @property
+    def line(self) -> str:
+        """The last row, over everything, for a terminal."""
+        whole = self.rows[-1]
+        figures = zip(self.headings[2:], whole.cells, strict=True)
+        return f"{whole.tier} ({whole.problems} problems, percent): {', '.join(' '.join(each) for each in figures)}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One figure over all problems, by iteration; 0 is before training."""
+
+    name: str  # such as Avg@8
+    points: tuple[tuple[float, float], ...]  # (iteration, share)
+    errors: tuple[float, ...]  # standard errors, not a number where there is none
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The evaluations that were made during a run."""
+
+    curves: tuple[Curve, ...]  # not empty, nor is one of them
+    criterion: Curve  # of them, the one that picks the best student
+
+    @property
+    def best(self) -> int:
+        """Index of the best evaluation of those made while training; of equal ones the first."""
+        points = self.criterion.points
+        trained = [i for i, (iteration, _) in enumerate(points) if iteration > 0]
+        return max(trained, key=lambda i: points[i][1])
+
+    @property
+    def best_words(self) -> str:
+        """The best student and its figure, and whether training was any good to it."""
+        curve, best = self.criterion, self.best
+        iteration, value = curve.points[best]
+        words = f"iteration {iteration:g}, {curve.name} {with_error(value, curve.errors[best])} %"
+        first, before = curve.points[0]
+        return words + (", no better than before training" if first == 0 and value <= before else "")
+
+    @property
+    def note(self) -> str:
+        return (
+            "All problems; bars: one standard error. "
+            f"{'Iteration 0 is before training. ' if self.criterion.points[0][0] == 0 else ''}"
+            f"Upright line: the best by {self.criterion.name}, picked by these same problems, so it is optimistic."
+        )
+
+    def figure(self) -> Markup:
+        series = [Series(curve.name, curve.points, errors=curve.errors) for curve in self.curves]
+        marked = self.criterion.points[self.best][0]
+        return svg.line_plot(series, format_y=percent, most=1.0, marked=marked)
+
+
+def held_out(
+    rows: Rows, config: Mapping[str, Any], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None = None
+) -> HeldOut | None:
+    """The evaluations in a run's metrics, between those `before` and `after` it; None where the metrics have none."""
+    found = (re.fullmatch(r"evaluation/avg@(\d+)", name) for row in rows for name in row)
+    k = next((int(match[1]) for match in found if match), None)
+    if k is None:
+        return None
+    names = ("avg", "pass")[:k]  # of one sample both are the same figure
+    curves = {name: curve for name in names if (curve := _curve(rows, name, k, before, after)).points}
+    criterion = str((config.get("evaluation") or {}).get("best_by"))
+    return HeldOut(tuple(curves.values()), curves.get(criterion, curves["avg"]))
+
+
+def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Curve:
+    metric = f"evaluation/{name}@{k}"
+    found = [(row["iteration"], row[metric], row.get(f"{metric}_standard_error", math.nan))
+             for row in rows if metric in row]  # fmt: skip
+    start, end = _overall(before or {}, name, k), _overall(after or {}, name, k)
+    if start is not None and found:
+        found.insert(0, (0.0, start["value"], _number(start["standard_error"])))
+    if end is not None and found and metric not in rows[-1]:  # else it is the same evaluation
+        found.append((rows[-1]["iteration"], end["value"], _number(end["standard_error"])))
+    points = tuple((iteration, value) for iteration, value, _ in found)
+    return Curve(f"{name.capitalize()}@{k}", points, tuple(error for *_, error in found))
+
+
+def _overall(evaluation: Mapping[str, Any], name: str, k: int) -> Mapping[str, Any] | None:
+    """A figure over everything in `evaluation-*.json`: of its only benchmark, or the mean of several."""
+    benchmarks = [*evaluation.get("benchmarks", {}).values()]
+    whole = benchmarks[0] if len(benchmarks) == 1 else evaluation.get("macro")
+    estimate: Mapping[str, Any] | None
+    estimate = whole and (whole.get("avg") if name == "avg" else (whole.get("pass_at") or {}).get(str(k)))
+    return estimate
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTable | None:
+    """Avg@k and Pass@k per tier, before and after; None where nothing was judged. `note` ends the one below it."""
+    if summary is None:
+        return None
+    evaluations = {when: summary.get(when) for when in ("before", "after")}
+    found = {when: each for when, each in evaluations.items() if each and each["tiers"]}
+    if not found:
+        return None
+    whole = next(iter(found.values()))
+    k = whole["samples"]
+    ks = {tier: each.get("pass_k", k) for tier, each in whole["tiers"].items()}
+    is_even = set(ks.values()) <= {k}
+    metrics = ("avg", "pass")[: max(ks.values(), default=k)]  # of one sample both are the same figure
+    at_k = f"@{k}" if is_even else ""
+    changes = summary.get("change") or {}
+    headings = ["tier", "problems", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
+    headings += [f"Avg{at_k} change"] if changes else []
+    rows = []
+    for tier in whole["tiers"]:
+        figures = [each["tiers"][tier] for each in found.values()]
+        cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in metrics for f in figures]
+        if changes:
+            change = changes[tier]
+            cells.append(with_error(change["avg"], change["avg_standard_error"], signed=True))
+        name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
+        rows.append(ResultRow(name, int(figures[0]["problems"]), tuple(cells)))
+    paired = " The change is paired on problems." if changes else ""
+    return ResultTable(tuple(headings), tuple(rows), f"Percent ± one standard error over problems.{paired}{note}")
+
+
+def sampling_note(config: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
+    """How an evaluation's responses were drawn, and how training's are: why their accuracies may differ."""
+    settings = {name.rpartition(".")[2]: value for name, value in (evaluation or {}).get("settings", {}).items()
+                if name.count(".") == 1}  # fmt: skip
+    if "temperature" not in settings:
+        return ""
+    samples = f", {counted(settings['samples'], 'sample')} a problem" if "samples" in settings else ""
+    return f" Drawn at {_drawn_at(settings)}{samples}; training draws at {_drawn_at(config.get('sampling', {}))}."
+
+
+def _drawn_at(settings: Mapping[str, Any]) -> str:
+    return f"temperature {settings.get('temperature', 1):g}, top-p {settings.get('top_p', 1):g}"

@@ -1,0 +1,274 @@
+"""What a sample looks like, apart from where it is shown: each token's colour, label and mark. Pure.
+
+The terminal and the page draw the same views. Text that a model wrote passes through `visible` first.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spot_async.base.text import counted, visible
+from spot_async.run_directory.reading import Branch, Candidate, SampleRecord
+
+Palette = Literal["score", "advantage", "surprise"]
+ADVANTAGE_FULL_NATS = 3.0  # differences beyond have full colour
+SURPRISE_FULL_NATS = 5.0
+ENTROPY_FULL_NATS = 2.0
+SELECTION_TITLES = {  # of policy.selection: what the scores are that chose the positions
+    "random": "Random scores that chose the positions",
+    "entropy": "Teacher entropy, as a share of the largest possible",
+}
+SCORE_NAMES = {"random": "random score", "entropy": "entropy share"}  # likewise, of one token
+PART_LABELS = {  # of `score_parts`, with the method's symbols; policies may record others
+    "score": "score s",
+    "entropy": "entropy H (share of log V)",
+    "mass": "teacher mass C",
+    "coverage": "student mass A",
+    "divergence": "JS",
+    "gap": "gap G",
+}
+PARTS_LEGEND = (
+    "s = H C G, of which policy.score_variant may leave out factors. H: the teacher's entropy as a share of log V. "
+    "C and A: what teacher and student give to the teacher's top candidates together. JS: how differently they share "
+    "it among these, 0 to 1. G: weighted mean of 1 - A and JS, the student's distance from the teacher."
+)
+VALUE_LEGEND = "Value: mean reward of the candidate's probes, 1 where all end correct."
+PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
+PER_TOKEN: tuple[PerToken, ...] = (
+    "acquisition_score",
+    "behavior_logprobs",
+    "teacher_logprobs",
+    "teacher_entropy_nats",
+)
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy's own settings say about its positions, as far as words about them depend on it."""
+
+    selection: str = "score"  # by what it chose them
+    guided: bool = True  # whether each was probed, and its target tilted by what came of that
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> PolicySettings:
+        settings = config.get("policy") or {}
+        return cls(str(settings.get("selection", "score")), bool(settings.get("verifier_guidance", True)))
+
+    @property
+    def chosen(self) -> str:
+        """What became of the selected positions, in a word."""
+        return "probed" if self.guided else "selected"
+
+
+GUIDED = PolicySettings()
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """One token of a response."""
+
+    position: int
+    text: str
+    level: float  # -1 to 1: strength of the colour, its sign in diverging palettes
+    label: str  # the numbers behind it
+    mark: int | None = None  # number of the branch that probes it, from 1
+    is_framed: bool = False  # as those are that the method chose
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """A response coloured by one quantity."""
+
+    palette: Palette
+    title: str
+    low: str  # what the ends of the scale stand for
+    high: str
+    tokens: tuple[TokenView, ...]
+
+
+def per_token(sample: SampleRecord, name: PerToken) -> list[float | None] | None:
+    """(T,) One number per token of the response; None where there is none, or their count is not the tokens'."""
+    numbers: list[float | None] | None = getattr(sample, name)
+    return numbers if numbers is not None and len(numbers) == len(sample.response_ids) else None
+
+
+def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySettings = GUIDED) -> list[Colouring]:
+    """Every way this sample can be coloured, the one its policy is about first."""
+    length = len(sample.response_ids)
+    marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
+    gated = frozenset(sample.gated_positions)
+    name = SCORE_NAMES.get(policy.selection, "score")
+    labels = [token_label(sample, position, texts[position], name) for position in range(length)]
+
+    def tokens(levels: Sequence[float]) -> tuple[TokenView, ...]:
+        return tuple(
+            TokenView(t, visible(texts[t]), levels[t], labels[t], marks.get(t), t in marks or t in gated)
+            for t in range(length)
+        )
+
+    found: list[Colouring] = []
+    scores, student, teacher, entropy = (per_token(sample, name) for name in PER_TOKEN)
+    highest = max((score for score in scores or () if score is not None), default=0.0)
+    if scores is not None and highest > 0:
+        # Scores spread over orders of magnitude; the root keeps the middle ones visible.
+        levels = [max(0.0, (score or 0.0) / highest) ** 0.5 for score in scores]
+        title = f"{SELECTION_TITLES.get(policy.selection, 'Acquisition score')} (root scale)"
+        found.append(Colouring("score", title, "0", f"{highest:.3g}", tokens(levels)))
+    if teacher is not None and student is not None:
+        advantages = [0.0 if t is None or s is None else t - s for t, s in zip(teacher, student, strict=True)]
+        levels = [max(-1.0, min(1.0, advantage / ADVANTAGE_FULL_NATS)) for advantage in advantages]
+        title = "Advantage: teacher minus student log-probability, nats"
+        ends = f"−{ADVANTAGE_FULL_NATS:g} or less", f"+{ADVANTAGE_FULL_NATS:g} or more"
+        found.append(Colouring("advantage", title, *ends, tokens(levels)))
+    elif student is not None:
+        title = "Surprise: negative log-probability under the student that sampled, nats"
+        levels = _shares([-(logprob or 0.0) for logprob in student], SURPRISE_FULL_NATS)
+        found.append(Colouring("surprise", title, "0", f"{SURPRISE_FULL_NATS:g} or more", tokens(levels)))
+    elif teacher is not None:
+        title = "Surprise: negative log-probability under the teacher, nats"
+        levels = _shares([-(logprob or 0.0) for logprob in teacher], SURPRISE_FULL_NATS)
+        found.append(Colouring("surprise", title, "0", f"{SURPRISE_FULL_NATS:g} or more", tokens(levels)))
+    if student is None and entropy is not None:
+        levels = _shares([value or 0.0 for value in entropy], ENTROPY_FULL_NATS)
+        found.append(
+            Colouring("surprise", "Teacher entropy, nats", "0", f"{ENTROPY_FULL_NATS:g} or more", tokens(levels))
+        )
+    return found or [Colouring("surprise", "Nothing recorded per token", "", "", tokens([0.0] * length))]
+
+
+def _shares(values: Sequence[float], full: float) -> list[float]:
+    return [max(0.0, min(1.0, value / full)) for value in values]
+
+
+def remarks(sample: SampleRecord) -> list[str]:
+    """What concerns the whole response."""
+    tokens = len(sample.response_ids)
+    found = [f"iteration {sample.iteration}" + (f", weights {visible(sample.version)}" if sample.version else "")]
+    recorded = counted(tokens, "token") if tokens else "no tokens recorded (response_ids)"
+    found.append(recorded + (f", ended by {visible(sample.finish_reason)}" if sample.finish_reason else ""))
+    for name in PER_TOKEN:
+        numbers = getattr(sample, name)
+        if numbers is not None and len(numbers) != tokens:
+            found.append(f"{name} not shown: {len(numbers)} values for {tokens} tokens")
+    if sample.advantage is not None:
+        found.append(f"advantage {sample.advantage:+.3f}{group_words(sample)}")
+    if sample.left_out is not None:
+        found.append(f"not trained: {visible(sample.left_out)}")
+    return found
+
+
+def group_words(sample: SampleRecord) -> str:
+    """What the advantage comes from: this response's reward and those of its group; empty where none were written."""
+    known = [reward for reward in sample.group_rewards or () if reward is not None]
+    if sample.reward is None or not known:
+        return ""
+    spread = f", standard deviation {statistics.stdev(known):.3g}" if len(known) > 1 else ""
+    rewards = " ".join("none" if reward is None else f"{reward:g}" for reward in sample.group_rewards or ())
+    return f" from reward {sample.reward:g}: the group's are {rewards} (mean {statistics.fmean(known):.3g}{spread})"
+
+
+def framed_words(sample: SampleRecord, framed: str, policy: PolicySettings = GUIDED) -> str:
+    """What it means that tokens are `framed`, as the terminal or the page draws it; empty where none is."""
+    if sample.branches:
+        return f"{framed} and numbered: the positions that were {policy.chosen}."
+    if sample.gated_positions:
+        return f"{framed}: the positions whose gate was open, the teacher's entropy being above policy.tau_nats."
+    return ""
+
+
+def branch_state(branch: Branch) -> tuple[str, str]:
+    """What became of a probed position, in words, and the verdict whose colour it has."""
+    doubt = "" if branch.certain else " (chosen by midpoints, not certain)"
+    if branch.retained:
+        return f"kept for training{doubt}", "correct"
+    if any(candidate.value is None for candidate in branch.candidates):
+        return f"left out: a candidate has no evidence{doubt}", "timeout"
+    return f"left out: nothing correct here{doubt}", "quiet"
+
+
+def candidate_name(candidate: Candidate) -> str:
+    """Its text, or the id of one that has none."""
+    return f"“{visible(candidate.token)}”" if candidate.token else f"token {candidate.token_id}"
+
+
+def token_label(sample: SampleRecord, position: int, text: str, score_name: str = "score") -> str:
+    """All numbers of one token, in words."""
+    parts = [f"position {position}", f"“{visible(text)}”"]
+    arrays = (per_token(sample, name) for name in PER_TOKEN)
+    score, student, teacher, entropy = (None if array is None else array[position] for array in arrays)
+    if per_token(sample, "acquisition_score") is not None:
+        parts.append("masked" if score is None else f"{score_name} {score:.4g}")
+    if student is not None:
+        parts.append(f"log student {student:.3f}")
+    if teacher is not None:
+        parts.append(f"log teacher {teacher:.3f}")
+    if student is not None and teacher is not None:
+        parts.append(f"advantage {teacher - student:+.3f}")
+    if position in sample.gated_positions:
+        parts.append("gate open")
+    if entropy is not None:
+        parts.append(f"teacher entropy {entropy:.3f} nats")
+    return " · ".join(parts)
+
+
+def shortened(text: str, head: int = 160, tail: int = 240) -> str:
+    """Beginning and end of a long text: the answer stands at the end."""
+    if len(text) <= head + tail:
+        return text
+    return f"{text[:head]} … ({len(text) - head - tail} characters) … {text[-tail:]}"
+
+
+def sampled_shares(sample: SampleRecord, position: int) -> str:
+    """What teacher and student gave the sampled token of a position, in words; empty when it was not recorded."""
+    teacher, student = per_token(sample, "teacher_logprobs"), per_token(sample, "behavior_logprobs")
+    if teacher is None or student is None or not 0 <= position < len(teacher):
+        return ""
+    shares = (None if each is None else math.exp(each) for each in (teacher[position], student[position]))
+    return "sampled token: teacher {}, student {}".format(*map(probability, shares))
+
+
+def score_parts(branch: Branch) -> list[str]:
+    """What a position's score is made of, each part with its name."""
+    return [
+        f"{PART_LABELS.get(name) or visible(name)} {'–' if value is None else format(value, '.3g')}"
+        for name, value in branch.score_parts.items()
+    ]
+
+
+def branch_legend(sample: SampleRecord, policy: PolicySettings = GUIDED) -> str:
+    """What the numbers of this sample's branches are; empty where there are none."""
+    scored = any(branch.score_parts.keys() & PART_LABELS for branch in sample.branches)
+    parts = [PARTS_LEGEND] * scored + [VALUE_LEGEND] * (policy.guided and bool(sample.branches))
+    return " ".join(parts)
+
+
+def is_sampled(sample: SampleRecord, branch: Branch, candidate: Candidate) -> bool:
+    """Whether the candidate is what the student sampled. By id: the texts of two byte tokens may be alike."""
+    position, ids = branch.position, sample.response_ids
+    return 0 <= position < len(ids) and ids[position] == candidate.token_id
+
+
+def probability(value: float | None) -> str:
+    """Percent with about two digits."""
+    if value is None:
+        return "–"
+    if value < 1e-4:
+        return "<0.01 %"
+    return f"{100 * value:.2g} %" if value < 0.095 else f"{100 * value:.0f} %"
+
+
+VERDICT_SYMBOLS = {"correct": "✓", "wrong": "✗", "no_answer": "∅", "timeout": "⧖", "error": "!", "unjudged": "·"}
+
+
+def verdict_tone(verdict: str) -> str:
+    """The style of a verdict: its own name, if it is one."""
+    return verdict if verdict in VERDICT_SYMBOLS else "quiet"
+
+
+def verdict_text(verdict: str) -> str:
+    """A symbol and a word: colour is never the only sign."""
+    return f"{VERDICT_SYMBOLS.get(verdict, '?')} {verdict.replace('_', ' ')}"

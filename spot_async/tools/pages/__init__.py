@@ -1,0 +1,1 @@
+"""What the pages of several tools are made of: templates, plots as SVG, scales."""

@@ -1,0 +1,313 @@
+"""Small plots as inline SVG: lines, bars, stacked areas. Pure; colours and fonts come from the page's style sheet.
+
+Everything is drawn in a fixed box of 380 by 220 that pages scale a little. Series are told apart by colour
+and by dash; exact numbers show on pointing, through SVG's own `<title>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from spot_async.tools.pages.series import (
+    SMOOTH_FROM,
+    Format,
+    Scale,
+    Series,
+    drawn_series,
+    extent,
+    nice_ticks,
+    running_mean,
+    short_number,
+    tick_labels,
+    whiskers,
+)
+
+WIDTH, HEIGHT = 380, 220
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 34
+ROW_HEIGHT = 20
+ROW_LABEL = 92
+# Of drawings that stand alone; those on pages take theirs from the page's style sheet, which knows dark screens too.
+COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
+LEGEND_TOP = HEIGHT + 18
+
+
+def line_plot(
+    series: Sequence[Series],
+    *,
+    format_y: Format = short_number,
+    from_zero: bool = False,
+    most: float = math.inf,
+    marked: float | None = None,
+    level: tuple[str, float] | None = None,
+    smooth: bool = True,
+) -> Markup:
+    """Lines over iterations; a long single one with its running mean, where `smooth`.
+
+    `most` is the largest value there can be, `marked` the x of a vertical line, `level` name and y of a level one.
+    """
+    drawn = drawn_series(series)
+    if not drawn:
+        return Markup('<p class="quiet">no data</p>')
+    ys = [y for each in drawn for _, low, high in whiskers(each) for y in (low, min(high, most))]
+    ys += [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else []) + ([level[1]] if level else [])
+    x, y, frame = _axes(extent([x for each in drawn for x, _ in each.points]), extent(ys), format_y, most=most)
+    marks = [frame]
+    if marked is not None:
+        marks.append(_upright("mark", x(marked), TOP, HEIGHT - BOTTOM))
+    smoothed = smooth and len(drawn) == 1 and len(drawn[0].points) >= SMOOTH_FROM
+    keys = [_key(f"{_line(each)}{' raw' if smoothed else ''}", each.name) for each in drawn if each.name]
+    for each in drawn:
+        for at, low, high in whiskers(each):
+            marks.append(_upright(f"whisker {_colour(each.colour)}", x(at), y(low), y(min(high, most))))
+        dots = len(each.points) == 1
+        marks.append(_path(each.points, x, y, f"{_line(each)}{' raw' if smoothed else ''}", dots=dots))
+        if smoothed:
+            marks.append(_path(running_mean(each.points), x, y, _line(each), dots=False))
+            keys.append(_key(_line(each), "thick: running mean"))
+    if level is not None:
+        marks.append(Markup('<line class="mark" x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/>').format(
+            LEFT, WIDTH - RIGHT, y(level[1])))  # fmt: skip
+        keys.append(_key("mark", level[0]))
+    marks.append(_titles(drawn, x, format_y))
+    return _figure(marks, drawn, keys)
+
+
+def level_plot(
+    series: Sequence[Series], *, x_name: str, marked: float | None = None, format_y: Format = short_number
+) -> Markup:
+    """Dots and lines over powers of two, from zero; `marked` is the x of a vertical line."""
+    drawn, marks = _levels(series, x_name, marked, format_y)
+    return _figure(marks, drawn, _line_keys(drawn)) if drawn else Markup('<p class="quiet">no data</p>')
+
+
+def level_document(series: Sequence[Series], *, x_name: str, title: str, format_y: Format = short_number) -> str:
+    """`level_plot` as an SVG file of its own, with colours, title and legend in it. There must be data."""
+    drawn, marks = _levels(series, x_name, None, format_y)
+    legend = [Markup('<g transform="translate({},{})">').format(LEFT, LEGEND_TOP + ROW_HEIGHT * i)
+              + Markup('<line class="{}" x1="0" x2="18" y1="-4" y2="-4"/>').format(_line(each))
+              + _text(24, 0, each.name, "start") + Markup("</g>") for i, each in enumerate(drawn)]  # fmt: skip
+    height = LEGEND_TOP + ROW_HEIGHT * len(drawn)
+    heading = _text((LEFT + WIDTH - RIGHT) / 2, -8, title, "middle")
+    return str(
+        Markup('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -24 {0} {1}" width="{2}" height="{3}">'
+               "<style>{4}</style>").format(WIDTH, height + 24, 2 * WIDTH, 2 * (height + 24), Markup(_document_style()))
+        + Markup("").join([heading, *marks, *legend]) + Markup("</svg>\n"))  # fmt: skip
+
+
+def _document_style() -> str:
+    """What pages' style sheets say of plots, for light backgrounds and without variables."""
+    colours = "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(COLOURS))
+    dashes = "".join(f".line.d{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(DASHES) if dash)
+    return (
+        "svg{background:#fff;font:11px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}text{fill:#5d6167}"
+        ".grid{stroke:#d9dbde;stroke-width:.7}.line{fill:none;stroke-width:1.8}.strip{fill:none}"
+        f".dot{{fill:#fff;stroke-dasharray:none!important}}{colours}{dashes}"
+    )
+
+
+def _levels(
+    series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
+) -> tuple[list[Series], list[Markup]]:
+    """What `level_plot` draws; nothing of no data."""
+    by_power = [Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour) for each in series]
+    drawn = drawn_series(by_power)
+    if not drawn:
+        return [], []
+    low, high = extent([x for each in drawn for x, _ in each.points])
+    x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
+    _, y, frame = _axes(None, (0.0, max(y for each in drawn for _, y in each.points)), format_y, x_name)
+    marks = [frame]
+    if marked is not None:
+        marks.append(_upright("mark", x(math.log2(marked)), TOP, HEIGHT - BOTTOM))
+    for each in drawn:
+        if len(each.points) > 1:
+            marks.append(_path(each.points, x, y, _line(each), dots=False))
+        marks += [_path([point], x, y, _line(each), dots=True) for point in each.points]
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        marks.append(_text(x(power), HEIGHT - BOTTOM + 15, short_number(2**power), "middle"))
+    marks.append(_titles(drawn, x, format_y, lambda at: f"{round(2**at)} {x_name}"))
+    return drawn, marks
+
+
+def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:
+    """Areas on top of each other; all series must have the same x."""
+    drawn = drawn_series(series)
+    if not drawn:
+        return Markup('<p class="quiet">no data</p>')
+    xs = [x for x, _ in drawn[0].points]
+    below = [0.0] * len(xs)
+    layers: list[tuple[list[float], list[float]]] = []
+    for each in drawn:
+        above = [base + value for base, (_, value) in zip(below, each.points, strict=True)]
+        layers.append((below, above))
+        below = above
+    x, y, frame = _axes(extent(xs), (0.0, max(below)), format_y)
+    marks = [frame]
+    for each, (lower, upper) in zip(drawn, layers, strict=True):
+        outline = [*zip(xs, upper, strict=True), *reversed(list(zip(xs, lower, strict=True)))]
+        if len(xs) == 1:  # one iteration: a bar
+            half = WIDTH / 20
+            middle = x(xs[0])
+            corners = [(middle - half, y(upper[0])), (middle + half, y(upper[0])),
+                       (middle + half, y(lower[0])), (middle - half, y(lower[0]))]  # fmt: skip
+        else:
+            corners = [(x(at), y(value)) for at, value in outline]
+        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
+        marks.append(Markup('<polygon class="area {}" points="{}"/>').format(_colour(each.colour), points))
+    marks.append(_titles(drawn, x, format_y))
+    return _figure(marks, drawn, _area_keys(drawn))
+
+
+def histogram(
+    edges: Sequence[int],
+    series: Sequence[tuple[str, Sequence[float]]],
+    *,
+    x_name: str,
+    format_y: Format = short_number,
+) -> Markup:
+    """Upright bars, those of several series side by side. Bin i lies between edges i and i + 1."""
+    bins = len(edges) - 1
+    highest = max((value for _, values in series for value in values), default=0.0)
+    _, y, frame = _axes(None, (0.0, highest), format_y, x_name)
+    slot = (WIDTH - LEFT - RIGHT) / bins
+    width = slot * 0.86 / len(series)
+    marks = [frame]
+    for number, (name, values) in enumerate(series):
+        for i, value in enumerate(values):
+            left = LEFT + slot * (i + 0.07) + width * number
+            title = f"{edges[i]} to {edges[i + 1]} {x_name}: {name} {format_y(value)}"
+            marks.append(_box(f"bar {_colour(number)}", left, y(value), width, y(0.0) - y(value), title))
+    for i in range(0, bins + 1, max(1, bins // 5)):
+        marks.append(_text(LEFT + slot * i, HEIGHT - BOTTOM + 15, str(edges[i]), "middle"))
+    return _figure(marks, _named(series), _area_keys(_named(series)))
+
+
+def row_plot(
+    labels: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], *, format_x: Format = short_number
+) -> Markup:
+    """Lying bars, one row each, made of parts; for names and their counts or shares."""
+    if not labels:
+        return Markup('<p class="quiet">no data</p>')
+    totals = [sum(values[i] for _, values in parts) for i in range(len(labels))]
+    x = Scale(0.0, max([*totals, 1e-12]), ROW_LABEL, WIDTH - 52)
+    marks: list[Markup] = []
+    for i, label in enumerate(labels):
+        top = i * ROW_HEIGHT + 4
+        marks.append(_text(ROW_LABEL - 6, top + 11, label, "end"))
+        start = 0.0
+        for number, (name, values) in enumerate(parts):
+            title = f"{label}: {name} {format_x(values[i])}".strip()
+            marks.append(_box(f"bar {_colour(number)}", x(start), top, x(start + values[i]) - x(start), 14, title))
+            start += values[i]
+        marks.append(_text(x(start) + 5, top + 11, format_x(totals[i]), "start"))
+    return _figure(marks, _named(parts), _area_keys(_named(parts)), len(labels) * ROW_HEIGHT + 6)
+
+
+def _named(series: Sequence[tuple[str, Sequence[float]]]) -> list[Series]:
+    return [Series(name, (), number) for number, (name, _) in enumerate(series)]
+
+
+def _axes(
+    xs: tuple[float, float] | None,
+    ys: tuple[float, float],
+    format_y: Format,
+    x_name: str = "iteration",
+    *,
+    most: float = math.inf,
+) -> tuple[Scale, Scale, Markup]:
+    """Scales for x (None: its ticks are drawn elsewhere) and y, and the drawn grid."""
+    ticks = nice_ticks(*ys, most=most)
+    y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
+    x = Scale(*(xs or (0.0, 1.0)), LEFT, WIDTH - RIGHT)
+    marks: list[Markup] = []
+    for tick, label in zip(ticks, tick_labels(ticks, format_y), strict=True):
+        at = y(tick)
+        marks.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
+            LEFT, WIDTH - RIGHT, at, at))  # fmt: skip
+        marks.append(_text(LEFT - 5, at + 4, label, "end"))
+    if xs is not None:
+        whole = sorted({round(tick) for tick in nice_ticks(*xs) if xs[0] <= round(tick) <= xs[1]} | {round(xs[0])})
+        for number in whole:
+            marks.append(_text(x(number), HEIGHT - BOTTOM + 15, str(number), "middle"))
+    marks.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_name, "middle"))
+    return x, y, Markup("").join(marks)
+
+
+def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale, style: str, *, dots: bool) -> Markup:
+    if dots:
+        ((at, value),) = points
+        return Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3.5"/>').format(style, x(at), y(value))
+    path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
+    return Markup('<polyline class="{}" points="{}"/>').format(style, path)
+
+
+def _titles(
+    series: Sequence[Series], x: Scale, format_y: Format, name: Format = lambda at: f"iteration {at:g}"
+) -> Markup:
+    """A strip over each x that names all values there."""
+    values: dict[float, list[str]] = {}
+    for each in series:
+        for at, value in each.points:
+            values.setdefault(at, []).append(f"{each.name} {format_y(value)}".strip())
+    xs = sorted(values)
+    width = (WIDTH - LEFT - RIGHT) / max(1, len(xs))
+    return Markup("").join(
+        _box("strip", x(at) - width / 2, TOP, width, HEIGHT - TOP - BOTTOM, f"{name(at)}: {', '.join(values[at])}")
+        for at in xs
+    )
+
+
+def _upright(style: str, x: float, start: float, end: float) -> Markup:
+    return Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2:.1f}" y2="{3:.1f}"/>').format(
+        style, x, start, end)  # fmt: skip
+
+
+def _box(style: str, x: float, y: float, width: float, height: float, title: str) -> Markup:
+    return Markup(
+        '<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
+    ).format(style, x, y, width, height, title)
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> Markup:
+    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+
+
+def _line(series: Series) -> str:
+    """Classes of a line: those of the seventh colour on come again, with another dash."""
+    colour = series.colour or 0
+    dash = colour + colour // len(COLOURS) if series.dash is None else series.dash
+    return f"line {_colour(colour)} d{dash % len(DASHES)}"
+
+
+def _colour(number: int | None) -> str:
+    """Classes of a colour; bars and areas of the seventh on, which come again, are paler."""
+    again, colour = divmod(number or 0, len(COLOURS))
+    return f"c{colour}{' again' if again else ''}"
+
+
+def _line_keys(series: Sequence[Series]) -> list[Markup]:
+    return [_key(_line(each), each.name) for each in series if each.name]
+
+
+def _area_keys(series: Sequence[Series]) -> list[Markup]:
+    return [_key(f"bar {_colour(each.colour)}", each.name) for each in series if each.name]
+
+
+def _key(style: str, name: str) -> Markup:
+    """An entry of the legend: a piece of line or of area, and what it stands for."""
+    shape = Markup('<rect class="{}" x="4" width="10" height="10"/>' if style.startswith("bar") else
+                   '<line class="{}" x1="0" x2="18" y1="5" y2="5"/>').format(style)  # fmt: skip
+    return Markup('<span><svg class="key" viewBox="0 0 18 10">{}</svg>{}</span>').format(shape, name)
+
+
+def _figure(marks: Sequence[Markup], named: Sequence[Series], keys: Sequence[Markup], height: int = HEIGHT) -> Markup:
+    """The drawing under its legend."""
+    legend = Markup('<div class="keys">{}</div>').format(Markup("").join(keys)) if keys else Markup("")
+    label = ", ".join(each.name for each in named)
+    return legend + Markup('<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, height, label, Markup("").join(marks)
+    )

@@ -1,0 +1,242 @@
+"""The ramp: keeps a number of requests in flight at one server, counts what comes back, and raises the number.
+
+A closed loop: every answer is followed by the next request at once. Levels go over into each other, so that nothing is
+cancelled that a server would go on computing. Which level comes next, and where the knee is, `knee.py` decides. All
+times are the running loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from spot_async.base.retry import RetryPolicy
+from spot_async.config import StagesConfig
+from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError
+from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.tools.tune.knee import knee, next_concurrency
+from spot_async.tools.tune.measurement import Ending, Level, Ramp, StageLoad
+from spot_async.tools.tune.mix import Request
+
+LEVELS = 12  # that time and requests are meant for: 1 to 256 by doubling, and three to refine
+MIN_ANSWERS = 4  # per level, however long they take
+MAX_ANSWERS = 4000  # per level, however little time they take
+INSTANT_S = 1e-3  # answers faster than this, one at a time, need no limit
+MIN_FAILURES = 3  # per level, that end the ramp
+FAILED_SHARE = 0.1  # of the answers, likewise
+
+
+@dataclass(frozen=True)
+class RampLimits:
+    """When to stop, whatever was found."""
+
+    seconds: float  # for the whole ramp
+    most: int  # requests in flight
+    requests: int | None = None  # sent, warm-up included
+
+    @property
+    def window_s(self) -> float:
+        """Time over which answers are counted at one level."""
+        return self.seconds / LEVELS
+
+    @property
+    def answers(self) -> int:
+        """After which a level ends sooner."""
+        return MAX_ANSWERS if self.requests is None else min(MAX_ANSWERS, max(MIN_ANSWERS, self.requests // LEVELS))
+
+
+class NoRetries(RetryPolicy, frozen=True):
+    """A ramp wants to see what fails."""
+
+    def delay_s(self, error: RequestError, failures: int, jitter: float) -> float | None:
+        return None
+
+
+def without_limits(stages: StagesConfig) -> StagesConfig:
+    """Stages that send at once; with `NoRetries` once, too: a ramp decides how much is in flight."""
+    sections = dict(stages) | {"score": stages.score.model_copy(update={"hedge_after_s": None})}
+    unlimited = {name: section.model_copy(update={"concurrency": 1 << 30}) for name, section in sections.items()}
+    return stages.model_copy(update=unlimited)
+
+
+class Answer(NamedTuple):
+    """One request that was answered."""
+
+    stage: str
+    latency_s: float
+    tokens: int
+
+
+class StoppedError(Exception):
+    """Nothing more will be answered; `ended` says why."""
+
+    def __init__(self, ended: Ending, failure: str | None = None) -> None:
+        super().__init__(failure or ended)
+        self.ended: Ending = ended
+        self.failure = failure
+
+
+@dataclass
+class ClosedLoop:
+    """Workers that each have one request in flight."""
+
+    requests: Iterator[Request]
+    group: asyncio.TaskGroup
+    limit: int | None  # of requests in all
+    concurrency: int = 0
+    sent: int = 0
+    answers: list[Answer] = field(default_factory=list)  # of the level that runs
+    failures: list[SpotError] = field(default_factory=list)  # likewise
+    _workers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def keep_in_flight(self, concurrency: int) -> None:
+        """More from now on; fewer as those in flight are answered."""
+        self.concurrency = concurrency
+        for number in set(range(concurrency)) - self._workers.keys():
+            self._workers[number] = self.group.create_task(self._work(number), name=f"ramp {number}")
+
+    def count_anew(self) -> None:
+        self.answers, self.failures = [], []
+
+    def stop(self) -> None:
+        for worker in self._workers.values():
+            worker.cancel()
+
+    async def answered(self, count: int, *, until_s: float) -> bool:
+        """Whether `count` requests have been answered, at once then, or else at that time. Raises StoppedError."""
+        is_reached = True
+        try:
+            async with asyncio.timeout_at(until_s):
+                while len(self.answers) < count or len(self._workers) > self.concurrency:
+                    if self._is_spent() and not self._workers:
+                        raise StoppedError("requests")
+                    self._changed.clear()
+                    await self._changed.wait()
+                    self._raise_if_refused()
+        except TimeoutError:
+            is_reached = False
+        self._raise_if_refused()
+        return is_reached
+
+    def _raise_if_refused(self) -> None:
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+
+    def _refusal(self) -> StoppedError | None:
+        """The error that says more requests are no use; None while there is none."""
+        for error in self.failures:
+            if isinstance(error, ThrottledError | BudgetSpentError):
+                return StoppedError("throttled" if isinstance(error, ThrottledError) else "budget", str(error))
+        if len(self.failures) >= max(MIN_FAILURES, FAILED_SHARE * len(self.answers)):
+            return StoppedError("failed", str(self.failures[0]))
+        return None
+
+    def _is_spent(self) -> bool:
+        return self.limit is not None and self.sent >= self.limit
+
+    async def _work(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while number < self.concurrency and not self._is_spent() and self._refusal() is None:
+                self.sent += 1
+                request = next(self.requests)
+                started_s = loop.time()
+                try:
+                    tokens = await request.send()
+                    self.answers.append(Answer(request.stage, loop.time() - started_s, tokens))
+                except (RequestError, BudgetSpentError) as error:
+                    self.failures.append(error)
+                self._changed.set()
+                await asyncio.sleep(0)  # what is answered in this process may never have waited for anything
+        finally:
+            del self._workers[number]
+            self._changed.set()
+
+
+async def ramp(
+    server: str, requests: Iterator[Request], limits: RampLimits, on_level: Callable[[str, Level], None]
+) -> Ramp:
+    """Measure `server` with `requests`, which never end. One that refuses or fails ends its ramp, not the command."""
+    levels: dict[int, Level] = {}
+    ended: Ending = "time"
+    failure: str | None = None
+    box_ends_s = asyncio.get_running_loop().time() + limits.seconds
+    async with asyncio.TaskGroup() as group:
+        closed = ClosedLoop(requests, group, limits.requests)
+        try:
+            while (concurrency := _next(levels, limits.most)) is not None:
+                closed.keep_in_flight(concurrency)
+                level = await _measure(closed, limits, box_ends_s)
+                if level is None:
+                    break
+                levels[concurrency] = level
+                on_level(server, level)
+                if concurrency == 1 and level.p50_s < INSTANT_S:
+                    ended = "instant"
+                    break
+            else:
+                ended = "demand" if knee_of(levels) == limits.most else "flat"
+        except StoppedError as stopped:
+            ended, failure = stopped.ended, stopped.failure
+        finally:
+            closed.stop()
+    return Ramp(
+        server=server,
+        levels=[levels[concurrency] for concurrency in sorted(levels)],
+        knee=knee_of(levels),
+        ended=ended,
+        failure=failure,
+        sent=closed.sent,
+    )
+
+
+def knee_of(levels: dict[int, Level]) -> int | None:
+    """The knee among levels by concurrency."""
+    concurrencies = sorted(levels)
+    return concurrencies[knee([levels[each].throughput for each in concurrencies])] if levels else None
+
+
+def _next(levels: dict[int, Level], most: int) -> int | None:
+    return next_concurrency([(each, levels[each].throughput) for each in sorted(levels)], most)
+
+
+async def _measure(closed: ClosedLoop, limits: RampLimits, box_ends_s: float) -> Level | None:
+    """The level that the loop is at; None when the time ended before it could be measured."""
+    loop = asyncio.get_running_loop()
+    closed.count_anew()
+    if not await closed.answered(closed.concurrency, until_s=box_ends_s):  # warm-up
+        return None
+    closed.count_anew()
+    started_s = loop.time()
+    await closed.answered(limits.answers, until_s=min(started_s + limits.window_s, box_ends_s))
+    await closed.answered(max(MIN_ANSWERS, closed.concurrency), until_s=box_ends_s)
+    return _level(closed, loop.time() - started_s)
+
+
+def _level(closed: ClosedLoop, seconds: float) -> Level | None:
+    answers = closed.answers
+    if len(answers) < MIN_ANSWERS or seconds <= 0:
+        return None
+    p50_s, p95_s = np.quantile([answer.latency_s for answer in answers], [0.5, 0.95]).tolist()
+    by_stage: dict[str, list[float]] = {}
+    for answer in answers:
+        by_stage.setdefault(answer.stage, []).append(answer.latency_s)
+    return Level(
+        concurrency=closed.concurrency,
+        seconds=seconds,
+        requests=len(answers),
+        failures=len(closed.failures),
+        tokens=sum(answer.tokens for answer in answers),
+        p50_s=p50_s,
+        p95_s=p95_s,
+        stages={
+            stage: StageLoad(requests=len(by_stage[stage]), busy_s=sum(by_stage[stage]))
+            for stage in STAGE_SERVERS
+            if stage in by_stage
+        },
+    )

@@ -1,0 +1,205 @@
+"""What follows from the ramps: limits of the stages, each with its reason, and advice beside what a limit can do.
+
+Pure. A server's knee is for all that it answers. While a mix of stages keeps it busy, each has in flight, by Little's
+law, its rate times its latency; those shares were measured at the knee. An asynchronous run (`max_staleness` above 0)
+has that mix all the time, and its stages share the knee in these proportions. A strict one has not: an iteration
+begins with nothing but rollouts and ends with nothing but probes, each alone with the server, so that each stage may
+fill it. No stage gets more than the prompts of a batch can ask for at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from spot_async.config import Config, ModelConfig
+from spot_async.stages.stages import requests_per_prompt
+from spot_async.tools.tune.measurement import Level, Ramp
+from spot_async.types import PolicyNeeds
+
+FEEDS_MORE = 2.0  # times its knee, from which on another server would have work
+NEAR_SLOTS = 0.75  # of a server's slots, from which on they are the knee
+
+
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """One key of the configuration."""
+
+    key: str
+    configured: int
+    recommended: int
+    reason: str
+
+
+class Conclusions(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that follows from the ramps."""
+
+    recommendations: list[Recommendation]
+    advice: list[str]
+    warnings: list[str]
+
+
+def demands(config: Config, needs: PolicyNeeds) -> dict[str, int]:
+    """Requests that each stage can have at most, waiting or in flight: those of all prompts that run at a time."""
+    per_prompt = requests_per_prompt(samples=needs.samples_per_prompt, probes=needs.probes_per_prompt)
+    return {stage: config.queue_capacity_prompts * count for stage, count in per_prompt.items()}
+
+
+def conclude(
+    config: Config, needs: PolicyNeeds, ramps: Sequence[Ramp], requests_per_prompt: Mapping[str, float]
+) -> Conclusions:
+    """`requests_per_prompt` counts what the policy asked each server for, on average."""
+    asked = demands(config, needs)
+    recommendations: list[Recommendation] = []
+    advice: list[str] = []
+    warnings: list[str] = []
+    for ramp in ramps:
+        level = ramp.at_knee
+        if level is None:
+            warnings.append(f"{ramp.server}: {_nothing_measured(ramp)}")
+            continue
+        if ramp.ended == "instant":
+            advice.append(f"the {ramp.server} answers in {duration(level.p50_s)}: no limit of its stages matters")
+            continue
+        servers = _servers(config, ramp.server)
+        recommendations += _limits(config, ramp, level, asked, servers)
+        warnings += _cut_short(ramp, level) + _too_small_batch(config, ramp, level, asked, servers)
+    return Conclusions(
+        recommendations=recommendations,
+        advice=[*_bottleneck(config, ramps, asked, requests_per_prompt), *advice],
+        warnings=warnings,
+    )
+
+
+def shares(level: Level) -> dict[str, float]:
+    """The part of what was in flight that each stage had: its rate times its latency over that of all."""
+    busy_s = sum(load.busy_s for load in level.stages.values())
+    return {stage: load.busy_s / busy_s for stage, load in level.stages.items()}
+
+
+def stage_limit(knee: int, share: float, demand: int, *, is_strict: bool) -> int:
+    """Requests in flight for one stage of a server (or of several, `knee` then being theirs together)."""
+    return max(1, min(demand, knee if is_strict else math.ceil(share * knee)))
+
+
+def _limits(config: Config, ramp: Ramp, level: Level, asked: Mapping[str, int], servers: int) -> list[Recommendation]:
+    is_strict = config.max_staleness == 0
+    found = []
+    for stage, share in shares(level).items():
+        limit = stage_limit(level.concurrency * servers, share, asked[stage], is_strict=is_strict)
+        found.append(
+            Recommendation(
+                key=f"stages.{stage}.concurrency",
+                configured=getattr(config.stages, stage).concurrency,
+                recommended=limit,
+                reason=_reason(ramp, level, stage, share, limit, asked[stage], servers),
+            )
+        )
+    return found
+
+
+def _reason(ramp: Ramp, level: Level, stage: str, share: float, limit: int, demand: int, servers: int) -> str:
+    alone, most = ramp.levels[0], max(each.throughput for each in ramp.levels)
+    scatter = f"; {_rate(most)} was a single row, running medians of three decide" if most > ramp.best else ""
+    knee = (
+        f"the {ramp.server} gives {min(1.0, level.throughput / ramp.best):.0%} of its best throughput "
+        f"({_rate(level.throughput)}{scatter}) with {level.concurrency} in flight; half of its answers then take "
+        f"{duration(level.p50_s)}, with {alone.concurrency} in flight {duration(alone.p50_s)}"
+    )
+    if servers > 1:
+        knee += f"; {servers} such servers"
+    if len(level.stages) > 1:
+        knee += f"; {share:.0%} of them were {stage} requests"
+    if limit == demand < level.concurrency * servers:
+        knee += f"; a batch has no more than {demand} {stage} requests at a time"
+    return knee
+
+
+def _too_small_batch(config: Config, ramp: Ramp, level: Level, asked: Mapping[str, int], servers: int) -> list[str]:
+    knee = level.concurrency * servers
+    stage = min(level.stages, key=lambda stage: asked[stage])
+    if asked[stage] >= knee:
+        return []
+    return [
+        f"training.batch_size={config.training.batch_size}: {asked[stage]} {stage} requests at a time cannot fill the "
+        f"{ramp.server}, whose knee is {knee}: a batch that is {math.ceil(knee / asked[stage])} times as large would"
+    ]
+
+
+def _cut_short(ramp: Ramp, level: Level) -> list[str]:
+    highest = ramp.levels[-1].concurrency
+    match ramp.ended:
+        case "throttled":
+            return [f"{ramp.server}: asked to be left alone above {highest} in flight: {ramp.failure}"]
+        case "failed" | "budget":
+            return [f"{ramp.server}: requests failed above {highest} in flight: {ramp.failure}"]
+        case "time" | "requests" if level.concurrency == highest:
+            given = "--seconds" if ramp.ended == "time" else "--limit-requests"
+            return [f"{ramp.server}: still faster with {highest} in flight when {given} ran out: give more"]
+        case _:
+            return []
+
+
+def _nothing_measured(ramp: Ramp) -> str:
+    match ramp.ended:
+        case "time":
+            return "not one level was measured in time: give more --seconds, a hundred times a request's latency or so"
+        case "requests":
+            return "not one level was measured with so few requests: give more --limit-requests"
+        case _:
+            return f"nothing could be measured: {ramp.failure}"
+
+
+def _bottleneck(
+    config: Config, ramps: Sequence[Ramp], asked: Mapping[str, int], requests_per_prompt: Mapping[str, float]
+) -> list[str]:
+    """Which server bounds an iteration when all are at their knees, and what would raise that bound."""
+    seconds = {
+        ramp.server: requests_per_prompt[ramp.server] / ramp.best / _servers(config, ramp.server)
+        for ramp in ramps
+        if ramp.best > 0
+    }
+    if not seconds:
+        return []
+    slowest = max(ramps, key=lambda ramp: seconds.get(ramp.server, 0.0))
+    name, level, batch = slowest.server, slowest.at_knee, config.training.batch_size
+    each = ", ".join(f"{server} {duration(s)}" for server, s in sorted(seconds.items(), key=lambda item: -item[1]))
+    found = [
+        f"at best a prompt takes {each}: so the {name} needs {duration(batch * seconds[name])} for a batch of {batch}, "
+        "and no limit changes that"
+    ]
+    if level is None or name == "verifier":
+        return found
+    knee, demand = level.concurrency * _servers(config, name), max(asked[stage] for stage in level.stages)
+    slots = getattr(getattr(_model(config, name), "backend", None), "slots", None)
+    if slots is not None and level.concurrency >= NEAR_SLOTS * slots and demand > slots:
+        found.append(f"the {name}'s knee lies at its slots: try {name}.backend.slots={2 * slots} and tune again")
+    if demand >= FEEDS_MORE * knee:
+        found.append(
+            f"a batch has up to {demand} requests for the {name} at a time, and {knee} keep it busy: another replica "
+            "on hardware of its own would have work"
+        )
+    return found
+
+
+def _servers(config: Config, server: str) -> int:
+    model = _model(config, server)
+    return 1 if model is None else len(model.backend.servers())
+
+
+def _model(config: Config, server: str) -> ModelConfig | None:
+    """The model that the server serves; None for the verifier. A reference without a section is the student's."""
+    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference or config.student}
+    return models.get(server)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them, two digits at least."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.2g} ms"
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.4g} requests a second"

@@ -1,0 +1,113 @@
+"""What `tune` leaves behind: its figures (JSON), a page with plots, and the limits it recommends as a configuration.
+
+The configuration names the tuned one as its `base`, so that `spot-async train` takes it as it is, alone.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+import msgspec
+
+from spot_async.errors import ConfigError, DataError
+from spot_async.tools.tune.measurement import Ramp
+from spot_async.tools.tune.recommendation import Recommendation
+
+FORMAT = 1  # of the JSON file; raised when it can no longer be read as before
+FIRST_LINE = "# Limits that spot-async tune measured"
+COLUMNS = 110
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """One tuning: everything measured, and what follows."""
+
+    format: int = FORMAT
+    measured: str  # when; ISO 8601 with the time zone
+    seconds: float  # that each server was given
+    prompts: int  # whose requests were noted
+    requests_per_prompt: dict[str, float]  # by server
+    ramps: list[Ramp]
+    recommendations: list[Recommendation]
+    advice: list[str]
+    warnings: list[str]
+
+
+def read_tuning(path: Path) -> Tuning:
+    """Raises DataError when the file cannot be read, or is of a newer format."""
+    try:
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=dict[str, object]).get("format")
+        if found != FORMAT:
+            raise DataError(f"{path}: has format {found}, this version reads {FORMAT}")
+        return msgspec.json.decode(content, type=Tuning)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is no file of spot-async tune: {error}") from None
+
+
+def as_json(tuning: Tuning) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(tuning), indent=2)
+
+
+def check_output(config: Path, output: Path) -> None:
+    """Raises ConfigError for a file that must not be written over."""
+    if output.resolve() == config.resolve():
+        raise ConfigError(f"-o {output}: is the configuration itself; name another file")
+    if output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"-o {output}: name a .yaml file; figures and plots go beside it as .json and .html")
+    if output.exists() and not output.read_bytes().startswith(FIRST_LINE.encode()):
+        raise ConfigError(f"-o {output}: exists, and tune did not write it; name another file")
+    if not output.parent.is_dir():
+        raise ConfigError(f"-o {output}: no directory {str(output.parent)!r}")
+
+
+def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: list[str]) -> str:
+    """A configuration over `config`, to be written to `output`; each key under its reason."""
+    base = os.path.relpath(config.resolve(), output.resolve().parent)
+    lines = [
+        f"{FIRST_LINE} on {tuning.measured}: spot-async train {output}",
+        f"# {tuning.prompts} prompts' requests, {tuning.seconds:g} s a server; figures and plots are beside this file.",
+    ]
+    if overrides:
+        lines += [f"# Measured with {' '.join(overrides)}: give these again."]
+    lines += _comment([*tuning.warnings, *tuning.advice])
+    lines += ["", f"base: {_quoted(base)}"]
+    if tuning.recommendations:
+        lines += ["", "stages:"]
+    for each in tuning.recommendations:
+        _, stage, key = each.key.split(".")
+        change = "as configured" if each.recommended == each.configured else f"{each.configured} as configured"
+        lines += [f"  {stage}:", *_comment([f"{change}; {each.reason}"], indent=4), f"    {key}: {each.recommended}"]
+    return "\n".join(lines) + "\n"
+
+
+def write(tuning: Tuning, config: Path, output: Path, overrides: list[str], page: str) -> None:
+    """The three files. Raises DataError when one cannot be written."""
+    contents = {
+        output: as_yaml(tuning, config, output, overrides).encode(),
+        output.with_suffix(".json"): as_json(tuning),
+        output.with_suffix(".html"): page.encode(),
+    }
+    for path, content in contents.items():
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with -o") from None
+
+
+def _comment(texts: list[str], indent: int = 0) -> list[str]:
+    """Wrapped; nothing in a text, not even a server's words, can end its comment."""
+    start = " " * indent + "# "
+    plain = ("".join(each if each.isprintable() else " " for each in text) for text in texts)
+    return [
+        line
+        for text in plain
+        for line in textwrap.wrap(text, COLUMNS, initial_indent=start, subsequent_indent=start + "  ")
+    ]
+
+
+def _quoted(path: str) -> str:
+    return msgspec.json.encode(path).decode()  # a JSON string is a YAML one

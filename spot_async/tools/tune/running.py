@@ -1,0 +1,194 @@
+"""Starts or attaches a run's servers as training does, takes its mix of requests, and ramps one server after another.
+
+Of several servers of a role one is measured: they are alike (`doctor` compares them), and each would be measured at the
+cost of the others' time. The ramp asks a server directly, without the pool's own limits, since it looks for what those
+limits should be.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spot_async.base import registry
+from spot_async.base.concurrency import running, watched
+from spot_async.base.processes.cores import CoreShares, confined
+from spot_async.base.seeds import derive_seed
+from spot_async.checks.diagnosis import diagnose
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config
+from spot_async.errors import ConfigError
+from spot_async.protocols import Billed, Verifier
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.assembly import Backends, make_stages
+from spot_async.running.initial_weights import send_initial_weights
+from spot_async.running.servers import backend_factories, core_shares
+from spot_async.spending.account import Account
+from spot_async.stages.stages import STAGE_SERVERS, Stages
+from spot_async.tools.tune.measurement import Level, Ramp
+from spot_async.tools.tune.mix import Template, by_server, endless, note_requests
+from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limits
+from spot_async.tools.tune.recommendation import conclude, demands
+from spot_async.tools.tune.results import Tuning
+
+PROMPTS = 16  # whose requests are noted: enough for responses of many lengths
+PAID_KEYS = (
+    "prices",
+    "budget",
+    "token_budget",
+    "requests_per_minute",
+    "tokens_per_minute",
+)  # of a backend that is not asked lightly
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What the command was told."""
+
+    seconds: float  # for each server
+    limit_requests: int | None = None  # for each server
+    is_paid: bool = False  # ramp endpoints with prices or limits too
+
+
+def without_files(config: Config) -> Config:
+    """The same run, keeping nothing: what is asked here is not its data. `policy.save` is KD's."""
+    if getattr(config.policy, "save", None) is None:
+        return config
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"save": None})})
+
+
+def paid_keys(config: Config) -> dict[str, list[str]]:
+    """The keys, by role, that say of a backend that its requests cost money or are counted."""
+    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
+    found = {
+        role: [f"{role}.backend.{key}" for key in PAID_KEYS if getattr(model.backend, key, None) is not None]
+        for role, model in models.items()
+        if model is not None
+    }
+    return {role: keys for role, keys in found.items() if keys}
+
+
+def check_options(config: Config, options: TuneOptions) -> None:
+    """Raises ConfigError for a run that asks no teacher, and for a ramp of a paid endpoint that nothing bounds."""
+    if config.teacher is not None and config.teacher.replay:
+        raise ConfigError("teacher.replay: a replay asks no teacher, so none can be tuned; set teacher.replay=false")
+    if options.is_paid and options.limit_requests is None and (paid := paid_keys(config)):
+        key = next(iter(paid.values()))[0]
+        raise ConfigError(f"--paid: {key} is set, so give --limit-requests too: nothing else bounds what is spent")
+
+
+async def tune(
+    config: Config,
+    plan: TrainPlan,
+    directory: Path,
+    options: TuneOptions,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+    on_level: Callable[[str, Level], None] = lambda server, level: None,
+) -> Tuning:
+    """Measure every server that the policy asks. Logs go under `directory`; `tell` hears what is about to be sent.
+
+    Raises what starting the servers raises, ConfigError when `doctor` would refuse them, RequestError when a prompt
+    cannot be supervised.
+    """
+    cores = core_shares(plan.served)
+    backends = _one_of_each(plan, directory, cores)
+    verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
+    stages = make_stages(config, plan, backends, verifier)
+    unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
+    ramped = make_stages(unlimited, plan, backends, verifier, NoRetries)
+    servers = list(backends.by_role().values())
+    accounts = {role: each.account for role, each in backends.by_role().items() if isinstance(each, Billed)}
+
+    async def measure() -> Tuning:
+        diagnosis = await diagnose(config, plan, backends.by_role())
+        diagnosis.raise_if_unsafe()
+        stages.capabilities = diagnosis.capabilities
+        await send_initial_weights(config.student, backends.student, stages.capabilities["student"], tell)
+        tuning = await _measure(config, plan, stages, ramped, options, accounts, tell, on_level)
+        for role, account in accounts.items():
+            if account.prices is not None:
+                tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
+        return tuning
+
+    for warning in cores.warnings:
+        tell(warning)
+    with confined(cores):
+        async with running(*servers, verifier):
+            return await watched(measure(), [each.watch for each in servers])
+
+
+async def _measure(
+    config: Config,
+    plan: TrainPlan,
+    stages: Stages,
+    ramped: Stages,
+    options: TuneOptions,
+    accounts: Mapping[str, Account],
+    tell: Callable[[str], None],
+    on_level: Callable[[str, Level], None],
+) -> Tuning:
+    schedule = iter(plan.schedule)
+    prompts = [next(schedule) for _ in range(min(PROMPTS, config.training.batch_size))]
+    tell(f"asking for {len(prompts)} prompts once, as the run would: their requests are what is sent again")
+    templates = by_server(await note_requests(plan.policy, stages, prompts))
+    paid = paid_keys(config)
+    ramps: list[Ramp] = []
+    skipped: list[str] = []
+    for server, own in templates.items():
+        if server in paid and not options.is_paid:
+            skipped.append(f"{server}: not ramped, because {paid[server][0]} is set: --paid --limit-requests N does")
+            tell(skipped[-1])
+            continue
+        limits = RampLimits(options.seconds, _most(config, plan, own), options.limit_requests)
+        tell(announcement(server, own, limits, accounts.get(server)))
+        requests = endless(own, ramped, schedule, derive_seed(config.run.seed, "tune", server))
+        ramps.append(await ramp(server, requests, limits, on_level))
+    per_prompt = {server: len(own) / len(prompts) for server, own in templates.items()}
+    conclusions = conclude(config, plan.policy.needs, ramps, per_prompt)
+    return Tuning(
+        measured=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+        seconds=options.seconds,
+        prompts=len(prompts),
+        requests_per_prompt=per_prompt,
+        ramps=ramps,
+        recommendations=conclusions.recommendations,
+        advice=conclusions.advice,
+        warnings=[*skipped, *conclusions.warnings],
+    )
+
+
+def announcement(server: str, templates: Sequence[Template], limits: RampLimits, account: Account | None) -> str:
+    """What a ramp is going to send, and what that costs if its requests cost what those so far did."""
+    names = {template.stage for template in templates}
+    stages = ", ".join(stage for stage in STAGE_SERVERS if stage in names)
+    tokens = sum(template.tokens for template in templates) / len(templates)
+    parts = [
+        f"{server}: {stages} requests" + (f" of {tokens:.0f} tokens on average" if tokens else ""),
+        f"1 to {limits.most} at a time",
+        f"{limits.seconds:g} s at most",
+    ]
+    if limits.requests is not None:
+        parts.append(f"{limits.requests} requests in all at most")
+        if account is not None and account.prices is not None and account.total.requests:
+            each = account.total.money / account.total.requests
+            parts.append(f"about {limits.requests * each:.4g} {account.currency}")
+    return ", ".join(parts)
+
+
+def _most(config: Config, plan: TrainPlan, templates: Sequence[Template]) -> int:
+    """Requests that the run can have at this server at a time."""
+    asked = demands(config, plan.policy.needs)
+    return sum(asked[stage] for stage in {template.stage for template in templates})
+
+
+def _one_of_each(plan: TrainPlan, directory: Path, cores: CoreShares) -> Backends:
+    logs = RunDirectory(directory).path
+    first: dict[str, Any] = {
+        role: next(iter(backend_factories(model, role, logs, cores=cores).values()))()
+        for role, model in plan.served.items()
+    }
+    return Backends(first["student"], first.get("teacher"), first.get("reference"))
