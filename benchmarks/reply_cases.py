@@ -42,7 +42,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
-DATA = Path(__file__).parents[1] / "tests" / "data"
+DATA = Path(__file__).parents[1] / "tests" / "recorded"
 VOCAB = 512
 V0 = WeightVersion(0, 0)
 ABORTED = "TransientError"  # what a reply is refused with that ended before it was whole

@@ -1,7 +1,8 @@
 r"""Brings two spellings of one short answer to the same string, by rules that fit on this page.
 
 Pure string work in linear time: nothing is evaluated. The rules forgive layout, not mathematics: `1/2` meets
-`\frac{1}{2}`, but neither meets `0.5`. `tests/test_verification.py` lists what is forgiven and what is not.
+`\frac{1}{2}`, but neither meets `0.5`. `tests/verification/` lists what
+is forgiven and what is not.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from spot_async.backends.shared.limits import Limits
 from spot_async.backends.shared.weight_transport import Tensor
 from spot_async.types import Capabilities, WeightVersion
 
-RECORDED = Path(__file__).parents[1] / "data" / "sglang_0.5.23" / "replies.json"
+RECORDED = Path(__file__).parents[1] / "recorded" / "sglang_0.5.23" / "replies.json"
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
 VOCAB = 512
 PROMPT = np.array([263, 301, 88, 17, 402], np.int32)

@@ -22,7 +22,7 @@ from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.models.vocabulary import load_tokenizer
 from spot_async.types import WeightVersion
 
-RECORDED = Path(__file__).parents[1] / "data" / "vllm_0.32.0" / "replies.json"
+RECORDED = Path(__file__).parents[1] / "recorded" / "vllm_0.32.0" / "replies.json"
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
 VOCAB = 50
 PROMPT = np.array([3, 9, 27], np.int32)

@@ -1,0 +1,354 @@
+"""What is checked before anything starts, or as soon as a backend answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from spot_async.checks.capabilities import check_capabilities
+from spot_async.checks.plan import check_places, plan_evaluation, plan_training
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError, DataError
+from spot_async.models.files import read_model
+from spot_async.types import Capabilities, PolicyNeeds
+
+ROOT = Path(__file__).parents[2]
+STUDENT = ROOT / "examples" / "running_sum" / "student"
+
+
+@pytest.fixture
+def config(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    return load_config(Path("configs/quickstart.yaml"))
+
+
+SERVED = Capabilities(
+    model="m",
+    vocab_size=48,
+    vocab_fingerprint="f",
+    max_context_tokens=512,
+    max_top_k=48,
+    exact_entropy=True,
+    candidate_logprobs="batched",
+    weight_update=True,
+)
+NEEDS = PolicyNeeds(teacher_top_k=16, teacher_top_k_key="score_top_k", exact_entropy=True, candidate_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "expected"),
+    [
+        ("teacher", {"vocab_fingerprint": "g"}, "vocabularies"),
+        (
+            "teacher",
+            {"max_top_k": 8},
+            r"teacher.backend \(local\) serves top-8, policy spot needs top-16: lower policy.score_top_k to 8 or raise",
+        ),
+        ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
+        ("student", {"candidate_logprobs": "none"}, "student.backend does not serve log-probabilities of chosen"),
+        ("student", {"weight_update": False}, "student.backend takes no new weights"),
+        ("student", {"logprob_convention": "truncated"}, "untruncated"),
+        ("teacher", {"logprob_convention": "truncated"}, "untruncated"),
+        ("student", {"max_context_tokens": 200}, "student.backend serves a context of 200 tokens"),
+        ("teacher", {"max_context_tokens": 200}, "teacher.backend serves a context of 200 tokens"),
+        ("teacher", {"max_top_k": 0}, "scores no given tokens, .*: give another teacher.backend, or use policy kd"),
+        ("student", {"sampled_token_ids": False}, "student.backend does not say which token ids it sampled"),
+        ("reference", {"token_id_prompts": False}, "reference.backend must score token ids at every position"),
+        ("reference", {"every_position": False}, "reference.backend must score token ids at every position"),
+        ("reference", {"max_top_k": 0}, "reference.backend must score token ids at every position"),
+    ],
+)
+def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(config, role, change, expected):
+    served = {"student": SERVED, "teacher": SERVED} | {role: msgspec.structs.replace(SERVED, **change)}
+    check_capabilities(config, NEEDS, {"student": SERVED, "teacher": SERVED})
+    with pytest.raises(ConfigError, match=expected):
+        check_capabilities(config, NEEDS, served)
+
+
+def test_end_tokens_are_summed_only_by_a_teacher_that_scores_chosen_tokens(config, other_ends):
+    served = {"student": SERVED, "teacher": msgspec.structs.replace(SERVED, candidate_logprobs="none")}
+    with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
+        check_capabilities(config, NEEDS, served, sums_ends=True)
+    check_capabilities(config, PolicyNeeds(teacher_responses=True), served, sums_ends=True)  # scores nothing
+    summing = ["stages.score.end_token=sum", 'teacher.backend={kind: openai, url: "http://127.0.0.1:1/v1"}']
+    with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
+        plan_training(load_config(Path("configs/quickstart.yaml"), [*summing, f"teacher.model={other_ends}"]))
+    plan_training(load_config(Path("configs/quickstart.yaml"), summing))  # both end alike: there is nothing to sum
+
+
+@pytest.fixture
+def other_ends(tmp_path):
+    """The teacher, which ends its responses with another token than the student, and with further ones."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(ROOT / "examples" / "running_sum" / "teacher", teacher)
+    generation = json.loads((teacher / "generation_config.json").read_text())
+    (teacher / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [7, 1]}))
+    tokenizer = (teacher / "tokenizer_config.json").read_text()
+    (teacher / "tokenizer_config.json").write_text(
+        tokenizer.replace('"eos_token": "<|end|>"', '"eos_token": "<|unk|>"')
+    )
+    return teacher
+
+
+@pytest.mark.parametrize(
+    ("role", "change"), [("teacher", {"score_temperature": "one"}), ("student", {"generation_temperature": "one"})]
+)
+def test_a_server_whose_log_probabilities_are_at_temperature_one_needs_rollouts_at_one(config, role, change):
+    served = {"student": SERVED, "teacher": SERVED} | {role: msgspec.structs.replace(SERVED, server="v 1", **change)}
+    check_capabilities(config, NEEDS, served)
+    config = load_config(Path("configs/quickstart.yaml"), ["sampling.temperature=0.7"])
+    with pytest.raises(ConfigError, match=rf"sampling\.temperature=0\.7: {role}\.backend \(v 1\) .* set it to 1"):
+        check_capabilities(config, NEEDS, served)
+    no_scores = msgspec.structs.replace(NEEDS, teacher_top_k=0)
+    if role == "teacher":
+        check_capabilities(config, no_scores, served)
+
+
+def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
+    needs = plan_training(config).policy.needs
+    truncated = msgspec.structs.replace(
+        SERVED, exact_entropy=False, max_top_k=20, candidate_logprobs="none", server="any"
+    )
+    check_capabilities(config, needs, {"student": truncated, "teacher": truncated})
+
+
+def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config):
+    small = msgspec.structs.replace(SERVED, max_context_tokens=230)
+    config = load_config(Path("configs/quickstart.yaml"), ["evaluation.max_response_tokens=400"])
+    with pytest.raises(ConfigError, match=r"evaluation\.max_response_tokens=400"):
+        check_capabilities(config, NEEDS, {"student": small, "teacher": SERVED})
+
+
+def test_a_queue_that_cannot_hold_one_batch_in_bytes_is_refused(config):
+    config = load_config(Path("configs/quickstart.yaml"), ["queue.capacity_bytes=100000"])
+    with pytest.raises(ConfigError, match=r"queue\.capacity_bytes=100000 holds less than one batch .* raise it to"):
+        plan_training(config)
+
+
+ATTACHED = "{kind: vllm, url: 'http://localhost:8123/'}"
+STARTED = f"{{kind: sglang, launch: {{python: {sys.executable}, port: 8123}}}}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting"),
+    [
+        ("{port: 8123}", r"port=8123"),
+        (ATTACHED, r"url=http://localhost:8123/"),
+        (STARTED, r"launch\.port=8123"),
+    ],
+)
+def test_a_reference_cannot_share_the_students_place(monkeypatch, backend, setting):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("configs/running_sum/grpo.yaml"), [f"student.backend={backend}"])
+    with pytest.raises(ConfigError, match=rf"reference: required when student\.backend\.{setting} is fixed"):
+        plan_training(config)
+
+
+@pytest.mark.parametrize("student", ["{port: 8123}", ATTACHED, STARTED])
+@pytest.mark.parametrize("teacher", ["{port: 8123}", ATTACHED, STARTED])
+def test_nobody_shares_a_server_with_a_student_that_is_trained(monkeypatch, student, teacher):
+    monkeypatch.chdir(ROOT)
+    overrides = [f"student.backend={student}", f"teacher.backend={teacher}"]
+    config = load_config(Path("configs/quickstart.yaml"), overrides)
+    with pytest.raises(
+        ConfigError, match=r"teacher\.backend\..*8123.*: the student is served there, whose weights chang"
+    ):
+        plan_training(config)
+
+
+def test_teacher_and_reference_may_be_one_server_that_runs_but_not_two_on_one_port(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+    def check(backend):
+        overrides = [f"{role}.backend={backend}" for role in ("teacher", "reference")]
+        model = "reference.model=examples/running_sum/teacher"
+        config = load_config(Path("configs/quickstart.yaml"), [model, *overrides])
+        check_places(config, PolicyNeeds(teacher_top_k=1, reference=True))
+
+    check(ATTACHED)
+    with pytest.raises(ConfigError, match=r"reference\.backend\.launch\.port=8123: the teacher is served there"):
+        check(STARTED)
+
+
+def test_what_a_backend_needs_of_this_machine_is_looked_for_before_anything_starts(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+
+    def refused(*overrides):
+        config = load_config(Path("configs/quickstart.yaml"), overrides)
+        with pytest.raises(ConfigError) as raised:
+            plan_training(config)
+        if config.evaluation is not None and "student" in overrides[0]:
+            with pytest.raises(ConfigError):
+                plan_evaluation(config, read_model("student", config.student.model))
+        return str(raised.value)
+
+    launch = "student.backend={kind: vllm, launch: {python: /no/such/python}}"
+    assert "student.backend.launch.python: no interpreter '/no/such/python'" in refused(launch)
+    key = "teacher.backend={kind: vllm, url: 'http://h:1', api_key_env: NO_SUCH_KEY}"
+    assert refused(key) == "teacher.backend: the environment variable NO_SUCH_KEY is not set"
+
+
+def test_a_model_that_is_not_there_is_refused_with_where_it_was_looked_for_and_how_the_hubs_are_fetched(
+    monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+
+    def refused(name):
+        with pytest.raises(ConfigError) as raised:
+            read_model("student", name)
+        return str(raised.value)
+
+    here = (
+        f"student.model: no directory 'Qwen/Qwen3-0.6B' ({tmp_path}/Qwen/Qwen3-0.6B); give the path of a Hugging Face"
+    )
+    assert refused("Qwen/Qwen3-0.6B").startswith(here)
+    assert refused("Qwen/Qwen3-0.6B").endswith("hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B")
+    for path in ("models/studnt", "no/such/model", str(tmp_path / "none"), "../x"):
+        assert "hf download" not in refused(path)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_server_that_is_not_installed_is_found_before_anything_starts(monkeypatch, role):
+    monkeypatch.chdir(ROOT)
+    launch = f"{{python: {sys.executable}}}"
+    for given, key in ((launch, "launch"), (f"[{launch}]", "launch.0")):
+        config = load_config(
+            Path("configs/quickstart.yaml"), [f"{role}.backend={{kind: sglang, launch: {given}}}", "evaluation=null"]
+        )
+        with pytest.raises(ConfigError) as raised:
+            plan_training(config)
+        assert str(raised.value) == (
+            f"{role}.backend.{key}.python: no sglang in {sys.executable}: install it there, or name another interpreter"
+        )
+
+
+@pytest.mark.parametrize(
+    ("build", "is_refused"),
+    [("cuda: Optional[str] = None\nhip: Optional[str] = None", True), ("cuda: Optional[str] = '12.8'", False),
+     ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'", False)],
+)  # fmt: skip
+def test_a_gpu_is_not_promised_to_a_torch_that_was_built_without(monkeypatch, tmp_path, build, is_refused):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{build}\n")
+    config = load_config(Path("configs/quickstart.yaml"), ["student.backend.device=cuda:0"])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"student.backend.device=cuda:0: the torch installed .* without CUDA"):
+            config.student.backend.check_machine("student.backend")
+    else:
+        config.student.backend.check_machine("student.backend")
+
+
+def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sleeps = "{kind: vllm, url: 'http://h:1', sleep_while_training: true}"
+    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.backend={sleeps}"])
+    with pytest.raises(ConfigError, match=r"teacher\.backend\.sleep_while_training: only the student's server"):
+        plan_training(config)
+    config = load_config(Path("configs/quickstart.yaml"), [f"student.backend={sleeps}"])
+    plan_training(config)
+    with pytest.raises(ConfigError, match=r"sleep_while_training: with max_staleness=1 the student samples while"):
+        plan_training(config.model_copy(update={"max_staleness": 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("config.json", "[]", "cannot read .*config.json"),
+        ("config.json", "{", "cannot read .*config.json"),
+        ("config.json", '{"a": "\udcff"}', "cannot read .*config.json"),  # no UTF-8
+        ("config.json", "{}", "names no vocab_size or no context length"),
+        ("generation_config.json", "{", "cannot read generation_config.json"),
+        ("tokenizer.json", "{", "has no tokenizer that can be loaded"),
+    ],
+)
+def test_a_broken_model_directory_is_one_line(tmp_path, name, text, expected):
+    broken = tmp_path / "model"
+    shutil.copytree(STUDENT, broken)
+    (broken / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(DataError, match=expected) as raised:
+        read_model("student", str(broken))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_is_read_once_while_its_files_stay_as_they_are(tmp_path):
+    """A large one takes a second, and servers that are made again in mid-run ask for it on the event loop."""
+    model = tmp_path / "model"
+    shutil.copytree(STUDENT, model)
+    first = read_model("student", str(model))
+    assert read_model("teacher", str(model)).vocabulary is first.vocabulary
+    (model / "generation_config.json").write_text('{"eos_token_id": [3, 4, 5]}')
+    assert {3, 4, 5} <= {*read_model("student", str(model)).vocabulary.end_token_ids}
+
+
+def test_responses_end_where_either_model_ends_them(other_ends):
+    """Also in evaluation, and in the student that is published."""
+    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.model={other_ends}"])
+    plan = plan_training(config)
+    own = plan.student.vocabulary.end_token_ids
+    assert plan.stop_token_ids[: len(own)] == own
+    assert set(plan.stop_token_ids) == {*own, *plan.teacher.vocabulary.end_token_ids} != set(own)
+
+
+def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_students(tmp_path, monkeypatch):
+    problems = tmp_path / "few.jsonl"
+    problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for message in messages %}<|assistant|>{{ message.content }}{% endfor %}")
+    monkeypatch.chdir(ROOT)
+    changes = [f"data.train={problems}", f"evaluation.problems={problems}", f"prompt.template={template}"]
+    plan = plan_training(
+        load_config(Path("configs/quickstart.yaml"), [*changes, "training.batch_size=8", "training.mini_batch_size=8"])
+    )
+    decode = plan.student.vocabulary.tokenizer.decode
+    prompt = next(iter(plan.schedule))
+    assert decode(prompt.token_ids.tolist()) == f"<|assistant|>{prompt.problem.text}"
+    assert decode(plan.evaluation[0].sources[0].token_ids.tolist()) == "<|user|>a1+0b<|assistant|>"
+    assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = f"teacher.backend.port={listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"^{port}: in use by another process: choose another$"):
+            plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
+    plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
+
+
+def test_an_evaluation_without_a_chat_template_of_the_students_says_that_no_other_will_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    student, template = tmp_path / "student", tmp_path / "mine.jinja"
+    shutil.copytree(STUDENT, student, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    template.write_text("{{ messages[0].content }}")
+    changes = [f"student.model={student}", f"prompt.template={template}"]
+    refused = r"^evaluation: .*student: the tokenizer has no chat template.*: add chat_template\.jinja"
+    with pytest.raises(DataError, match=refused):
+        plan_training(load_config(Path("configs/quickstart.yaml"), changes))
+    assert plan_training(load_config(Path("configs/quickstart.yaml"), [*changes, "evaluation=null"])).filtered == 0
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_server_that_ended_must_have_the_time_to_start_again(monkeypatch, command):
+    monkeypatch.chdir(ROOT)
+
+    def plan(*overrides):
+        config = load_config(Path("configs/quickstart.yaml"), ["student.backend.start_timeout_s=1800", *overrides])
+        return plan_training(config) if command == "train" else plan_evaluation(config, read_model("student", STUDENT))
+
+    with pytest.raises(ConfigError, match=r"student\.serving\.recovery_timeout_s=600: shorter than the .*=1800"):
+        plan()
+    plan("student.serving.recovery_timeout_s=1800")
+    plan("student.serving.restarts=0")
+    plan("student.backend.url=http://127.0.0.1:9", "student.serving.recovery_timeout_s=5")  # not ours to start

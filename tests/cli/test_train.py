@@ -1,0 +1,450 @@
+"""`spot-async train` as a user runs it, on the shipped models: what it leaves, and how it fails.
+
+Every drill ends with one clear line and no process left. Those that kill or interrupt something use real processes
+and real signals only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from spot_async.base.processes.cores import available_cores
+from spot_async.cli import app
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "running_sum"
+QUICK = [
+    "training.iterations=2",
+    "training.batch_size=8",
+    "training.mini_batch_size=4",
+    "training.warmup_iterations=0",
+    "evaluation=null",
+]
+START_TIMEOUT_S = 300
+
+
+def marked_processes(marker: str, but: int) -> dict[int, str]:
+    """Command lines of all living processes with the marker in their environment, save one."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == but:
+            continue
+        try:
+            if marker.encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, PermissionError):
+            continue
+    return {pid: line for pid, line in found.items() if line}
+
+
+def assert_nothing_left(marker: str, but: int) -> None:
+    end = time.monotonic() + 60
+    while marked_processes(marker, but) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert marked_processes(marker, but) == {}
+
+
+class Command:
+    """A running `spot-async`; everything it starts carries its marker."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.marker = f"SPOT_ASYNC_TEST={uuid.uuid4().hex}"
+        name, _, value = self.marker.partition("=")
+        scratch = tempfile.mkdtemp(prefix="spot-test-")  # what a killed owner leaves is swept up by `finish`
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "spot_async", *arguments],
+            cwd=ROOT,
+            env={**os.environ, name: value, "TMPDIR": scratch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.scratch = scratch
+        self.started = time.monotonic()
+
+    def finish(self, timeout_s: float = START_TIMEOUT_S) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        return self.process.returncode, out, err
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of what it started."""
+        return marked_processes(self.marker, but=self.process.pid)
+
+    def wait_for(self, path: Path) -> None:
+        """Until `path` exists: the run has come that far, in `start_s`."""
+        end = time.monotonic() + START_TIMEOUT_S
+        while not path.exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end, f"{path} never came"
+            time.sleep(0.05)
+        self.start_s = time.monotonic() - self.started
+
+    def assert_nothing_left(self) -> None:
+        assert_nothing_left(self.marker, but=self.process.pid)
+
+
+def arguments(run: Path, *overrides: str) -> list[str]:
+    return ["train", "configs/quickstart.yaml", f"run.directory={run}", *QUICK, *overrides]
+
+
+def train(run: Path, *overrides: str) -> Command:
+    return Command(*arguments(run, *overrides))
+
+
+def error_lines(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("error:")]
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
+    """The command in this process: for what it does before it starts any other."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner().invoke(app, words)
+
+
+def assert_refused(result: Result, *expected: str) -> None:
+    """One line on stderr, exit code 2."""
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.strip().splitlines()
+    for each in expected:
+        assert each in line
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Assert that a run with one override is refused, with these words, and leaves no directory."""
+
+    def check(override: str, *expected: str) -> None:
+        assert_refused(invoke(monkeypatch, *arguments(tmp_path / "run", override)), *expected)
+        assert not (tmp_path / "run").exists()
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    command = Command(
+        "train",
+        "configs/quickstart.yaml",
+        f"run.directory={run}",
+        *QUICK[:-1],
+        "evaluation.samples=2",
+        "evaluation.eval_every=1",
+        f"evaluation.problems={few_problems(run.parent)}",
+        "training.ranks=2",
+    )
+    code, out, err = command.finish()
+    assert code == 0, err
+    command.assert_nothing_left()
+    return run, out
+
+
+def few_problems(folder: Path) -> Path:
+    lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
+    path = folder / "heldout.jsonl"
+    path.write_text("\n".join(lines[:3] + lines[-3:]) + "\n")
+    return path
+
+
+def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, out = finished_run
+    assert re.search(r"before +after +before +after +change", out)
+    assert re.search(r"all +6( +[+-]?[\d.]+ ±[\d.]+){5}", out)
+    assert "2 iterations; prompts: 16 trained" in out
+    assert out.count("training with spot") == 2  # before each iteration, and not once more after the last evaluation
+    trained = AutoModelForCausalLM.from_pretrained(run / "student").state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student").state_dict()
+    assert any(not (trained[name] == initial[name]).all() for name in initial)
+    assert AutoTokenizer.from_pretrained(run / "student").chat_template
+
+
+def test_a_run_can_be_looked_at(finished_run, tmp_path, monkeypatch):
+    run, _ = finished_run
+    events = json.loads((run / "trace.json").read_bytes())
+    names = [event["name"] for event in events]
+    assert names.count("wait for batch") == 2
+    assert sum((event["ph"], event["name"]) == ("X", "rollout") for event in events) == 16
+
+    shown = invoke(monkeypatch, "inspect", str(run), "0", "--html", str(tmp_path / "sample.html"))
+    assert shown.exit_code == 0
+    (first, *_) = (json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines())
+    candidate = first["branches"][0]["candidates"][0]
+    assert candidate["continuations"][0][:20] in shown.output
+    assert 0 <= candidate["student"] <= 1
+    assert "&lt;|end|&gt;" in (tmp_path / "sample.html").read_text()  # tokens by the trained student's tokenizer
+
+    assert invoke(monkeypatch, "report", str(run), "--html", str(tmp_path / "report.html")).exit_code == 0
+    assert "bound: " in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_records_what_spot_saw(finished_run):
+    run, _ = finished_run
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16
+    branches = [branch for sample in samples for branch in sample["branches"]]
+    assert branches
+    for sample in samples:
+        assert len(sample["acquisition_score"]) == len(sample["response_ids"])
+        best = sorted((s for s in sample["acquisition_score"] if s is not None), reverse=True)[:2]
+        chosen = [sample["acquisition_score"][p] for p in sample["selected_positions"]]
+        assert sorted(chosen, reverse=True) == best[: len(chosen)]
+    for branch in branches:
+        values = [c["value"] for c in branch["candidates"]]
+        assert branch["retained"] == (max(values) > 0)
+        assert sum(c["target"] for c in branch["candidates"]) == pytest.approx(1, abs=1e-5)
+        for candidate in branch["candidates"]:
+            assert candidate["verdicts"] == ["correct" if candidate["value"] else candidate["verdicts"][0]]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["iteration"] for m in metrics] == [1, 2]
+    assert all(m["train/trajectories"] == 8 for m in metrics)
+
+
+def test_evaluations_during_the_run_are_recorded_and_keep_the_best_student(finished_run):
+    from transformers import AutoModelForCausalLM
+
+    run, out = finished_run
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = json.loads((run / "summary.json").read_text())["best"]
+    assert best["value"] == max(row["evaluation/avg@2"] for row in rows)
+    assert best["value"] == rows[best["iteration"] - 1]["evaluation/avg@2"]
+    assert (run / "best").resolve() == run / "weights" / f"best-{best['iteration']:06d}"
+    AutoModelForCausalLM.from_pretrained(run / "best")
+    assert (run / "evaluation-000002.jsonl").read_bytes() == (run / "evaluation-after.jsonl").read_bytes()
+    assert len((run / "evaluation-000001.jsonl").read_text().splitlines()) == 12
+    assert f"Best by Avg@2: iteration {best['iteration']}" in out
+    assert "optimistic" in out
+
+
+def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatch):
+    run, _ = finished_run
+    dry = invoke(monkeypatch, "train", str(run / "config.yaml"), f"run.directory={tmp_path / 'again'}", "--dry-run")
+    assert dry.exit_code == 0, dry.stderr
+    assert "<|user|>" in dry.output  # a rendered prompt
+    assert "2 rank(s)" in dry.output
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_dry_run_finds_a_directory_that_cannot_be_made_and_may_leave_the_configuration_out(command, monkeypatch):
+    dry = [command, "configs/quickstart.yaml", "--dry-run", "--brief"]
+    shown = invoke(monkeypatch, *dry)
+    assert shown.exit_code == 0, shown.stderr
+    assert "would start" in shown.output
+    assert "learning_rate" not in shown.output
+    assert_refused(invoke(monkeypatch, *dry, "run.directory=README.md/run"), "run.directory", "Not a directory")
+    assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", "--brief"), "--brief", "--dry-run")
+
+
+def test_runs_that_cannot_be_resumed_say_so(monkeypatch):
+    given = ["train", "configs/quickstart.yaml", "--resume", "runs/mine"]
+    assert_refused(invoke(monkeypatch, *given), "--resume", "training runs cannot be resumed yet")
+
+
+def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypatch):
+    run, _ = finished_run
+    assert_refused(invoke(monkeypatch, *arguments(run)), "run.directory", "not empty")
+    assert (run / ".lock").read_text().startswith("process ")  # nor while it goes on
+
+
+def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):
+    command = train(tmp_path / "run", "student.model=no/such/model")
+    code, out, err = command.finish()
+    assert code == 2, err
+    (line,) = error_lines(err)
+    assert (out, err) == ("", f"{line}\n")
+    assert "student.model" in line
+    assert "no/such/model" in line
+    command.assert_nothing_left()
+
+
+def test_different_vocabularies_are_one_line(tmp_path, refused):
+    other = tmp_path / "teacher"
+    shutil.copytree(EXAMPLE / "teacher", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["one"], vocab["two"] = vocab["two"], vocab["one"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(f"teacher.model={other}", "different vocabularies", "2 tokens", "'one'")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "empty line"),
+        ('{"problem": "a1b+2"}', "answer"),
+        ('{"problem": "a1b+2", "ans', "not valid JSON: Input data was truncated"),
+    ],
+)
+def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused, line, expected):
+    good = (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:2]
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join([*good, line, good[0]]) + "\n")
+    refused(f"data.train={data}", "train.jsonl:3:", expected)
+
+
+def test_an_evaluation_that_would_never_be_due_is_one_line(refused):
+    refused("evaluation={problems: examples/running_sum/data/heldout.jsonl, eval_every: 3}", "ends after iteration 2")
+
+
+def test_responses_beyond_the_context_are_one_line(refused):
+    refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "at most 512")
+
+
+def test_the_version_is_the_package_s(monkeypatch):
+    done = invoke(monkeypatch, "--version")
+    assert (done.exit_code, done.output) == (0, f"spot-async {importlib.metadata.version('spot-async')}\n")
+
+
+def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
+    assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
+
+
+def test_a_dry_run_says_how_many_problems_make_no_batch(tmp_path, monkeypatch):
+    problems = tmp_path / "nine.jsonl"
+    problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
+    batches = [f"data.train={problems}", "training.batch_size=8", "training.mini_batch_size=8"]
+    dry = invoke(monkeypatch, "train", "configs/quickstart.yaml", *batches, "--dry-run")
+    assert "from 9 problems (0 too long); 1 left out of each epoch" in " ".join(dry.output.split())
+
+
+def test_a_server_that_cannot_start_is_one_line_and_the_next_start_says_what_to_delete(tmp_path, monkeypatch):
+    command = train(tmp_path / "run", "teacher.backend.device=gpu")
+    code, _, err = command.finish()
+    assert code == 1
+    (line,) = error_lines(err)
+    assert "device=gpu" in line
+    command.assert_nothing_left()
+    again = invoke(monkeypatch, *arguments(tmp_path / "run"))
+    assert_refused(again, "run.directory", f"nothing was trained in it: delete it if process {command.process.pid} on ")
+
+
+def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path):
+    run = tmp_path / "run"
+    command = train(run, "training.iterations=500", "teacher.serving.restarts=0")
+    command.wait_for(run / "student" / "config.json")
+    (teacher,) = [pid for pid, line in command.processes().items() if "serv" in line and "sum/teacher" in line]
+    os.kill(teacher, signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, err = command.finish()
+    assert code == 1
+    assert time.monotonic() - killed < max(15, command.start_s)  # a busy machine is slow at both
+    (line,) = error_lines(err)
+    assert f"teacher (pid {teacher}) was killed by SIGKILL" in line
+    assert "saved: step-" in err
+    command.assert_nothing_left()
+    assert_complete(run)
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(tmp_path_factory):
+    """A student that is its own teacher, one update an iteration; stopped by Ctrl-C after some."""
+    run = tmp_path_factory.mktemp("runs") / "interrupted"
+    own_teacher = [f"teacher.model={EXAMPLE / 'student'}", "sampling.temperature=0.5", "policy=opd"]
+    command = train(run, "training.iterations=500", "training.mini_batch_size=8", *own_teacher)
+    command.wait_for(run / "student" / "config.json")
+    command.process.send_signal(signal.SIGINT)
+    stopped = time.monotonic()
+    code, _, err = command.finish()
+    return command, run, code, err, time.monotonic() - stopped
+
+
+def test_ctrl_c_stops_within_seconds_and_says_what_is_saved(interrupted_run):
+    command, run, code, err, seconds = interrupted_run
+    assert seconds < max(10, command.start_s)  # a busy machine is slow at both
+    assert code == 130
+    assert "stopped by SIGINT; saved: step-" in err
+    assert "Traceback" not in err
+    command.assert_nothing_left()
+    assert_complete(run)
+
+
+def test_servers_and_trainer_agree_on_temperature_and_on_whose_token_is_whose(interrupted_run):
+    _, run, *_ = interrupted_run
+    first, *_ = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert first["train/updates"] == 1  # of the weights that were sampled from
+    assert first["train/advantage_mean"] == pytest.approx(0, abs=1e-4)
+    assert first["train/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert first["train/behavior_kl"] < 1e-6
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory):
+    """With the cores that each of its processes could use, by their command lines."""
+    run = tmp_path_factory.mktemp("runs") / "killed"
+    command = train(run, "training.iterations=500")
+    command.wait_for(run / "student" / "config.json")
+    cores = {}
+    for pid, line in (command.processes() | {command.process.pid: "orchestrator"}).items():
+        with contextlib.suppress(ProcessLookupError):  # one that has ended meanwhile
+            cores[line] = os.sched_getaffinity(pid)
+    command.process.kill()
+    command.finish()
+    return command, run, cores
+
+
+def test_a_killed_orchestrator_leaves_no_process(killed_run):
+    command, run, cores = killed_run
+    assert len(cores) >= 5  # orchestrator, student, teacher, launcher, rank
+    command.assert_nothing_left()
+    assert_complete(run)
+
+
+@pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores that processes can be bound to")
+def test_the_quickstart_s_student_has_a_core_of_its_own_and_training_uses_all(killed_run):
+    *_, cores = killed_run
+    (student,) = [own for line, own in cores.items() if "serv" in line and "sum/student" in line]
+    (teacher,) = [own for line, own in cores.items() if "serv" in line and "sum/teacher" in line]
+    trainers = [own for line, own in cores.items() if "spot_async.trainer" in line]
+    assert len(student) == 1
+    assert teacher == cores["orchestrator"] == available_cores() - student
+    assert trainers
+    assert all(own == available_cores() for own in trainers)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/filesystems").exists(), reason="mounting needs root")
+def test_a_full_disk_ends_the_run_and_keeps_what_was_trained(tmp_path, monkeypatch, servers_on_threads):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        run = disk / "run"
+        monkeypatch.setenv("SPOT_ASYNC_TEST", "full-disk")
+        ended = invoke(monkeypatch, *arguments(run, "training.iterations=500", "training.keep_weights=500"))
+        assert ended.exit_code == 1
+        (line,) = error_lines(ended.stderr)
+        assert "No space left on device" in line
+        assert_nothing_left("SPOT_ASYNC_TEST=full-disk", but=os.getpid())
+        assert (run / "student" / "model.safetensors").stat().st_size > 400_000
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def assert_complete(run: Path) -> None:
+    """The newest student loads, and each line written is whole."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(run / "student")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        assert rows

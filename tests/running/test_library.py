@@ -1,0 +1,204 @@
+"""spot-async from a program: what the library page shows is run as it stands there."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import spot_async
+from spot_async.cli import app
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.running.summary import TrainOutcome
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "library.md"
+QUICK = {
+    "student": {"model": "examples/running_sum/student"},
+    "teacher": {"model": "examples/running_sum/teacher"},
+    "data": {"train": "examples/running_sum/data/train.jsonl"},
+    "prompt": {"instruction": ""},
+    "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
+    "policy": "opd",
+    "training": {"iterations": 1, "batch_size": 8, "mini_batch_size": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory with the files of the page, and the repository's own beside them."""
+    path = tmp_path_factory.mktemp("library")
+    for name in ("examples", "configs"):
+        (path / name).symlink_to(ROOT / name)
+    blocks = re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for name, text in blocks:
+        (path / name).write_text(text, encoding="utf-8")
+    return path
+
+
+def python(folder, *arguments):
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_whole_run_from_a_program_says_only_what_the_program_says(folder):
+    first, second = python(folder, "whole_run.py").splitlines()
+    assert first.startswith("2 iterations; the student is ")
+    assert (Path(first.rpartition(" is ")[2]) / "model.safetensors").exists()
+    assert second == "training.batchsize: unknown key; did you mean `batch_size`?"
+
+
+def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch, capsys, servers_on_threads):
+    monkeypatch.chdir(folder)
+    runpy.run_path("one_prompt.py", run_name="__main__")
+    response, *branches = capsys.readouterr().out.splitlines()
+    assert response
+    assert len(branches) == 8  # two positions, four candidates each
+    targets = np.array([float(line.split()[-1]) for line in branches]).reshape(2, 4)
+    assert targets.sum(axis=1) == pytest.approx(1, abs=1e-4)
+
+
+def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, servers_on_threads):
+    run = folder / "own_run"
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    done = CliRunner().invoke(app, ["train", "my_run.yaml", f"run.directory={run}"])
+    assert done.exit_code == 0, done.output
+    metrics = rows(run / "metrics.jsonl")
+    assert [row["iteration"] for row in metrics] == [1, 2]
+    assert all(0 < row["confident_opd/sure"] < 1 for row in metrics)
+    samples = rows(run / "samples.jsonl")
+    assert {sample["verdict"] for sample in samples} <= {"correct", "wrong", "no_answer"}
+    shown = CliRunner().invoke(app, ["inspect", str(run), "0"])
+    assert samples[0]["problem_id"] in shown.output
+    assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 0
+    assert (run / "report.html").exists()
+    assert not (run / "logs" / "teacher.log").exists()  # no local server was started in its place
+
+
+async def test_the_pages_teacher_scores_as_the_local_server_does(folder, monkeypatch, servers_on_threads):
+    from spot_async.backends.local.backend import LocalBackend
+
+    monkeypatch.syspath_prepend(str(folder))
+    from inline_teacher import InlineTeacher
+
+    model = str(ROOT / "examples" / "running_sum" / "teacher")
+    ours = InlineTeacher(InlineTeacher.Settings(kind="x"), role="teacher", model=model, run_directory=folder)
+    theirs = LocalBackend(LocalBackend.Settings(), role="teacher", model=model, run_directory=folder)
+    prompt_ids, response_ids = np.arange(5, 12, dtype=np.int32), np.arange(6, 20, dtype=np.int32)
+    async with ours, theirs:
+        deadline = asyncio.get_running_loop().time() + 60
+        asked = {"top_k": 3, "temperature": 0.7, "deadline": deadline}
+        scores = [await each.score(prompt_ids, response_ids, **asked) for each in (ours, theirs)]
+        found = [await each.capabilities(deadline=deadline) for each in (ours, theirs)]
+    for name in ("logprobs", "topk_logprobs", "entropy"):
+        np.testing.assert_allclose(getattr(scores[0], name), getattr(scores[1], name), atol=1e-4)
+    assert (found[0].vocab_size, found[0].vocab_fingerprint) == (found[1].vocab_size, found[1].vocab_fingerprint)
+
+
+def test_the_pages_verifier_judges_numbers(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    from near_enough import NearEnough
+
+    verifier = NearEnough(NearEnough.Settings(kind="x", tolerance=1))
+    problem = spot_async.Problem(id="p", text="", answer="16")
+    judged = [
+        asyncio.run(verifier.verify(problem, text, deadline=0.0))
+        for text in (r"\boxed{17}", r"\boxed{18}", r"\boxed{many}", "16")
+    ]
+    assert judged == ["correct", "wrong", "wrong", "no_answer"]
+
+
+async def test_a_failure_is_the_error_itself_nothing_is_printed_and_the_mapping_stays_as_it_is(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(ROOT)
+    tree = json.loads(json.dumps(QUICK))
+    overrides = [f"run.directory={tmp_path / 'run'}", "training.step_timeout_s=0.001"]
+    with pytest.raises(spot_async.TrainerError, match=r"training\.step_timeout_s"):
+        await spot_async.run_async(tree, overrides)
+    assert tree == QUICK
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_an_outcome_shows_where_the_student_is_and_not_every_response(tmp_path):
+    before = EvaluationResult((BenchmarkResult(("easy",), (("a response",),), name="sums"),))
+    outcome = TrainOutcome(tmp_path, 3, before, None, None, {"trained": 12})
+    assert f"student={tmp_path / 'student'!r}, iterations=3, before=" in repr(outcome)
+    assert "'sums'" in repr(outcome)
+    assert "a response" not in repr(outcome)
+
+
+def test_importing_the_package_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys, spot_async\n"
+        "spot_async.Config, spot_async.SpotError, spot_async.load_config, spot_async.stages_for\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'slow imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=300)
+
+
+def test_every_public_name_is_there_and_type_checkers_see_the_same_ones():
+    seen = {
+        alias.asname
+        for node in ast.walk(ast.parse((ROOT / "spot_async" / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spot_async.")
+        for alias in node.names
+    }
+    assert seen == set(spot_async.__all__)
+    assert all(getattr(spot_async, name) is not None for name in spot_async.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = spot_async.nothing
+
+
+async def test_a_second_run_in_the_same_process_is_refused_and_the_first_goes_on(monkeypatch):
+    started, end = asyncio.Event(), asyncio.Event()
+
+    async def long_run(*arguments):
+        started.set()
+        await end.wait()
+        return "outcome"
+
+    monkeypatch.setattr("spot_async.running.library._run", long_run)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(spot_async.run_async(QUICK))
+        await started.wait()
+        with pytest.raises(spot_async.SpotError, match="a run is going on in this process"):
+            await spot_async.run_async(QUICK)
+        end.set()
+    assert first.result() == "outcome"
+    assert await spot_async.run_async(QUICK) == "outcome"
+
+
+def test_overrides_in_one_string_are_refused_in_words_that_help():
+    with pytest.raises(
+        spot_async.ConfigError, match=r"overrides is a list of strings: give \['training\.iterations=2'\]"
+    ):
+        spot_async.run(QUICK, "training.iterations=2")
+
+
+async def test_run_in_a_notebook_names_what_to_await():
+    with pytest.raises(spot_async.SpotError, match=r"await spot_async\.run_async"):
+        spot_async.run(QUICK)

@@ -1,0 +1,304 @@
+"""docs/metrics.md names exactly what a run writes, and every sink gets just that."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from spot_async.config import ScoreStageConfig, StagesConfig
+from spot_async.errors import PermanentError, TransientError
+from spot_async.evaluation.response_log import JudgedResponse
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.policies.eopd import EopdPolicy
+from spot_async.policies.grpo import GrpoPolicy
+from spot_async.policies.kd import KdPolicy
+from spot_async.policies.opd import OpdPolicy
+from spot_async.policies.spot import SpotPolicy
+from spot_async.replicas.life_cycle import State
+from spot_async.replicas.replica import ReplicaStatus
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.library import stages_for
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Prices
+from spot_async.spending.run_spending import RunSpendingMetrics
+from spot_async.spending.score_cache import CacheCounters
+from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.run_log import RunLog
+from spot_async.testing.services import (
+    END_TOKEN,
+    VOCAB_SIZE,
+    SimulatedStudent,
+    SimulatedTeacher,
+    SimulatedTrainer,
+    SimulatedVerifier,
+)
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.trainer.metrics import METRICS
+from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PLACEHOLDERS = {"<stage>": r"\w+", "<replica>": r"[\w-]+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
+
+
+SERVED = Capabilities(
+    model="m",
+    vocab_size=VOCAB_SIZE,
+    vocab_fingerprint="f",
+    max_context_tokens=8192,
+    max_top_k=VOCAB_SIZE,
+    exact_entropy=True,
+    candidate_logprobs="batched",
+    weight_update=True,
+)
+TRUNCATED = {"student": msgspec.structs.replace(SERVED, candidate_logprobs="none"), "teacher": SERVED}
+
+
+def documented():
+    """Regular expressions by the name as the page writes it."""
+    names = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    patterns = {}
+    for name in names:
+        pattern = re.escape(name)
+        for placeholder, expression in PLACEHOLDERS.items():
+            pattern = pattern.replace(re.escape(placeholder), expression)
+        patterns[name] = re.compile(pattern)
+    assert len(patterns) == len(names), "a metric has two rows"
+    return patterns
+
+
+class Tokenizer:
+    all_special_ids = (0, 1)
+    added_tokens_decoder: ClassVar = {}
+
+    def get_vocab(self):
+        return {f"token-{i}": i for i in range(VOCAB_SIZE)}
+
+    def decode(self, token_ids):
+        return f"word{token_ids[0]}"
+
+
+class Trainer(SimulatedTrainer):
+    """Reports what the real one does."""
+
+    async def train(self, iteration, batch):
+        report = await super().train(iteration, batch)
+        return msgspec.structs.replace(report, metrics=dict.fromkeys(METRICS, 1.0))
+
+
+async def evaluate(iteration):
+    if iteration % 2:
+        return None
+    response = JudgedResponse(
+        problem_id="p", sample=0, verdict=Verdict.CORRECT, tokens=1, finish_reason="stop", response=""
+    )
+    tiers = ("easy", "easy", "hard", "hard")
+    return EvaluationResult((BenchmarkResult(tiers=tiers, responses=((response, response),) * 4),))
+
+
+class CountedStudent(SimulatedStudent):
+    """Behind a connection on which a request takes 100 bytes and a reply 1,000."""
+
+    def __init__(self):
+        super().__init__()
+        self.traffic = Traffic()
+
+    async def generate(self, *args, **rest):
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += 100
+        self.traffic.received_bytes += 1000
+        return await super().generate(*args, **rest)
+
+
+class CountedServer:
+    """One replica that has half of every prompt in its cache."""
+
+    def __init__(self, traffic):
+        self.traffic = traffic
+
+    @property
+    def replicas(self):
+        counted = msgspec.structs.replace(
+            self.traffic, prompt_tokens=8 * self.traffic.requests, cached_tokens=4 * self.traffic.requests
+        )
+        return [
+            ReplicaStatus(
+                name="student-1",
+                state=State.SERVING,
+                in_flight=0,
+                limit=512,
+                decreases=0,
+                restarts=0,
+                requests=counted.requests,
+                busy_s=0.1 * counted.requests,
+                away_s=0.0,
+                version=None,
+                traffic=counted,
+            )
+        ]
+
+
+class WritingTeacher(SimulatedTeacher):
+    """One that also answers, for KD."""
+
+    async def generate(self, prompt_ids, sampling, **rest):
+        return await SimulatedStudent().generate(prompt_ids, sampling, **rest)
+
+
+class ReadingTeacher(WritingTeacher):
+    """One that reads text, and the first token of every response otherwise."""
+
+    async def score(self, *args, **rest):
+        scores = await super().score(*args, **rest)
+        return msgspec.structs.replace(scores, valid=np.arange(len(scores.entropy)) > 0)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """A simulated SPOT run: the rows of its metrics.jsonl, and what a sink was given."""
+    return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
+
+
+def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=None, **settings):
+    directory = RunDirectory(folder)
+    context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer(), reference_kl=True)
+    policy = policy_class(policy_class.Settings(**settings), context)
+    student = CountedStudent()
+    vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
+    teacher, verifier = teacher or WritingTeacher(), verifier or SimulatedVerifier()
+    reference = SimulatedTeacher() if policy.needs.reference else None
+    stages = stages_for(
+        policy,
+        vocabulary,
+        student=student,
+        teacher=teacher,
+        reference=reference,
+        verifier=verifier,
+        capabilities=capabilities,
+        config=StagesConfig(score=ScoreStageConfig(hedge_after_s=60.0)),
+    )
+    server = CountedServer(student.traffic)
+    given = []
+    sink = SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))
+    orchestrator = Orchestrator(
+        OrchestratorSettings(
+            iterations=4,
+            batch_size=16,
+            max_staleness=0,
+            capacity_prompts=16,
+            capacity_bytes=1 << 30,
+            max_response_tokens=4096,
+            vocab_size=VOCAB_SIZE,
+            weight_update_timeout_s=60.0,
+            max_dead_share=0.1,
+        ),
+        prompts=(
+            Prompt(
+                ordinal=i, problem=Problem(id=str(i), text="", answer="1"), token_ids=np.arange(2, 9, dtype=np.int32)
+            )
+            for i in count()
+        ),
+        policy=policy,
+        stages=stages,
+        trainer=Trainer(),
+        weight_sinks=[student],
+        observer=RunLog(
+            directory,
+            stages,
+            [sink],
+            backends={"student": server, "teacher": SimpleNamespace()},
+            spending=RunSpendingMetrics(
+                {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
+                SimpleNamespace(counters=CacheCounters(), size_bytes=0),
+            ),
+            loop_lag=LoopLag(),
+        ),
+        evaluate=evaluate,
+    )
+    run_on_virtual_time(orchestrator.run())
+    return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()], given
+
+
+def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simulated, tmp_path_factory):
+    rows, _ = simulated
+    rows = rows + simulate(SpotPolicy, tmp_path_factory.mktemp("truncated"), capabilities=TRUNCATED)[0]
+    rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("masked"), teacher=ReadingTeacher())[0]
+    others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy)
+    rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
+    written = {name for row in rows for name in row} - {"iteration", "time"}
+    patterns = documented()
+    assert {name for name in written if not any(p.fullmatch(name) for p in patterns.values())} == set()
+    assert {row for row, p in patterns.items() if not any(p.fullmatch(name) for name in written)} == set()
+
+
+def test_traffic_is_that_of_the_iteration_by_the_role_of_the_server(simulated):
+    rows, _ = simulated
+    for row in rows:
+        requests = row["stage/rollout/requests"] + row["stage/probe/requests"]
+        assert row["traffic/student/requests"] == requests
+        assert row["traffic/student/sent_bytes"] == 100 * requests
+        assert row["traffic/student/received_bytes"] == 1000 * requests
+        assert not any(name.startswith("traffic/teacher/") for name in row)  # it counts none
+
+
+def test_a_replicas_figures_are_those_of_the_iteration(simulated):
+    rows, _ = simulated
+    for row in rows:
+        assert row["replica/student-1/requests"] == row["traffic/student/requests"]
+        busy_s = row["replica/student-1/mean_in_flight"] * row["time/iteration_s"]
+        assert busy_s == pytest.approx(0.1 * row["replica/student-1/requests"])
+        assert row["replica/student-1/cached_share"] == 0.5
+        assert row["replica/student-1/limit"] == 512
+
+
+def test_kds_throughput_counts_what_the_teacher_writes_and_nothing_is_said_where_nobody_writes(tmp_path):
+    (tmp_path / "kd").mkdir()
+    rows, _ = simulate(KdPolicy, tmp_path / "kd", save=str(tmp_path / "responses"))
+    for row in rows:  # every prompt is another problem
+        written = row["teacher/tokens"] * 16
+        assert row["throughput/generated_tokens_per_s"] == pytest.approx(written / row["time/iteration_s"])
+    (tmp_path / "again").mkdir()
+    rows, _ = simulate(KdPolicy, tmp_path / "again", load=str(tmp_path / "responses"))
+    assert not any("throughput/generated_tokens_per_s" in row for row in rows)
+
+
+def test_retries_and_failures_are_those_of_the_iteration(tmp_path):
+    class Flaky(SimulatedVerifier):
+        def __init__(self):
+            super().__init__()
+            self.asked = 0
+
+        async def verify(self, problem, response_text, *, deadline):
+            self.asked += 1
+            if self.asked <= 3:
+                raise TransientError("connection refused")
+            if problem.id == "20":  # of the second batch; another prompt takes its place
+                raise PermanentError("400: not understood")
+            return await super().verify(problem, response_text, deadline=deadline)
+
+    rows, _ = simulate(OpdPolicy, tmp_path, verifier=Flaky())
+    assert [row["stage/verify/retried"] for row in rows] == [3.0, 0.0, 0.0, 0.0]
+    assert [row["stage/verify/failed"] for row in rows] == [0.0, 1.0, 0.0, 0.0]
+    assert {row["stage/score/failed"] for row in rows} == {0.0}
+
+
+def test_sinks_get_what_the_file_gets(simulated):
+    rows, given = simulated
+    for row, (iteration, metrics) in zip(rows, given, strict=True):
+        assert row == {"iteration": iteration, "time": row["time"], **metrics}
+
+
+def test_an_iteration_without_evaluation_has_none_of_its_figures(simulated):
+    rows, _ = simulated
+    with_figures = [row["iteration"] for row in rows if any(name.startswith("evaluation/") for name in row)]
+    assert with_figures == [2, 4]
+    assert rows[1]["evaluation/hard/avg@2"] == 1.0
+    assert ["time/evaluate_s" in row for row in rows] == [False, True, False, True]

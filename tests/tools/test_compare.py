@@ -1,0 +1,366 @@
+"""`spot-async compare`: figures, pairs, intervals and files, from the evaluation.json that evaluations write."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from spot_async.cli import app
+from spot_async.errors import DataError
+from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, MacroFigures
+from spot_async.tools.compare import tables
+from spot_async.tools.compare.bootstrap import percentile_interval, resampled_means
+from spot_async.tools.compare.compute import compute_of, read_compute
+from spot_async.tools.compare.reading import PairedBenchmark, paired, read_evaluated
+from spot_async.tools.compare.statistics import Column, compare, pass_curves
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(
+    path: Path,
+    benchmarks: dict[str, list[int]],
+    *,
+    samples: int = 8,
+    model: str = "m",
+    model_fingerprint: str = "f",
+    note: str | None = None,
+    **settings,
+) -> Path:
+    """A run directory with the counts of correct responses of each benchmark's problems."""
+    some = Estimate(value=0.5, standard_error=0.1)
+    figures = EvaluationFigures(
+        model=model,
+        model_fingerprint=model_fingerprint,
+        settings=settings,
+        settings_fingerprint="s",
+        benchmarks={
+            name: BenchmarkFigures(
+                problems=len(counts),
+                samples=samples,
+                tokens=1,
+                mean_tokens=some,
+                truncated=0.0,
+                verdicts={},
+                note=note,
+                correct={f"{name}-{i}": count for i, count in enumerate(counts)},
+            )
+            for name, counts in benchmarks.items()
+        },
+        macro=MacroFigures(benchmarks=list(benchmarks), avg=some, pass_at={}),
+        tokens=1,
+        truncated=0.0,
+        verdicts={},
+    )
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "evaluation.json").write_bytes(msgspec.json.encode(figures))
+    return path
+
+
+def shown(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["compare", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["compare", *arguments])
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+def test_macro_is_the_mean_of_benchmarks_whatever_their_sizes():
+    small = PairedBenchmark("small", 4, np.array([[4, 0], [0, 0]]))
+    large = PairedBenchmark("large", 4, np.array([[1, 4]] * 10))
+    comparison = compare(["a", "b"], [small, large], draws=200)
+    at = {column: i for i, column in enumerate(comparison.columns)}
+    assert comparison.values[0, at[Column("Avg@4", "Avg.")]] == pytest.approx((0.5 + 0.25) / 2)
+    assert comparison.values[1, at[Column("Pass@4", "Avg.")]] == pytest.approx(0.5)
+    assert comparison.differences[1, at[Column("Avg@4", "large")]] == pytest.approx(0.75)
+
+
+def test_differences_are_paired_by_problem():
+    """Two methods far apart from problem to problem but for one point everywhere: the difference is certain."""
+    base = np.random.default_rng(0).integers(0, 8, size=60)
+    comparison = compare(["a", "b"], [PairedBenchmark("x", 8, np.stack([base, base + 1], axis=1))], draws=500)
+    low, high = comparison.difference_intervals
+    assert low[1, 0] == pytest.approx(1 / 8)
+    assert high[1, 0] == pytest.approx(1 / 8)
+    assert comparison.intervals.high[0, 0] - comparison.intervals.low[0, 0] > 0.1
+
+
+def test_intervals_have_the_width_of_the_unbiased_standard_error_and_follow_the_seed():
+    values = np.random.default_rng(1).random(40)
+    low, high = percentile_interval(resampled_means([values], draws=20_000, seed=3)[0], 0.95)
+    error = values.std(ddof=1) / np.sqrt(40)
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.03)
+    again = percentile_interval(resampled_means([values], draws=20_000, seed=3)[0], 0.95)
+    assert (low, high) == again
+    assert resampled_means([np.ones(12)], draws=500, seed=0)[0].max() == 1.0  # and nothing leaves [0, 1]
+
+
+def test_resamples_of_thousands_of_problems_need_no_table_of_draws_by_problems():
+    """MMLU-Pro has 12,000 problems: 10,000 draws at once would take 2 GB."""
+    values, draws = np.random.default_rng(1).random((12_000, 2)), 250
+    tracemalloc.start()
+    try:
+        few, many = resampled_means([values[:30], values], draws=draws, seed=3)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < draws * len(values) * 8  # one such table of floats
+    random = np.random.default_rng(3)
+    for found, table in ((few, values[:30]), (many, values)):
+        size = len(table)
+        drawn = random.multinomial(size - 1, np.full(size, 1 / size), size=draws)
+        assert found == pytest.approx(drawn @ table / (size - 1))
+
+
+def test_95_percent_intervals_hold_the_truth_about_as_often(monkeypatch):
+    """The whole of it, with 1,000 evaluations: benchmarks/bootstrap_coverage.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    simulation = importlib.import_module("bootstrap_coverage")
+    sets = [simulation.Population("a", 100, 0.6), simulation.Population("b", 40, 0.3)]
+    found = simulation.coverage(sets, evaluations=400, samples=8, draws=400, seed=7)
+    for name, share in found["macro"].items():
+        assert 0.95 - 0.035 < share < 0.95 + 0.035, name  # 3.2 binomial errors of 400
+
+
+def test_the_table_marks_best_and_second_with_ties_as_the_paper_does():
+    values = np.array([[0.1333, 0.5], [0.1333, 0.4], [0.1, 0.4], [0.0, 0.3]])
+    columns = list(zip(*tables.marks(values), strict=True))
+    assert tables.percent(9 / 32) == "28.13"  # halves upwards
+    assert columns == [("best", "best", "second", ""), ("best", "second", "second", "")]
+
+
+def test_a_comparison_is_printed_and_written_in_every_form(tmp_path):
+    opd = written(tmp_path / "opd", {"AMC23": [0, 1, 8, 4], "AIME_24": [0, 0, 2]})
+    spot = written(tmp_path / "spot", {"AIME_24": [1, 0, 2], "AMC23": [0, 2, 8, 5]})
+    output = shown(f"OPD={opd}", f"SPOT={spot}", "-o", str(tmp_path / "out"))
+    assert "SPOT minus OPD" in output
+    assert "AMC23" in output
+    text = (tmp_path / "out" / "comparison.md").read_text()
+    header = text.splitlines()[0]
+    assert header.index("Avg@8 AMC23") < header.index("Avg@8 Avg.") < header.index("Pass@8 AMC23")
+    assert "| OPD | <u>40.63</u> |" in text
+    assert "**46.88**" in text  # 15 of 32
+    latex = (tmp_path / "out" / "comparison.tex").read_text()
+    assert r"\textbf{46.88}" in latex
+    assert r"AIME\_24" in latex
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "comparison.csv").read_text())))
+    (row,) = [r for r in rows if (r["method"], r["metric"], r["benchmark"]) == ("SPOT", "Avg@8", "AMC23")]
+    assert float(row["difference"]) == pytest.approx(2 / 32)
+    assert float(row["difference_low"]) <= 2 / 32 <= float(row["difference_high"])
+    curves = list(csv.DictReader(io.StringIO((tmp_path / "out" / "pass_at_k.csv").read_text())))
+    assert {int(r["k"]) for r in curves} == set(range(1, 9))
+    drawing = ElementTree.fromstring((tmp_path / "out" / "pass-at-k-AMC23.svg").read_text())
+    words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"OPD", "SPOT", "AMC23: Pass@k, unbiased from 8 responses a problem"} <= set(words)
+    assert (tmp_path / "out" / "pass-at-k-macro.svg").exists()
+    assert "of an earlier" not in output
+    again = shown(str(opd), "-o", str(tmp_path / "out"), "--benchmark", "AMC23")
+    left = re.search(r"^of an earlier comparison: (.*)$", again, re.MULTILINE)
+    assert left is not None
+    assert {"pass-at-k-AIME_24.svg", "pass-at-k-macro.svg"} <= set(left[1].split(", "))
+    assert "pass-at-k-AMC23.svg" not in left[1]
+
+
+def test_a_reader_that_stops_reading_keeps_no_file_from_being_written_and_is_no_failure(tmp_path):
+    run = written(tmp_path / "run", {"AMC23": [0, 1, 8, 4]})
+    unread, pipe = os.pipe()
+    os.close(unread)
+    words = [sys.executable, "-m", "spot_async", "compare", str(run), "-o", str(tmp_path / "out")]
+    ended = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=300, check=False)
+    os.close(pipe)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (tmp_path / "out" / "comparison.csv").exists()
+
+
+def test_curves_are_pictures_too_where_matplotlib_is(tmp_path):
+    run = written(tmp_path / "run", {"AMC23": [0, 1, 8, 4]})
+    output = shown(str(run), "-o", str(tmp_path / "out"))
+    picture = tmp_path / "out" / "pass-at-k-AMC23.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        assert not picture.exists()
+        assert "spot-async[plots]" in output
+    else:
+        data = picture.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert min(struct.unpack(">II", data[16:24])) > 400
+
+
+def test_what_cannot_be_paired_is_refused_in_one_line(tmp_path):
+    one = written(tmp_path / "one", {"AMC23": [0, 1], "AIME24": [3]})
+    other = written(tmp_path / "other", {"AMC23": [0, 1, 2]})
+    few = written(tmp_path / "few", {"AMC23": [0, 1]}, samples=4)
+    lacks = written(tmp_path / "lacks", {"AMC23": [0, 1]})
+    assert "b has no benchmark AIME24" in refused(f"a={one}", f"b={lacks}")
+    assert "were not asked the same problems (2 and 3, 'AMC23-2'" in refused(
+        f"a={one}", f"b={other}", "--benchmark", "AMC23"
+    )
+    assert "a has 8 responses a problem and b 4" in refused(f"a={one}", f"b={few}", "--benchmark", "AMC23")
+    assert "k is from 1 to 4" in refused(str(few), "--pass-k", "8")
+    assert "--baseline c: no such row; there are a" in refused(f"a={one}", "--baseline", "c")
+    assert "is given twice" in refused(str(one), str(one))
+    assert "no evaluation.json" in refused(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"correct": {"p": 9, "q": 0}}, "AMC23: 9 of 8 responses to problem 'p' are correct"),
+        ({"correct": {"p": 8, "q": -1}}, "AMC23: -1 of 8 responses to problem 'q' are correct"),
+        ({"correct": {"p": 8}}, "AMC23: 2 problems, but counts of 1"),
+        ({"samples": 0}, "AMC23: 0 responses a problem"),
+        ({"verdicts": {"correct": 8, "wrong": 7}}, "AMC23: 15 verdicts of 2 x 8 responses"),
+    ],
+)
+def test_figures_that_cannot_be_are_one_line_with_file_benchmark_and_problem(tmp_path, changes, complaint):
+    file = written(tmp_path, {"AMC23": [0, 1]}) / "evaluation.json"
+    figures = json.loads(file.read_text())
+    figures["benchmarks"]["AMC23"] |= changes
+    file.write_text(json.dumps(figures))
+    assert refused(str(file)).startswith(f"error: {file}: {complaint}")
+    file.write_bytes(b'{"model": "\xff"}')
+    assert "is no evaluation.json" in refused(str(file))
+    assert "Avg.: is what results call" in refused(str(written(tmp_path / "b", {"Avg.": [1], "AMC23": [1]})))
+
+
+def test_every_setting_that_decides_a_compared_benchmark_and_differs_is_said_and_no_other(tmp_path):
+    def run(name, verifier, **rest):
+        settings = {
+            "evaluation.preset": None,
+            "evaluation.temperature": 1.0,
+            **{f"evaluation.benchmarks.{each}.verifier": {"kind": verifier} for each in ("A", "B", "C")},
+            "evaluation.benchmarks.A.prompts": "1",
+        } | rest
+        return written(tmp_path / name, {"A": [0, 1], "B": [1, 1], "C": [0, 0]}, model_fingerprint=name, **settings)
+
+    one = run("one", "boxed_match", **{"evaluation.benchmarks.C.samples": 4})
+    preset = {"evaluation.preset": "paper", "evaluation.benchmarks.B.verifier": {"kind": "boxed_match"}}
+    other = run("other", "math_verify", **preset | {"evaluation.benchmarks.A.verifier": {"kind": "x", "workers": 2}})
+    names = ("--benchmark", "A", "--benchmark", "B")
+    text = shown(f"a={one}", f"b={other}", *names)
+    assert (
+        "Warning: evaluated differently: evaluation.benchmarks.A.verifier.kind is boxed_match for a and x for b.\n"
+        in (text)
+    )
+    third = run("third", "boxed_match", **{"evaluation.temperature": None, "evaluation.benchmarks.A.prompts": "2"})
+    text = shown(f"a={one}", f"b={one / 'evaluation.json'}", f"c={third}", *names)
+    assert "evaluation.temperature is 1.0 for a, b and not set for c; evaluation.benchmarks.A.prompts (or ans" in text
+    assert "8 responses each, judged by boxed_match.\n" in text
+    assert "Differences from a: points" in text
+    single = shown(f"a={other}", *names)
+    assert "8 responses each, judged by x (A), boxed_match (B).\n" in single
+    assert "Differences" not in single
+    assert "Warning: a and b are the same weights, evaluated with the same settings." in text
+    assert "c are the same weights" not in text
+    assert "A.verifier.kind, evaluation.benchmarks.B.verifier.kind is boxed_match for a and m for b" in shown(
+        f"a={one}", f"b={run('m', 'm')}", *names
+    )
+
+
+def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_for(tmp_path):
+    one = written(tmp_path / "one", {"Minerva": [0, 1]}, note="judged by x")
+    other = written(tmp_path / "other", {"Minerva": [0, 1]})
+    text = shown(f"a={one}", f"b={one / 'evaluation.json'}")
+    assert text.count("Minerva: judged by x.") == 1
+    assert re.search(r"Problems: 2; \d responses each", text)  # the table names the only benchmark
+    assert "Minerva of a: judged by x." in shown(f"b={other}", f"a={one}")
+    named = written(tmp_path / "named", {"A\x1b[2J": [0, 1], "B": [1, 1]}, note="as\x1b[2J it is")
+    text = shown(f"\x1b[2J={named}", f"b={named}")
+    assert "\x1b" not in text
+    assert text.count("A\u241b[2J") > 2
+
+
+def test_pass_at_k_of_fewer_than_all_responses_says_that_it_is_an_estimate(tmp_path):
+    run = written(tmp_path / "run", {"AMC23": [0, 10, 64]}, samples=64)
+    assert "Pass@8 (unbiased, from 64)" in shown(str(run), "--pass-k", "8")
+    (curve,) = pass_curves(paired([read_evaluated(str(run))]))
+    assert curve.values[63, 0] == pytest.approx(2 / 3)
+    with pytest.raises(DataError, match="k is from 1 to 64"):
+        compare(["a"], paired([read_evaluated(str(run))]), k=65)
+
+
+def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
+    row = {
+        "time/iteration_s": 10.0,
+        "time/evaluate_s": 2.0,
+        "time/train_s": 3.0,
+        "throughput/generated_tokens_per_s": 50.0,
+        "rollout/tokens": 20.0,
+        "probe/tokens": 12.0,
+        "train/trajectories": 4.0,
+        "train/tokens": 80.0,
+        "stage/rollout/requests": 4.0,
+        "stage/rollout/mean_in_flight": 2.0,
+        "stage/probe/requests": 32.0,
+        "stage/probe/mean_in_flight": 1.0,
+        "stage/score/requests": 4.0,
+        "stage/score/mean_in_flight": 0.5,
+    }
+    found = compute_of([row, row], {"USD": 0.25})
+    assert (found.iterations, found.generated_tokens, found.probe_tokens) == (2, 800.0, 96.0)
+    assert (found.scored_tokens, found.trained_tokens, found.trainer_s) == (160.0, 160.0, 6.0)
+    assert found.request_s == {"student": 48.0, "teacher": 8.0}  # means are over the time without evaluations
+    assert found.hours == pytest.approx(16 / 3600)
+    assert found.money == {"USD": 0.25}
+    training = tmp_path / "train"
+    for name in ("step-000002", "best-000001", "copied"):
+        (training / "weights" / name).mkdir(parents=True)
+    (training / "best").symlink_to("weights/best-000001")
+    (training / "run.json").write_text('{"format": 1, "command": "train"}')
+    (training / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, **row}) + "\n" for i in (1, 2)))
+    paid = [(0, 0.01), (1, 0.12), (2, 0.25), (None, 0.31)]  # running totals, the last one after an evaluation
+    (training / "spending.jsonl").write_text(
+        "".join(
+            json.dumps({"iteration": i, "role": "teacher", "server": "teacher", "currency": "USD", "money": money})
+            + "\n"
+            for i, money in paid
+        )
+    )
+
+    def found_for(file, model):
+        compute = read_compute(file, model)
+        return compute and (compute.iterations, compute.generated_tokens, compute.money["USD"])
+
+    elsewhere = written(tmp_path / "eval", {"AMC23": [1, 2]}, model=str(training / "best")) / "evaluation.json"
+    whole, half = (2, 800.0, 0.31), (1, 400.0, 0.12)
+    assert found_for(elsewhere, training / "weights" / "step-000002") == whole
+    assert found_for(elsewhere, training / "best") == half
+    assert found_for(training / "evaluation-000001.json", Path("moved/since")) == half
+    assert found_for(training / "evaluation-after.json", Path("moved/since")) == whole
+    assert found_for(elsewhere, training / "weights" / "copied") is None
+    written(training, {"AMC23": [1, 2]}).joinpath("evaluation.json").rename(training / "evaluation-after.json")
+    assert found_for(training / "evaluation-before.json", Path("elsewhere/initial")) is None
+    both = shown(f"half={elsewhere}", f"whole={training / 'evaluation-after.json'}")
+    assert re.search(
+        r"Compute of training\s+half +whole *\n.*\n iterations +1 +2 *\n tokens generated +400 +800 *\n", both
+    )
+    row["throughput/generated_tokens_per_s"] = 1.5e9
+    (training / "metrics.jsonl").write_text(json.dumps({"iteration": 1, **row}) + "\n")
+    labels = [f"label-{'of-some-length-' * 3}{i}" for i in range(4)]
+    names = [f"{label}={training / 'evaluation-after.json'}" for label in labels]
+    narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, ["compare", *names, "--draws", "100"]).output
+    assert narrow.count("12,000,000,000") == 4
+    assert narrow.count("Compute of training") == 2  # in two parts, side by side they do not fit
+    assert "…" not in narrow
+    (training / "run.json").write_text('{"format": 99}')
+    with pytest.raises(DataError, match="has format 99"):
+        found_for(elsewhere, training / "best")

@@ -1,0 +1,328 @@
+"""`spot-async doctor` on servers of our own: what it shows, what it refuses, and that `train` refuses the same."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+from problem_files import write
+from rich.console import Console
+from typer.testing import CliRunner
+
+from spot_async.backends.local.backend import LocalBackend
+from spot_async.checks import diagnosis
+from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
+from spot_async.checks.plan import plan_training
+from spot_async.cli import app
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError, PermanentError
+from spot_async.tools.doctor import ROWS, show
+from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "running_sum"
+
+pytestmark = pytest.mark.usefixtures("servers_on_threads")
+SLOW_ROUND_TRIP_S = diagnosis.SLOW_ROUND_TRIP_S
+with_backends = pytest.mark.asyncio(loop_scope="module")
+Services = dict[str, LocalBackend]
+
+
+FEW: list[str] = []  # the setting that names few problems
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch, few_problems: Path) -> None:
+    FEW[:] = [f"data.train={few_problems}"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(diagnosis, "SLOW_ROUND_TRIP_S", 60.0)  # this machine may be busy
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def services(servers_on_threads: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
+    run_directory = tmp_path_factory.mktemp("run")
+    student, teacher = (
+        LocalBackend(LocalBackend.Settings(), role=role, model=str(EXAMPLE / role), run_directory=run_directory)
+        for role in ("student", "teacher")
+    )
+    async with student, teacher:
+        yield {"student": student, "teacher": teacher}
+
+
+class Other:
+    """A service that says or does something else than the one it passes on to."""
+
+    def __init__(self, backend: LocalBackend, **said: Any) -> None:
+        self.backend, self.said = backend, said
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        return msgspec.structs.replace(await self.backend.capabilities(deadline=deadline), **self.said)
+
+
+class OneRowOff(Other):
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
+        return msgspec.structs.replace(scores, logprobs=np.roll(scores.logprobs, 1))
+
+
+class Noisy(Other):
+    reading = 0
+
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
+        self.reading += 1
+        return msgspec.structs.replace(scores, logprobs=scores.logprobs - 0.1 * (self.reading % 3))
+
+
+class IgnoresSeeds(Other):
+    asked = 0
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
+        self.asked += 1
+        return await self.backend.generate(prompt_ids, msgspec.structs.replace(sampling, seed=self.asked), **more)
+
+
+class FarAway(Other):
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        await asyncio.sleep(0.3)
+        return await self.backend.score(*arguments, **more)
+
+
+class RefusesScores(Other):
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        raise PermanentError("teacher/score: HTTP 400: no")
+
+
+def screen_text(found: Diagnosis) -> str:
+    out = io.StringIO()
+    show(Console(file=out, width=200), found)
+    return out.getvalue()
+
+
+async def diagnosis_of(services: Services, *overrides: str, **others: Other) -> Diagnosis:
+    config = load_config(Path("configs/quickstart.yaml"), [*FEW, *overrides])
+    plan = await asyncio.to_thread(plan_training, config)
+    return await diagnose(config, plan, {**services, **others})  # type: ignore[arg-type]
+
+
+class Shifted(Other):
+    nats = 3.0
+
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
+        return msgspec.structs.replace(scores, logprobs=scores.logprobs - np.float32(self.nats))
+
+    async def generate(self, *arguments: Any, **more: Any) -> Generation:
+        reply = await self.backend.generate(*arguments, **more)
+        return msgspec.structs.replace(reply, logprobs=reply.logprobs - np.float32(self.nats))
+
+
+class Pool(Other):
+    """A role of which the service is one of two servers."""
+
+    def __init__(self, role: str, first: LocalBackend, second: Other) -> None:
+        super().__init__(first)
+        self.backends = {f"{role}-1": first, f"{role}-2": second}
+
+
+@with_backends
+async def test_servers_of_a_role_are_compared_and_offer_what_each_of_them_does(services: Services) -> None:
+    teacher = services["teacher"]
+    second = Shifted(teacher, server="local 2", max_top_k=8)
+    found = await diagnosis_of(services, teacher=Pool("teacher", teacher, second))
+    assert list(found.roles) == ["student", "teacher-1", "teacher-2"]
+    assert found.roles["teacher-2"]["servers_differ_nats"] == pytest.approx(3.0, abs=1e-4)
+    apart, narrow = found.refusals
+    assert "teacher-2 gives log-probabilities up to 3 nats from those of teacher-1" in apart
+    assert "teacher.backend (local) serves top-8" in narrow
+    assert any("different software: teacher-1 local, teacher-2 local 2" in line for line in found.warnings)
+    shown = [re.sub(" +", " ", line).strip() for line in screen_text(found).splitlines()]
+    assert "server local teacher-1: local" in shown
+    assert "teacher-2: local 2" in shown
+    assert len([line for line in shown if line.startswith("context ")]) == 1  # what is equal is said once
+
+
+@with_backends
+async def test_attached_students_are_compared_once_they_hold_this_runs_weights(services: Services) -> None:
+    plan = await asyncio.to_thread(plan_training, load_config(Path("configs/quickstart.yaml")))
+    student = services["student"]
+    other = Shifted(student)
+    pool: Any = Pool("student", student, other)
+    offered = await Other(student, version=None).capabilities(deadline=asyncio.get_running_loop().time() + 60.0)
+    warnings: list[str] = []
+    with pytest.raises(ConfigError, match="student-2 gives log-probabilities up to 3 nats from those of student-1"):
+        await compare_students(plan, pool, offered, warnings.append)
+    other.nats = 0.25
+    after = await compare_students(plan, pool, offered, warnings.append)
+    assert after.logprob_noise_nats == pytest.approx(0.5, abs=1e-3)
+    assert after.version is None
+    assert len(warnings) == 1
+
+
+@with_backends
+async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Services) -> None:
+    found = await diagnosis_of(services)
+    assert (found.refusals, found.warnings) == ([], [])
+    for facts in found.roles.values():
+        assert {name for name, value in facts.items() if value is None} == set()
+        assert facts["score_temperature_probed"] == facts["generation_temperature_probed"] == "request"
+        assert facts["seeds_probed"] is True
+        assert facts["noise_together_nats"] == 0.0  # bits do not depend on company
+        assert facts["disagreement_nats"] < 1e-4
+        assert facts["round_trip_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "said", "refusals"),
+    [
+        ("teacher", Other, {"vocab_fingerprint": "f"}, ["teacher.model: the vocabularies"]),
+        ("teacher", Other, {"max_top_k": 8}, ["teacher.backend"]),
+        (
+            "student",
+            Other,
+            {"weight_update": False, "logprob_convention": "truncated"},
+            ["student.backend takes no new weights", "log-probabilities must be those of the untruncated"],
+        ),
+        ("teacher", OneRowOff, {}, ["teacher.backend: log-probabilities of tokens as they were sampled"]),
+    ],
+)
+@with_backends
+async def test_what_is_unsafe_is_refused_with_the_key_all_of_it_at_once(
+    role: str, kind: type[Other], said: dict[str, Any], refusals: list[str], services: Services
+) -> None:
+    found = await diagnosis_of(services, **{role: kind(services[role], **said)})
+    assert len(found.refusals) == len(refusals)
+    for line, expected in zip(found.refusals, refusals, strict=True):
+        assert line.startswith(expected)
+
+
+@with_backends
+async def test_a_temperature_that_is_not_what_is_said_matters_where_the_runs_is_not_1(services: Services) -> None:
+    teacher = Other(services["teacher"], score_temperature="one")
+    harmless = await diagnosis_of(services, teacher=teacher)
+    assert harmless.refusals == []
+    (warning,) = harmless.warnings
+    assert warning.startswith("teacher.backend says that its log-probabilities are at temperature 1, but")
+    unsafe = await diagnosis_of(services, "sampling.temperature=0.7", teacher=teacher)
+    assert any("sampling.temperature=0.7" in line for line in unsafe.refusals)
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "expected"),
+    [
+        ("teacher", Noisy, "teacher.backend: the same row differs by up to 0.1 nats"),
+        ("student", IgnoresSeeds, "student.backend does not honour seeds"),
+        ("teacher", FarAway, r"teacher.backend answers the smallest request after (0\.[3-9]|[1-9])"),
+    ],
+)
+@with_backends
+async def test_what_makes_a_run_worse_is_a_warning(
+    role: str, kind: type[Other], expected: str, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "SLOW_ROUND_TRIP_S", SLOW_ROUND_TRIP_S)
+    found = await diagnosis_of(services, **{role: kind(services[role])})
+    assert found.refusals == []
+    assert [line for line in found.warnings if re.match(expected, line)], found.warnings
+
+
+@with_backends
+async def test_a_teacher_of_which_the_server_holds_another_model_is_named(services: Services) -> None:
+    """Same vocabulary, so the run would go on and learn from the wrong model, or from itself."""
+    student = str(EXAMPLE / "student")
+    found = await diagnosis_of(services, teacher=Other(services["teacher"], model=student))
+    (warning,) = found.warnings
+    assert warning.startswith(
+        f"teacher.backend: the server serves {student}, but teacher.model is examples/running_sum"
+    )
+    assert (await diagnosis_of(services, teacher=Other(services["teacher"], model="a-name"))).warnings == []
+
+
+@with_backends
+async def test_what_cannot_be_asked_is_unknown_and_named(services: Services) -> None:
+    found = await diagnosis_of(services, teacher=RefusesScores(services["teacher"]))
+    facts = found.roles["teacher"]
+    assert facts["noise_alone_nats"] is None
+    assert facts["score_temperature_probed"] is None
+    assert facts["round_trip_s"] is None
+    assert "teacher.backend could not be asked for small requests: teacher/score: HTTP 400: no" in found.warnings
+
+
+def problems_of_another_kind(path: Path) -> Path:
+    rows = [{"problem": "СКОЛЬКО БУДЕТ ДВА И ТРИ?", "answer": "7"} for _ in range(64)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_held_out_problems_that_are_trained_on_are_a_warning_of_the_dry_run(tmp_path: Path) -> None:
+    """Also those of a few words, and whatever the format makes of their text."""
+    same = {"problem": "a1+2b", "answer": "A", "choices": ["3", "4"]}
+    train = write(tmp_path, [same, *({"problem": f"a1+{i}b", "answer": i, "choices": []} for i in range(3, 66))])
+    held = write(tmp_path, [{**same, "problem": "a1+2b "}, {**same, "problem": "a9+9b"}], "held.jsonl")
+    fields = "fields: {choices: choices}"
+    dry = ["train", "configs/quickstart.yaml", "--dry-run", f"data.train={{path: {train}, {fields}}}"]
+    for form in ("boxed", "multiple_choice"):
+        own = f"path: {held}, format: {form}, {fields}"
+        benchmarks = f"evaluation={{benchmarks: {{sums: {{{own}}}}}, max_response_tokens: 100}}"
+        shown = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*dry, benchmarks])
+        assert shown.exit_code == 0, shown.output
+        assert (
+            "warning: evaluation.benchmarks.sums: 1 of 2 problems are in data.train too, word for word" in shown.output
+        )
+
+
+def test_prompts_full_of_unknown_tokens_are_a_warning_of_the_dry_run(tmp_path: Path) -> None:
+    problems = problems_of_another_kind(tmp_path / "problems.jsonl")
+    dry = ["train", "configs/quickstart.yaml", "--dry-run", "prompt.instruction="]
+    warned = CliRunner().invoke(app, [*dry, f"data.train={problems}"])
+    assert warned.exit_code == 0, warned.output
+    assert "of the prompts' tokens are the tokenizer's token for what it does not" in warned.output
+    assert "warning" not in CliRunner().invoke(app, dry).output
+
+
+def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "frozen_server.py").write_text(
+        "import msgspec\n"
+        "from spot_async.backends.local import LocalBackend\n"
+        "class Frozen(LocalBackend):\n"
+        "    async def capabilities(self, *, deadline):\n"
+        "        found = await super().capabilities(deadline=deadline)\n"
+        "        return msgspec.structs.replace(found, weight_update=False)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    frozen = "student.backend.kind=frozen_server:Frozen"
+    unsafe = CliRunner().invoke(app, ["doctor", "configs/quickstart.yaml", frozen, f"--directory={tmp_path / 'logs'}"])
+    assert unsafe.exit_code == 1, unsafe.output
+    assert "unsafe: student.backend takes no new weights" in unsafe.output
+    assert "round trip" in unsafe.output
+    assert (tmp_path / "logs" / "logs" / "student.log").exists()
+    found = CliRunner().invoke(app, ["doctor", "configs/quickstart.yaml", "--json"])
+    assert found.exit_code == 0, found.output
+    roles = json.loads(found.stdout)["roles"]
+    assert roles["teacher"]["score_top_k"] == 48
+    wrong = CliRunner().invoke(app, ["doctor", "configs/quickstart.yaml", "teacher.modl=x"])
+    assert wrong.exit_code == 2
+    assert "did you mean `model`?" in wrong.stderr
+    refused = CliRunner().invoke(
+        app, ["train", "configs/quickstart.yaml", frozen, f"run.directory={tmp_path / 'run'}", "training.iterations=4"]
+    )
+    assert refused.exit_code == 2, refused.output
+    assert "error: student.backend takes no new weights" in refused.stderr
+
+
+@pytest.mark.parametrize(("score", "words"), [("replace", "the first is scored"), ("sum", "their sum is scored")])
+def test_the_table_says_which_end_tokens_stand_for_the_students(score, words):
+    facts = {"end_tokens": "a (2), b (1)", "end_tokens_as_students": False, "end_token_scores": score}
+    assert dict(ROWS)["end token"](facts) == f"a (2), b (1); {words} in place of the student's"

@@ -1,0 +1,115 @@
+"""What a run will ask of an endpoint, against what it is asked when one counts."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spot_async.checks.plan import plan_training
+from spot_async.cli import app
+from spot_async.config.loading import load_config
+from spot_async.tools.estimate.endpoints import estimate_run
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "training.batch_size=8",
+    "training.mini_batch_size=4",
+    "training.warmup_iterations=0",
+    "training.iterations=3",
+    "evaluation=null",
+]
+PAID = {
+    "kind": "openai",
+    "url": "http://127.0.0.1:9",
+    "requests_per_minute": 12,
+    "tokens_per_minute": 6000,
+    "prices": {"prompt": 2.0, "completion": 10.0, "request": 0.001, "currency": "EUR"},
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_problems(tmp_path_factory):
+    """For it to be quick."""
+    path = tmp_path_factory.mktemp("data") / "few.jsonl"
+    lines = (ROOT / "examples" / "running_sum" / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:40]))
+    SMALL.append(f"data.train={path}")
+
+
+def configured(*overrides, **backend):
+    backend = f"teacher.backend={json.dumps(PAID | backend)}"
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [backend, *SMALL, *overrides])
+    return config, plan_training(config)
+
+
+def test_prompts_are_counted_exactly_and_responses_up_to_their_limit():
+    config, plan = configured("policy=opd")
+    (teacher,) = estimate_run(config, plan)
+    prompts = sum(len(prompt.token_ids) for prompt in islice(plan.schedule, 24))
+    assert teacher.at_most.requests == 24
+    assert teacher.at_most.used.prompt_tokens == prompts + 24 * 160
+    assert teacher.expected.used.prompt_tokens == prompts + 24 * 80
+    assert teacher.at_most.money == pytest.approx(24 * 0.001 + (2 * (prompts + 24 * 160) + 10 * 24) / 1e6)
+    assert teacher.expected.minutes == pytest.approx(2.0)  # 24 requests at 12 a minute
+
+
+def test_kd_pays_for_each_problem_once_and_for_writing():
+    config, plan = configured("policy=kd", "training.iterations=50", "policy.forward_kl_weight=0")
+    (teacher,) = estimate_run(config, plan)
+    assert teacher.at_most.requests == plan.problems
+    assert teacher.at_most.used.completion_tokens == plan.problems * 160
+
+
+def test_an_earlier_runs_responses_are_assumed(tmp_path):
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
+    rows = [{"iteration": n, "rollout/tokens": tokens} for n, tokens in ((1, 30.0), (2, 50.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, plan = configured("policy=opd")
+    (teacher,) = estimate_run(config, plan, tmp_path)
+    prompts = sum(len(prompt.token_ids) for prompt in islice(plan.schedule, 24))
+    assert teacher.expected.used.prompt_tokens == prompts + 24 * 40
+
+
+def test_a_dry_run_shows_it_and_what_it_assumes(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    backend = f"teacher.backend={json.dumps(PAID | {'budget': 0.01})}"
+    shown = CliRunner().invoke(app, ["train", "configs/quickstart.yaml", backend, *SMALL, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert "minutes, at its limits" in shown.output
+    assert "EUR" in shown.output
+    assert "responses of 80 tokens, half of sampling.max_response_tokens=160" in shown.output
+    assert "The budget of 0.01 EUR ends the run early" in shown.output
+
+
+def test_an_evaluation_says_what_it_asks_for_at_most_and_what_that_costs(tmp_path):
+    rows = [{"id": str(number), "problem": f"a{number}b+2", "answer": number + 2} for number in range(5)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"evaluation.problems={tmp_path / 'few.jsonl'}", "evaluation.samples=3"]
+    for backend in ({"kind": "local"}, PAID):
+        words = ["eval", "configs/quickstart.yaml", *given, f"student.backend={json.dumps(backend)}", "--dry-run"]
+        shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, words).output
+        prompts = 3 * 5 * int(re.search(r"first prompt \((\d+) tokens\)", shown)[1])  # the others are as long
+        line = f"15 responses: {prompts} prompt tokens, at most {15 * 160:,} generated"
+        assert line in shown
+    assert f"{line}, at most {2e-6 * prompts + 10e-6 * 15 * 160 + 15 * 0.001:.4g} EUR" in shown
+
+
+def test_nothing_is_estimated_of_what_costs_nothing():
+    config = load_config(ROOT / "configs" / "quickstart.yaml", SMALL)
+    assert estimate_run(config, plan_training(config)) == []
+
+
+def test_a_budget_without_prices_is_refused():
+    backend = json.dumps({"kind": "openai", "url": "http://127.0.0.1:9", "budget": 5.0})
+    with pytest.raises(Exception, match="budget=5 needs prices"):
+        load_config(ROOT / "configs" / "quickstart.yaml", [f"teacher.backend={backend}"])

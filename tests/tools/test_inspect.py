@@ -1,0 +1,347 @@
+"""Runs as people look at them: samples in the terminal and as pages; whatever state the run is in."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from run_files import Tags, make_run, metrics_row, spot_sample
+from typer.testing import CliRunner
+
+from spot_async.base.text import visible
+from spot_async.cli import app
+from spot_async.errors import DataError
+from spot_async.run_directory.reading import RunFiles, token_texts
+from spot_async.tools.inspect.report import read_report
+from spot_async.tools.inspect.terminal import response_text, sample_view
+from spot_async.tools.inspect.view import PolicySettings, colourings, probability, shortened, verdict_text
+from spot_async.tools.pages.templates import report_page, sample_page
+
+EXAMPLE_STUDENT = Path(__file__).parents[2] / "examples/running_sum/student"
+HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
+
+
+def terminal(renderable, width=100):
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=True, color_system="truecolor").print(renderable)
+    return out.getvalue()
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def page_of(files, wanted="0", texts=None):
+    number, sample = files.sample(wanted)
+    return sample_page(number, sample, colourings(sample, texts or token_texts(files, sample.response_ids)))
+
+
+def assert_harmless(page):
+    tags = Tags(page).tags
+    assert {tag for tag, _ in tags}.isdisjoint({"script", "img", "iframe", "object", "link", "base", "form"})
+    assert not [name for _, attrs in tags for name in attrs if name.startswith("on") or name in ("src", "srcdoc")]
+    assert all(attrs["href"].startswith("#") for _, attrs in tags if "href" in attrs)
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+
+
+def test_text_that_a_model_wrote_stays_text_on_the_page(tmp_path):
+    sample = spot_sample(problem=HOSTILE, answer=HOSTILE, problem_id=HOSTILE, tier=HOSTILE, verdict=HOSTILE)
+    sample["branches"][0] |= {"sampled": HOSTILE, "score_parts": {HOSTILE: 0.5}}
+    sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE], "verdicts": [HOSTILE]}
+    sample["branches"][0]["candidates"][1]["continuations"] = [HOSTILE * 20]  # folded
+    page = page_of(make_run(tmp_path / "run", [sample]), texts=[HOSTILE, '" onclick="x', "\n"])
+    assert_harmless(page)
+    text = Tags(page).text
+    assert text.count("<script>document.title='owned'</script>") > 20
+    assert "{{ 7*7 }}" in text
+
+
+def test_hostile_names_stay_text_in_the_report(tmp_path):
+    samples = [spot_sample()]
+    samples[0]["branches"][0]["sampled"] = HOSTILE
+    files = make_run(tmp_path / "run", samples, [metrics_row(1)])
+    (tmp_path / "run" / "dead_letters.jsonl").write_text(json.dumps({"reason": HOSTILE}) + "\n")
+    page = report_page(read_report(files))
+    assert_harmless(page)
+    assert Tags(page).text.count("document.title='owned'") >= 2
+
+
+def test_a_terminal_gets_no_escape_sequence_from_a_model(tmp_path):
+    sample = spot_sample(problem=HOSTILE)
+    sample["branches"][0]["score_parts"] = {HOSTILE: 0.5}
+    sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE]}
+    number, record = make_run(tmp_path / "run", [sample]).sample("0")
+    for colouring in colourings(record, [HOSTILE, "[red]", "\r"]):
+        shown = terminal(sample_view(number, record, colouring))
+        assert "\x1b]" not in shown
+        assert "\x07" not in shown
+        assert "\u202e" not in shown
+        assert "[red]" in shown
+
+
+def test_a_sample_shows_scores_candidates_probes_and_targets(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample()])
+    number, record = files.sample("0")
+    found = colourings(record, ["one ", "two ", "three"])
+    assert [colouring.palette for colouring in found] == ["score", "advantage"]
+    assert [token.level for token in found[0].tokens] == [1.0, 0.5, 0.0]  # root of the share of the highest
+    assert [token.level for token in found[1].tokens] == pytest.approx([-0.1 / 3, 0.5, -1.0])
+    assert [token.mark for token in found[0].tokens] == [1, None, None]
+    assert "masked" in found[0].tokens[2].label
+
+    for shown in (plain(terminal(sample_view(number, record, found[0]))), Tags(page_of(files)).text):
+        for expected in (
+            "position 0",
+            "five",
+            "50 %",
+            "7 %",
+            "60 %",
+            "80 %",
+            "✓ correct",
+            "✗ wrong",
+            "\\boxed{2}",
+            "entropy H (share of log V) 0.3",
+            "mean reward of the candidate's probes",
+        ):
+            assert expected.lower() in shown.lower(), expected
+    assert re.search(r"▸ +“six”", plain(terminal(sample_view(number, record, found[0]))))
+
+
+def test_a_sample_of_another_policy_shows_what_there_is(tmp_path):
+    opd = {k: v for k, v in spot_sample().items() if k not in ("acquisition_score", "selected_positions", "branches")}
+    grpo = {k: v for k, v in opd.items() if not k.startswith("teacher")} | {"advantage": -0.7, "left_out": None}
+    group = grpo | {"reward": 0.0, "group_rewards": [0.0, 1.0, None, 1.0, 1.0]}
+    bare = {"iteration": 1, "problem_id": "bare", "response_ids": [5, 7]}
+    files = make_run(tmp_path / "run", [opd, grpo, bare, opd | {"gated_positions": [1]}, group])
+    palettes = [
+        [colouring.palette for colouring in colourings(files.sample(str(i))[1], ["a", "b", "c"])] for i in range(3)
+    ]
+    assert palettes == [["advantage"], ["surprise"], ["surprise"]]
+    assert "advantage -0.700" in Tags(page_of(files, "1")).text
+    rewards = "advantage -0.700 from reward 0: the group's are 0 1 none 1 1 (mean 0.75, standard deviation 0.5)"
+    assert rewards in Tags(page_of(files, "4")).text
+    page_of(files, "2")
+    number, eopd = files.sample("3")
+    (coloured,) = colourings(eopd, ["a", "b", "c"])
+    assert [token.is_framed for token in coloured.tokens] == [False, True, False]
+    framed = [
+        attributes for tag, attributes in Tags(page_of(files, "3")).tags if "probed" in attributes.get("class", "")
+    ]
+    assert ["gate open" in each["data-label"] for each in framed] == [True]
+    shown = terminal(sample_view(number, eopd, coloured))
+    assert "Underlined: the positions whose gate was open" in plain(shown)
+    assert [span.start for span in response_text(coloured).spans if "underline" in str(span.style)] == [1]
+
+
+def test_samples_are_found_by_number_and_by_their_latest_problem(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample(i, f"p{i % 2}") for i in range(1, 5)])
+    assert files.sample("2")[1].iteration == 3
+    assert files.sample("p1") == (2, files.sample("2")[1])
+    for missing in ("4", "p9"):
+        with pytest.raises(DataError, match="number from 0 to 3, or a problem's id"):
+            files.sample(missing)
+
+
+def test_a_problem_whose_id_is_a_number_is_found_when_no_sample_has_it(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample(1, "1"), spot_sample(2, "4492"), spot_sample(3, "4492")])
+    assert files.sample("1")[0] == 1
+    assert files.sample("4492")[0] == 2
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "4492"]).output
+    assert "the last sample of 4492, which has 1, 2" in shown
+    with pytest.raises(DataError, match="no samples: they are written as each"):
+        make_run(tmp_path / "empty").sample("0")
+
+
+def test_a_sample_no_student_wrote_is_coloured_by_the_teacher(tmp_path):
+    sample = spot_sample(teacher_logprobs=[-0.5, -5.0, None], teacher_entropy_nats=[0.5, 4.0, None], branches=[])
+    for name in ("acquisition_score", "behavior_logprobs", "version"):
+        del sample[name]
+    files = make_run(tmp_path / "run", [sample])
+    surprise, entropy = colourings(files.sample("0")[1], ["a", "b", "c"])
+    assert "under the teacher" in surprise.title
+    assert [token.level for token in surprise.tokens] == pytest.approx([0.1, 1.0, 0.0])
+    assert entropy.title == "Teacher entropy, nats"
+    assert [token.level for token in entropy.tokens] == pytest.approx([0.25, 1.0, 0.0])
+    text = Tags(page_of(files)).text
+    assert "iteration 1 · 3 tokens" in text
+    assert "weights" not in text
+    assert "student" not in text
+
+
+def test_scores_are_named_after_what_chose_the_positions(tmp_path):
+    record = make_run(tmp_path / "run", [spot_sample()]).sample("0")[1]
+    titles = [
+        colourings(record, "abc", PolicySettings(selection))[0].title for selection in ("score", "random", "entropy")
+    ]
+    assert titles == [
+        "Acquisition score (root scale)",
+        "Random scores that chose the positions (root scale)",
+        "Teacher entropy, as a share of the largest possible (root scale)",
+    ]
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: random}"))
+    assert "Random scores" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+    assert "random score 0.04" in (tmp_path / "run" / "inspect-0.html").read_text()
+
+
+def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)])
+    assert "probed" in Tags(report_page(read_report(files))).text
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(
+        path.read_text().replace("{kind: spot}", "{kind: spot, selection: random, verifier_guidance: false}")
+    )
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+    assert "Underlined and numbered: the positions that were selected." in shown
+    page = (tmp_path / "run" / "inspect-0.html").read_text()
+    assert "the teacher's own prior" in page
+    titles = {plot.title for section in read_report(files).sections for plot in section.plots}
+    assert {"Positions selected", "Where positions were selected"} <= titles
+    assert not titles & {
+        "Accuracy of probes",
+        "Calibration shift",
+        "Where the score looks",
+        "Positions probed and kept",
+    }
+    for text in (shown, Tags(page).text.partition("Branches")[2]):
+        assert "value" not in text
+        assert "before" not in text
+
+
+def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):
+    sample = spot_sample()
+    sample["branches"][0]["sampled"] = "\ufffd"
+    for candidate in sample["branches"][0]["candidates"]:
+        candidate["token"] = "\ufffd"  # two halves of a character
+    files = make_run(tmp_path / "run", [sample])
+    number, record = files.sample("0")
+    rows = [line for line in plain(terminal(sample_view(number, record, colourings(record, "abc")[0]))).splitlines()
+            if "\ufffd" in line and "%" in line]  # fmt: skip
+    assert [row.lstrip().startswith("▸") for row in rows] == [False, True]
+    assert page_of(files).count(", sampled</span>") == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"acquisition_score": [0.1, 0.2]}, "acquisition_score not shown: 2 values for 0 tokens"),
+        ({"branches": [{"position": 3}]}, "Position 3"),
+        ({"response_ids": [5, 6], "branches": [{"position": 9}]}, "Position 9"),
+        ({"response_ids": [5, 6], "branches": [{"position": -9}]}, "Position -9"),
+        ({"response_ids": [5, 6], "behavior_logprobs": [None, -1.0], "teacher_logprobs": [-1.0, None]}, "Advantage"),
+        ({"response_ids": [5, 6], "behavior_logprobs": [-1.0, -1.0], "teacher_logprobs": [-1.0]}, "teacher_logprobs n"),
+        ({"response_ids": [5, 6], "acquisition_score": [-1.0, 2.0]}, "Acquisition score"),
+        ({"response_ids": [5, 6], "acquisition_score": [-1.0, None]}, "Nothing recorded"),
+        ({"branches": [{"position": 0, "score_parts": {"gap": None}, "candidates": [{"token_id": 5}]}]}, "gap G –"),
+    ],
+)
+def test_whatever_a_policy_leaves_out_or_gets_wrong_is_still_shown(tmp_path, record, said):
+    make_run(tmp_path / "run", [{"iteration": 1} | record], [metrics_row(1)])
+    run, runner = str(tmp_path / "run"), CliRunner()
+    for arguments in (["report", run], ["inspect", run], ["inspect", run, "0"]):
+        done = runner.invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+    assert said in Tags((tmp_path / "run" / "inspect-0.html").read_text()).text
+
+
+def test_a_run_killed_in_the_middle_of_a_line_is_read_up_to_it(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample(1), spot_sample(2)], [metrics_row(1), metrics_row(2)])
+    for name in ("samples.jsonl", "metrics.jsonl"):
+        path = tmp_path / "run" / name
+        path.write_bytes(path.read_bytes()[:-30])
+    assert [sample.iteration for sample in files.samples()] == [1]
+    assert files.sample("0")[1].iteration == 1
+    assert len(files.metrics()) == 1
+    with pytest.raises(DataError, match="no sample '1'"):
+        files.sample("1")
+    assert "The run ended early" in report_page(read_report(files))
+
+
+def test_damage_elsewhere_is_named_by_its_line(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample(), spot_sample()])
+    path = tmp_path / "run" / "samples.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"iteration": 1', b'{"iteration": "x"', 1))
+    with pytest.raises(DataError, match=r"samples.jsonl:1: .*iteration"):
+        list(files.samples())
+    path.write_bytes(path.read_bytes().replace(b'"x"', b'1, "problem_id": "\xff"', 1))
+    with pytest.raises(DataError, match=r"samples.jsonl:1: .*can't decode byte"):
+        list(files.samples())
+
+
+def test_the_commands_write_pages_and_fail_in_one_line(tmp_path):
+    make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)])
+    run, runner = str(tmp_path / "run"), CliRunner()
+    assert "p0" in runner.invoke(app, ["inspect", run]).output
+    assert runner.invoke(app, ["inspect", run, "--verdict", "wrong"]).output.startswith("0 samples")
+    assert runner.invoke(app, ["inspect", run, "p0"]).exit_code == 0
+    assert (tmp_path / "run" / "inspect-0.html").exists()
+    reported = runner.invoke(app, ["report", run, "--html", str(tmp_path / "page.html")])
+    assert reported.exit_code == 0
+    files = RunFiles(tmp_path / "run")
+    assert reported.output.startswith(read_report(files).verdict.sentence[:60])
+    assert "page: " in reported.output
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    for arguments in (["report", str(tmp_path)], ["inspect", run, "7"], ["report", run, "--html", "/nowhere/page"]):
+        failed = runner.invoke(app, arguments)
+        assert failed.exit_code == 2
+        assert failed.exception is None or isinstance(failed.exception, SystemExit)
+
+
+def test_candidates_that_are_special_tokens_are_named(tmp_path):
+    """Their text is empty, but an end token among the candidates is what one wants to see."""
+    sample = spot_sample()
+    sample["branches"][0]["candidates"][0] |= {"token_id": 1, "token": ""}
+    run = tmp_path / "run"
+    files = make_run(run, [sample])
+    assert "token 1 value" in Tags(page_of(files)).text  # nobody knows its name
+    (run / "student").symlink_to(EXAMPLE_STUDENT)
+    shown = CliRunner().invoke(app, ["inspect", str(run), "0"]).output
+    assert "“<|end|>”" in shown
+    assert "“<|end|>” value" in Tags((run / "inspect-0.html").read_text()).text
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_hostile_text_and_runs_none_of_it(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample(problem=HOSTILE)])
+    (tmp_path / "page.html").write_text(page_of(files), encoding="utf-8")
+    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    browser += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command = [*browser, "--dump-dom", f"file://{tmp_path / 'page.html'}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert "<title>Sample 0: p0</title>" in shown
+    assert "&lt;script&gt;document.title='owned'&lt;/script&gt;" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[31m", "a␛[31m"),
+        ("\u202eabc", "�abc"),
+        ("tab\tline\n", "tab\tline\n"),
+        ("\x9b1m", "�1m"),
+        ("é漢😀", "é漢😀"),
+    ],
+)
+def test_characters_that_act_are_made_visible(text, shown):
+    assert visible(text) == shown
+
+
+def test_small_texts():
+    assert [probability(value) for value in (None, 0.0, 0.00005, 0.0123, 0.5, 1.0)] == [
+        "–", "<0.01 %", "<0.01 %", "1.2 %", "50 %", "100 %",
+    ]  # fmt: skip
+    assert shortened("x" * 1000).endswith("x" * 240)
+    assert verdict_text("no_answer") == "∅ no answer"

@@ -1,0 +1,211 @@
+"""Sizes of models and memory of devices, against numbers worked out by hand from public configurations."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from spot_async.tools.estimate.device_memory import GIB, per_device, server_on, trainer_memory
+from spot_async.tools.estimate.model_size import size_of
+from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
+
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+ROOT = Path(__file__).parents[2]
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
+
+
+def shape(base, layers, hidden, feed_forward, heads, tied):
+    return size_of(
+        base
+        | {
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": feed_forward,
+            "num_attention_heads": heads,
+            "tie_word_embeddings": tied,
+        }
+    )
+
+
+QWEN3_06B = shape(QWEN3, 28, 1024, 3072, 16, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        # config.json of Qwen/Qwen3-0.6B-Base. Embedding: 151,936 x 1,024. Each of 28 layers: 2,097,152 for queries, as
+        # much for outputs, 1,048,576 each for keys and values, 3 x 3,145,728 feed-forward, 2 x 1,024 + 2 x 128 norms.
+        # The last norm: 1,024.
+        (QWEN3_06B, 155_582_464 + 28 * 15_730_944 + 1_024),
+        (shape(QWEN3, 28, 2048, 6144, 16, True), 1_720_574_976),  # Qwen3-1.7B-Base
+        (shape(QWEN3, 36, 2560, 9728, 32, True), 4_022_468_096),  # Qwen3-4B-Base
+        (shape(QWEN3, 36, 4096, 12288, 32, False), 8_190_735_360),  # Qwen3-8B
+        (shape(LLAMA, 28, 3072, 8192, 24, True), 3_212_749_824),  # Llama-3.2-3B-Instruct
+        (shape(LLAMA, 32, 4096, 14336, 32, False), 8_030_261_248),  # Llama-3.1-8B-Instruct
+    ],
+)
+def test_parameters_follow_from_the_configuration(size, parameters):
+    assert size.parameters == parameters
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "mistral"])
+def test_parameters_are_those_of_the_model_itself(name, random_architecture):
+    from safetensors import safe_open
+
+    directory = random_architecture(name)
+    config = json.loads((directory / "config.json").read_text())
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        count = sum(file.get_tensor(key).numel() for key in file.keys())  # noqa: SIM118 - no mapping
+    assert size_of(config).parameters == count
+
+
+def test_what_is_not_known_is_not_sized(random_architecture):
+    for name in ("gpt2", "mixtral", "llama"):  # this llama has biases
+        assert size_of(json.loads((random_architecture(name) / "config.json").read_text())) is None
+
+
+def test_cache_and_activations_of_a_token():
+    assert QWEN3_06B.cache_bytes_per_token == 28 * 2 * 1024 * 2 == 114_688
+    autocast = QWEN3_06B.activation_bytes_per_token("autocast", is_recomputed=False)
+    assert autocast == 28 * (26 * 1024 + 8 * 3072 + 10 * 3072) == 2_293_760
+    layer = 16 * 1024 + 8 * 3072 + 10 * 3072
+    assert QWEN3_06B.activation_bytes_per_token("bfloat16", is_recomputed=False) == 28 * layer
+    assert QWEN3_06B.activation_bytes_per_token("bfloat16", is_recomputed=True) == 28 * 2 * 1024 + layer
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+def test_activations_are_what_autograd_keeps(precision):
+    """Between two depths of a small model, so that what is not in layers falls out."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 32, "vocab_size": 64, "tie_word_embeddings": True}  # fmt: skip
+    tokens = 257  # no width of the model
+
+    def kept(layers: int) -> int:
+        model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **sizes)).train()
+        if precision == "bfloat16":
+            for parameter in model.parameters():  # and not the tables of positions
+                parameter.data = parameter.data.bfloat16()
+        found = {}
+
+        def pack(tensor):
+            if tokens in tensor.shape:  # not weights, nor their copies in bfloat16
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast:
+            model.base_model(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
+        return sum(size for size, _ in found.values())
+
+    small = shape(QWEN3 | {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 64}, 1, 64, 192, 4, True)
+    expected = small.activation_bytes_per_token(precision, is_recomputed=False)
+    assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(expected, rel=0.02)
+
+
+def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
+    memory = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_bfloat16=True)
+    assert memory.weights == memory.gradients == pytest.approx(596_049_920 * 4 / 2**30)
+    assert memory.optimiser == 2 * memory.weights
+    assert memory.copies == memory.weights / 2
+    assert memory.activations == pytest.approx(35.0)  # 16,384 x 2,293,760 bytes
+    alone = trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=5_120, is_bfloat16=False)
+    assert alone.activations == pytest.approx(5_120 * 3_440_640 / GIB)  # 28 x (24 x 1,024 + 16 x 3,072 + 16 x 3,072)
+    assert alone.copies == 0
+
+
+def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
+    rank = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_bfloat16=True)
+    student = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, parallel=1, sleeps=True)
+    teacher = server_on("teacher", 1, QWEN3_06B, memory_fraction=0.9, parallel=1, sleeps=False)
+    assert student.cache_gib == pytest.approx(32 - 2 * 596_049_920 / 2**30 - 2)
+    first, second = per_device([student, teacher], rank, ranks=1)
+    assert first.sampling == pytest.approx(32 + rank.resting)
+    assert first.training == pytest.approx(0.8 + rank.training)
+    assert second.sampling == second.training == pytest.approx(72)
+    assert first.fits
+    awake = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, parallel=1, sleeps=False)
+    assert not per_device([awake], rank, ranks=1)[0].fits
+
+
+@pytest.mark.parametrize(
+    "size", [shape(QWEN3, 36, 2560, 9728, 32, True), shape(LLAMA, 28, 3072, 8192, 24, True)], ids=["4B", "Llama"]
+)
+def test_the_students_of_4b_and_of_llama_fit_only_when_they_are_sharded(size):
+    def devices(**choices):
+        rank = trainer_memory(size, micro_batch_tokens=5_120, longest_tokens=5_120, is_bfloat16=True, **choices)
+        server = server_on("student", 0, size, memory_fraction=0.4, parallel=1, sleeps=True)
+        return per_device([server], rank, ranks=1)
+
+    assert not devices()[0].fits
+    assert not devices(is_recomputed=True)[0].fits
+    assert devices(shards=3)[0].fits
+
+
+def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
+    rank = trainer_memory(
+        QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, is_bfloat16=True, shards=4, is_recomputed=True
+    )
+    assert rank.weights == rank.gradients == rank.optimiser / 2 == pytest.approx(596_049_920 / 2**30)
+    # In bfloat16 embedding with last norm, and two layers; their gradients (one layer's), and those in float32.
+    outer, layer = 155_583_488, 15_730_944
+    assert rank.copies == pytest.approx((8 * outer + 10 * layer) / 2**30)
+    assert rank.activations == pytest.approx(1_000 * (28 * 2 * 1_024 + 71_680) / 2**30)
+
+
+def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settings(tmp_path, monkeypatch):
+    """A GPU is rarely at hand: its worker, with a tiny shape on the CPU."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark, models = (importlib.import_module(name) for name in ("gpu_training", "qwen3_models"))
+    monkeypatch.setattr(models, "SHAPES", {"0.6b": (32, 48, 2, 4, 2, True)})
+    for module in (benchmark, models):
+        monkeypatch.setattr(module, "VOCABULARY", 101)
+    save = models.save_qwen3
+    monkeypatch.setattr(benchmark, "save_qwen3", lambda size, directory, device: save(size, directory, "cpu"))
+    monkeypatch.setattr(benchmark, "matrix_rate", lambda device: 1e12)
+    small = {"TRAJECTORIES": 4, "PROMPT_TOKENS": 5, "RESPONSE_TOKENS": (8, 20), "MICRO_BATCH_TOKENS": {"0.6b": 60}}
+    for name, value in small.items():
+        monkeypatch.setattr(benchmark, name, value)
+    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # which the worker sets
+    choices = {"sharding": "fsdp2", "recompute_layers": True}
+    found = benchmark.train_once("0.6b", choices, tmp_path)
+    size = size_of(json.loads((tmp_path / "0.6b" / "config.json").read_bytes()))
+    expected = trainer_memory(
+        size, micro_batch_tokens=60, longest_tokens=25, is_bfloat16=True, shards=1, is_recomputed=True
+    )
+    assert found["estimate_gib"] == expected.training
+    assert found["loss"] != 0
+
+
+def test_tokens_of_a_run_are_counted_by_what_each_method_does():
+    common = {"prompt_tokens": 1_000, "prompts": 10, "response_tokens": 200.0}
+    spot = run_work(**common, samples=1, probes=8, scorers=1, student_writes=True, teacher_problems=0)
+    assert (spot.rollout, spot.probe, spot.scored, spot.trained) == (2_000, 8_000, 3_000, 3_000)
+    grpo = run_work(**common, samples=8, probes=0, scorers=1, student_writes=True, teacher_problems=0)
+    assert (grpo.rollout, grpo.prompt, grpo.scored, grpo.trained) == (16_000, 8_000, 24_000, 24_000)
+    kd = run_work(**common, samples=1, probes=0, scorers=1, student_writes=False, teacher_problems=4)
+    assert (kd.rollout, kd.teacher_written, kd.scored, kd.trained) == (0, 800, 1_200, 3_000)
+
+
+def test_times_are_operations_and_bytes_over_assumed_speeds():
+    once = 596_049_920 * 1e6 / (0.3 * 312e12 * 2)  # one operation a parameter and token
+    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=False, recomputes_layers=False) == pytest.approx(
+        6 * once
+    )
+    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=True, recomputes_layers=True) == pytest.approx(
+        10 * once
+    )
+    assert scoring_s(1e6, QWEN3_06B, servers=1) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 312e12))
+    step = (2 * 596_049_920 + 64 * 1_000 * 114_688) / 1e12  # seconds for 64 tokens
+    assert decoding_s(64_000, QWEN3_06B, at_once=64, context_tokens=1_000, servers=1) == pytest.approx(1_000 * step)

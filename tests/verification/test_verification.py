@@ -1,0 +1,404 @@
+"""Which box is the answer, which spellings count as the same, and what two verifiers make of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spot_async.base import registry
+from spot_async.errors import ProcessDiedError
+from spot_async.types import Problem
+from spot_async.verification import BoxedMatch, MathVerify, Verdict, boxed_match, extract_boxed, normalize_answer
+from spot_async.verification.extraction import MAX_ANSWER_CHARS, MAX_NESTING
+from spot_async.verification.math_verify import compare_strings, numbers_equal
+from spot_async.verification.normalization import parse_number
+
+FAR = float("inf")
+DATA = Path(__file__).parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="real problem files are not here")
+
+
+def problem(answer: str) -> Problem:
+    return Problem(id="p", text="", answer=answer)
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    with gzip.open(DATA / name, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"I get \boxed{3}. Wait, that is wrong. So the answer is \boxed{5}.", "5"),
+        ("\\boxed{3} \n\n \\boxed{5}", "5"),
+        (r"The final answer is $6$. I hope it is correct. \boxed{5}", "5"),
+        (r"We have $x=5$. The answer is \boxed{}.", ""),
+        (r"So far $x = 5$. I do not know.", None),
+        (r"\boxed {5}", "5"),
+        ("\\boxed\n  {5}", "5"),
+        (r"\boxed{5", None),
+        (r"\fbox{5}", "5"),
+        (r"<think>\boxed{5}</think> I give up, no answer.", "5"),
+        ("Answer: 5", None),
+        ("", None),
+        # a box that never closes is none; the last that does counts
+        (r"\boxed{3}, no: \boxed{\frac{1}{2}", "3"),
+        (r"\boxed{ \boxed{5}", "5"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"stray } brace \boxed{5} and } another {", "5"),
+        # escaped braces, row separators, doubled backslashes
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right"),
+        (r"\boxed{a \\{b}}", r"a \\{b}"),
+        (r"\\boxed{5}", "5"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        # a token without braces
+        (r"$\boxed 5$", "5"),
+        (r"\boxed17.", "17"),
+        (r"\boxed -2.5", "-2.5"),
+        (r"\boxed 1,234", "1,234"),
+        (r"\boxed\pi", r"\pi"),
+        (r"\boxed x.", "x"),
+        (r"\(\boxed A \)", "A"),
+        (r"\boxed 90^\circ", "90"),
+        (r"\boxed 5 is what I get", "5"),
+        # a word of prose, a command with arguments and the beginning of an expression are none
+        (r"\boxed a form", None),
+        (r"I write \boxed I think", None),
+        (r"\boxed \frac12", None),
+        (r"\boxed\frac 1 2", None),
+        (r"\boxed{4}, so \boxed \sqrt 2", "4"),
+        (r"\boxed\pi r", None),
+        (r"\boxed x+1", None),
+        (r"\boxed 1/2", None),
+        (r"\boxed 12\sqrt3", None),
+        (r"\boxed 4.5 \times 10^3", None),
+        (r"\boxed{4} is what I write in \boxed form", "4"),
+        (r"\boxedgroup{5}", None),
+        # tidied
+        ("\\boxed{ 7. \n}", "7"),
+        (r"\boxed{1, 2, ...}", "1, 2, ..."),
+        ("\\boxed{a\nb}", "a\nb"),
+    ],
+)
+def test_the_last_balanced_box_is_the_answer(text: str, answer: str | None) -> None:
+    assert extract_boxed(text) == answer
+
+
+def reference_extraction(text: str) -> str | None:
+    """The definition, in quadratic time: the box that opens last among those whose brace closes."""
+    for start in range(len(text) - 1, -1, -1):
+        if not text.startswith(r"\boxed{", start) or (start and text[start - 1] == "\\"):
+            continue
+        depth, at = 1, start + len(r"\boxed{")
+        while at < len(text) and depth:
+            if text[at] == "\\":
+                at += 1
+            elif text[at] in "{}":
+                depth += 1 if text[at] == "{" else -1
+            at += 1
+        if not depth:
+            content = text[start + len(r"\boxed{") : at - 1].strip()
+            return content[:-1].rstrip() if content.endswith(".") and not content.endswith("..") else content
+    return None
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.sampled_from([r"\boxed{", "{", "}", r"\{", r"\}", "a", " ", ".", r"\frac"]), max_size=30).map("".join)
+)
+def test_extraction_follows_its_definition(text: str) -> None:
+    assert extract_boxed(text) == reference_extraction(text)
+
+
+@settings(max_examples=200)
+@given(st.text(), st.text())
+@example("5", "\\boxed{\ud800\x00}")
+def test_no_text_makes_the_pure_parts_fail(gold: str, text: str) -> None:
+    for response in (text, rf"\boxed{{{text}}}"):
+        assert boxed_match(gold, response) in (Verdict.CORRECT, Verdict.WRONG, Verdict.NO_ANSWER)
+    compare_strings(gold, text)
+    normalize_answer(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{" * 150_000,
+        r"\boxed{" * 75_000 + "}" * 75_000,
+        r"\boxed{" + "9" * 1_000_000 + "}",
+        r"\boxed" + " " * 1_000_000,
+        r"\boxed " * 150_000,
+        r"\boxed{" + "\\" * 1_000_000,
+        r"\boxed\frac" + "a" * 1_000_000 + "{",
+        r"\boxed 1" + ",111" * 250_000 + ",",
+        "{" * 1_000_000 + r"\boxed{5" + "}" * 1_000_000,
+    ],
+    ids=lambda text: text[:9],
+)
+def test_a_megabyte_of_hostile_text_takes_linear_time(text: str) -> None:
+    start = time.process_time()
+    boxed_match("5", text)
+    assert time.process_time() - start < 3.0  # about 0.3 s; quadratic would be minutes
+
+
+SAME = [
+    (r"\frac{1}{2}", r"\dfrac{1}{2}"),
+    (r"\frac{1}{2}", r"\frac12"),
+    (r"\frac{1}{2}", r"\frac 1 2"),
+    (r"\frac{1}{20}", r"\frac1{20}"),
+    (r"-\frac{1}{2}", "-1/2"),
+    (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+    (r"2\sqrt{3}", r"2 \sqrt3"),
+    (r"x^2+1", r"x^{2} + 1"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+    (r"\{1,2\}", r"\left\{1, 2\right\}"),
+    ("27.0", "27"),
+    ("025", "25"),
+    ("25", "+25"),
+    ("0", "-0.00"),
+    (".5", "0.50"),
+    ("1,234,567", "1234567"),
+    ("10{,}000", "10000"),
+    (r"29,\!322,\!216", "29322216"),
+    (r"4.5 \times 10^{3}", "4500"),
+    (r"\$36", "36"),
+    ("$36$", "36"),
+    ("36.", "36"),
+    (r"50\%", "50"),
+    (r"90^\circ", "90"),
+    (r"90^{\circ}", "90"),
+    (r"7\text{ hours}.", "7"),
+    (r"15\mbox{ cm}^2", "15"),
+    (r"\text{Saturday}", r"\mathrm{Saturday}"),
+    (r"\text{(C)}", "C"),
+    ("x = 5", "5"),
+    (r"x \leq 2", r"x\le 2"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+]
+DIFFERENT = [
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac{1}{2}", r"\frac{2}{4}"),
+    ("1,2", "2,1"),
+    ("(1,2)", "[1,2]"),
+    ("(1,234)", "(1234)"),
+    ("1.234", "1,234"),
+    ("50", "0.5"),
+    ("43_5", "43_7"),
+    ("43_5", "43"),
+    ("C", "c"),
+    ("12", "1"),
+    ("-5", "5"),
+    ("10^{10}", "10^10"),
+    ("x^{10}", "x^10"),
+    (r"6\text{ or }7", "6"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 12 \end{pmatrix}"),
+    ("½", "1/2"),
+    ("５", "5"),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), SAME)
+def test_layout_is_forgiven(gold: str, answer: str) -> None:
+    assert boxed_match(gold, rf"so \boxed{{{answer}}}.") is Verdict.CORRECT
+    assert boxed_match(answer, rf"so \boxed{{{gold}}}.") is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+def test_mathematics_is_not_forgiven(gold: str, answer: str) -> None:
+    assert boxed_match(gold, rf"so \boxed{{{answer}}}.") is Verdict.WRONG
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "verdict"),
+    [
+        ("5", "it is 5", Verdict.NO_ANSWER),
+        ("5", r"\boxed{}", Verdict.NO_ANSWER),
+        ("", r"\boxed{}", Verdict.UNJUDGED),
+        ("", r"\boxed{\,}", Verdict.UNJUDGED),
+        (r"\,", r"\boxed{\,}", Verdict.NO_ANSWER),
+        ("0" * (MAX_ANSWER_CHARS + 1), rf"\boxed{{{'0' * (MAX_ANSWER_CHARS + 1)}}}", Verdict.WRONG),
+        ("5", rf"\boxed{{{'0' * (MAX_ANSWER_CHARS - 1)}5}}", Verdict.CORRECT),
+        ("5", rf"\boxed{{{'(' * (MAX_NESTING + 1)}5{')' * (MAX_NESTING + 1)}}}", Verdict.WRONG),
+    ],
+)
+async def test_boxed_match_verdicts(gold: str, text: str, verdict: Verdict) -> None:
+    async with BoxedMatch(BoxedMatch.Settings()) as verifier:
+        assert await verifier.verify(problem(gold), text, deadline=0.0) is verdict
+
+
+@pytest.mark.parametrize("kind", ["boxed_match", "math_verify", "multiple_choice"])
+@pytest.mark.parametrize("text", [r"\boxed{5}", "no box"])
+async def test_nothing_is_judged_without_an_answer(kind: str, text: str) -> None:
+    verifier = registry.load("verifiers", kind)
+    async with verifier(verifier.Settings()) as judge:
+        verdict = await judge.verify(problem(""), text, deadline=FAR)
+    assert verdict is Verdict.UNJUDGED
+    assert verdict.reward is None
+    assert not verdict.is_missing  # so that it is not asked for again
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4.5e33", "4.5e33"),
+        (r"4.6 \times 10^{-24}", "4.6e-24"),
+        (r"3\cdot10^5", "3e5"),
+        (r"1\,234{,}567.50", None),
+        (r"1,\!234", "1234"),
+        ("-.5", "-0.5"),
+        ("5.", "5"),
+        ("1 234", None),
+        ("12,34", None),
+        ("1e9999", None),
+        ("2e", None),
+        ("٣", None),
+        ("", None),
+    ],
+)
+def test_which_strings_are_numbers(text: str, value: str | None) -> None:
+    assert parse_number(text) == (None if value is None else Decimal(value))
+
+
+@pytest.mark.parametrize(
+    ("gold", "number", "equal"),
+    [
+        ("928", "9.28e2", True),
+        ("870000000", "8.7e8", True),
+        ("2.88e-19", "5.76e-19", False),  # six absolute decimals make both zero
+        ("4.6e-24", "0", False),
+        ("1000001", "1000000", False),  # integers exactly
+        ("0.333333", "0.3333333", True),
+        ("0.3333", "0.3334", False),
+        ("72", "72.0000009", False),  # no more than in Math-Verify, whichever is the gold
+        ("72.0000009", "72", False),
+        ("0", "0.0000001", False),
+        ("72", "72.000", True),
+        ("1.5", "1.5000004", True),
+        ("9" * 40, "9" * 39 + "8", False),
+    ],
+)
+def test_numbers_are_compared_as_numbers(gold: str, number: str, equal: bool) -> None:
+    assert numbers_equal(Decimal(gold), Decimal(number)) is equal
+
+
+def test_a_relative_tolerance_is_a_share_of_the_gold() -> None:
+    tolerance = Decimal("0.01")
+    assert numbers_equal(Decimal("4.5e33"), Decimal("4.54e33"), tolerance)
+    assert numbers_equal(Decimal("100"), Decimal("99"), tolerance)
+    assert not numbers_equal(Decimal("99"), Decimal("100"), tolerance)
+    assert not numbers_equal(Decimal("2.88e-19"), Decimal("0"), tolerance)
+    assert not numbers_equal(Decimal("0"), Decimal("1e-9"), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("x + 1", "x  +\n1", Verdict.CORRECT),
+        ("27.0", "27", Verdict.CORRECT),
+        ("27", "28", Verdict.WRONG),
+        ("43_5", "43_{7}", Verdict.WRONG),
+        ("43_5", "43_{5}", None),
+        ("x", "(" * (MAX_NESTING + 1) + ")" * (MAX_NESTING + 1), Verdict.WRONG),
+        ("x", "9" * (MAX_ANSWER_CHARS + 1), Verdict.WRONG),
+        ("5", r"\frac{10}{2}", None),
+    ],
+)
+def test_what_math_verify_decides_without_a_parser(gold: str, answer: str, verdict: Verdict | None) -> None:
+    assert compare_strings(gold, answer) is verdict
+
+
+class ScriptedPool:
+    """Stands in for the worker processes: answers or raises what it was told, in order."""
+
+    def __init__(self, *replies: dict[str, Any] | Exception) -> None:
+        self.replies = list(replies)
+
+    async def ask(self, request: dict[str, Any], *, timeout_s: float, deadline: float) -> dict[str, Any]:
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+async def test_outcomes_are_remembered_but_missing_evidence_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = MathVerify(MathVerify.Settings(cache_entries=2))
+    right, wrong = {"equal": True}, {"equal": False}
+    pool = ScriptedPool(TimeoutError(), ProcessDiedError("gone"), right, wrong, wrong, wrong)
+    monkeypatch.setattr(verifier, "_pool", pool)
+
+    async def verify(answer: str) -> Verdict:
+        return await verifier.verify(problem(r"\frac{7}{2}"), rf"\boxed{{{answer}}}", deadline=FAR)
+
+    assert await verify("3.5") is Verdict.TIMEOUT
+    assert await verify("3.5") is Verdict.ERROR
+    assert await verify("3.5") is Verdict.CORRECT
+    assert await verify("4.5") is Verdict.WRONG
+    assert await verify("3.5") is Verdict.CORRECT  # from memory
+    assert await verify("5.5") is Verdict.WRONG  # the third: the least recently asked for is forgotten
+    assert await verify("3.5") is Verdict.CORRECT
+    assert len(pool.replies) == 1
+    assert await verify("4.5") is Verdict.WRONG
+    assert not pool.replies
+
+
+def test_verifiers_are_found_by_name() -> None:
+    assert registry.load("verifiers", "boxed_match") is BoxedMatch
+    assert registry.load("verifiers", "math_verify") is MathVerify
+
+
+def test_importing_verification_imports_no_parser() -> None:
+    code = "import sys, spot_async.verification; assert not {'sympy', 'math_verify', 'antlr4'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@needs_data
+@pytest.mark.parametrize("path", sorted((DATA / "canonical").glob("*.jsonl.gz")), ids=lambda path: path.name)
+def test_boxed_match_accepts_every_real_gold_and_the_solution_it_came_from(path: Path) -> None:
+    for row in rows(f"canonical/{path.name}"):
+        gold = row["answer"]
+        expected = Verdict.CORRECT if gold else Verdict.NO_ANSWER
+        assert boxed_match(gold, rf"The answer is \boxed{{{gold}}}.") is expected, row["id"]
+        if path.name.startswith("math"):
+            assert boxed_match(gold, row["solution"]) is expected, row["id"]
+
+
+@needs_data
+def test_minervas_exponents_equal_powers_of_ten() -> None:
+    golds = [row["answer"] for row in rows("canonical/minerva_math.jsonl.gz")]
+    powers = {
+        gold: gold.replace("e", r" \times 10^{", 1) + "}" for gold in golds if re.fullmatch(r"[0-9.]+e-?\d+", gold)
+    }
+    assert len([gold for gold in golds if gold in powers]) == 58
+    for gold, power in powers.items():
+        assert compare_strings(gold, power) is Verdict.CORRECT, gold
+        assert boxed_match(gold, rf"\boxed{{{power}}}") is Verdict.CORRECT, gold
+
+
+@needs_data
+@pytest.mark.parametrize("path", sorted((DATA / "canonical").glob("*.jsonl.gz")), ids=lambda path: path.name)
+def test_every_real_gold_but_the_empty_ones_equals_itself_without_a_parser(path: Path) -> None:
+    golds = [row["answer"].strip() for row in rows(f"canonical/{path.name}")]
+    undecided = [gold for gold in golds if gold and compare_strings(gold, gold) is not Verdict.CORRECT]
+    assert not undecided
+    assert len(golds) - len(list(filter(None, golds))) == (2 if path.name == "math_train.jsonl.gz" else 0)
+
+
+@needs_data
+def test_boxed_match_accepts_almost_nothing_that_graders_call_wrong() -> None:
+    graded = [row for row in rows("graded/graded.jsonl.gz") if row["response"]]
+    accepted = [row for row in graded if boxed_match(row["gold"], row["response"]) is Verdict.CORRECT]
+    assert len(accepted) > 200
+    assert sum(not row["label"] for row in accepted) <= 1  # `10{,}000` for 10000, which the label's grader misses

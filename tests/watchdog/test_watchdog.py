@@ -1,0 +1,417 @@
+"""A run that gets nowhere is noticed, explained and ended; one that is only slow is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from spot_async.base.concurrency import alongside, root_cause
+from spot_async.checks.plan import plan_training
+from spot_async.cli import exit_code, outcomes
+from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.config.loading import load_config
+from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.policies.opd import OpdPolicy
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.library import stages_for
+from spot_async.testing.services import (
+    END_TOKEN,
+    VOCAB_SIZE,
+    Latency,
+    SimulatedStudent,
+    SimulatedTeacher,
+    SimulatedTrainer,
+    SimulatedVerifier,
+)
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.types import PolicyContext, PolicyNeeds, Problem, Prompt
+from spot_async.watchdog.limits import SilenceLimits, silence_limits
+from spot_async.watchdog.monitor import Watchdog
+from spot_async.watchdog.progress import Commit, Progress
+from spot_async.watchdog.report import without_secrets
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 900.0
+LIMITS = SilenceLimits(*[TIMEOUT_S] * 5)
+FOR_EVER = 1e9
+STALL_S = 5  # of a real run
+
+
+class Tokenizer:
+    all_special_ids = (0, 1)
+    added_tokens_decoder: ClassVar = {}
+
+    def get_vocab(self):
+        return {f"token-{i}": i for i in range(VOCAB_SIZE)}
+
+    def decode(self, token_ids):
+        return f"word{token_ids[0]}"
+
+
+def prompts():
+    for ordinal in count():
+        problem = Problem(id=f"p{ordinal}", text="", answer="1")
+        yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 9, dtype=np.int32))
+
+
+class SlowTeacher(SimulatedTeacher):
+    """Takes `seconds` for each score, from the given call on; a real one that hangs would ignore its deadline."""
+
+    def __init__(self, seconds, after_calls=0):
+        super().__init__()
+        self.seconds, self.calls_left = seconds, after_calls
+
+    async def score(self, *args, deadline, **rest):
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            await asyncio.sleep(self.seconds)
+        return await super().score(*args, deadline=deadline, **rest)
+
+
+class ThrottledTeacher(SimulatedTeacher):
+    """Tells the first request to come back long after the watchdog's limit, and the next ones for as long."""
+
+    opens_s = 5 * TIMEOUT_S
+
+    async def score(self, *args, deadline, **rest):
+        left_s = self.opens_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise ThrottledError("429: daily limit", retry_after_s=left_s)
+        return await super().score(*args, deadline=deadline, **rest)
+
+
+class SlowTrainer(SimulatedTrainer):
+    async def train(self, iteration, batch):
+        await asyncio.sleep(TIMEOUT_S - 1)
+        return await super().train(iteration, batch)
+
+
+class WaitingPolicy(OpdPolicy):
+    """Awaits something of its own for ever, at the fourth prompt."""
+
+    async def supervise(self, prompt, stages):
+        if prompt.ordinal == 3:
+            await asyncio.sleep(FOR_EVER)
+        return await super().supervise(prompt, stages)
+
+
+def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations=3):
+    """A run under a watchdog on virtual time; returns the orchestrator, or raises what ended the run."""
+    context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer())
+    policy, student = policy(policy.Settings(), context), SimulatedStudent(latency=Latency(base_s=10.0))
+    vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
+    stages = stages_for(
+        policy,
+        vocabulary,
+        student=student,
+        verifier=SimulatedVerifier(),
+        teacher=teacher or SimulatedTeacher(),
+        config=StagesConfig.model_validate(
+            {name: {"timeout_s": FOR_EVER} for name in ("rollout", "score", "candidates", "probe", "verify")}
+        ),
+        sampling=SamplingConfig(max_response_tokens=64),
+    )
+
+    async def run():
+        orchestrator = Orchestrator(
+            OrchestratorSettings(
+                iterations=iterations,
+                batch_size=8,
+                max_staleness=0,
+                capacity_prompts=8,
+                capacity_bytes=1 << 30,
+                max_response_tokens=64,
+                vocab_size=VOCAB_SIZE,
+                weight_update_timeout_s=600.0,
+                max_dead_share=0.1,
+            ),
+            prompts=prompts(),
+            policy=policy,
+            stages=stages,
+            trainer=trainer or SimulatedTrainer(),
+            weight_sinks=[student],
+            observer=SimpleNamespace(iteration_finished=lambda result: None, prompt_died=lambda prompt, reason: None),
+        )
+        with Watchdog(LIMITS, folder) as watchdog:
+            orchestrator.report_to(watchdog)
+            watchdog.phase_began("training with opd", orchestrator)
+            async with alongside(watchdog.watch):
+                await orchestrator.run()
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+        return orchestrator
+
+    return run_on_virtual_time(run())
+
+
+def stalled(folder, **run):
+    """The one line and the report of a run that must stall."""
+    with pytest.raises(BaseExceptionGroup) as failures:
+        simulate(folder, **run)
+    cause = root_cause(failures.value)
+    assert isinstance(cause, StalledError)
+    return str(cause), (folder / "stall-report.txt").read_text()
+
+
+def test_a_server_that_hangs_is_named_with_its_stage_and_its_oldest_request(tmp_path):
+    line, report = stalled(tmp_path, teacher=SlowTeacher(FOR_EVER, after_calls=8 + 5))
+    found = re.search(r"stage score of the teacher has not answered for (\d+) s: prompt (\d+) \(problem p(\d+)\)", line)
+    assert found, line
+    assert int(found[1]) == pytest.approx(TIMEOUT_S, abs=5)
+    assert found[2] == found[3]
+    assert str(tmp_path / "stall-report.txt") in line
+    assert "score: 3 of 64 in flight, 0 waiting" in report
+    assert "prompts trained" not in report.split("Counts")[0]
+    assert re.search(r"prompts: 3 running, 5 queued, 8 trained", report)
+    assert re.search(r"iteration 1 +\(weights confirmed: 1\)", report)
+    assert re.search(r"prompts queued: 13\)", report)
+    assert "in SlowTeacher.score" in report  # the tasks' stacks go down to what they await
+    assert re.search(r"prompt \d+, prompt \d+, prompt \d+ \(for 9\d\d s or longer\)", report)
+    assert "test_watchdog.py" in report.split("Threads")[1]
+
+
+def test_a_policy_that_waits_by_itself_is_named_with_its_line(tmp_path):
+    line, _ = stalled(tmp_path, policy=WaitingPolicy)
+    assert "prompt 3 (problem p3) waits in the policy's own code, at " in line
+    number = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "sleep(FOR_EVER)" in text)
+    assert f"test_watchdog.py:{number} in WaitingPolicy.supervise" in line
+
+
+def test_answers_that_lead_to_nothing_are_no_progress(tmp_path):
+    class NeverContent(OpdPolicy):
+        async def supervise(self, prompt, stages):
+            while True:
+                await stages.rollout()
+
+    line, _ = stalled(tmp_path, policy=NeverContent)
+    assert "requests are answered but no prompt finishes" in line
+    assert "stage rollout of the student" in line
+
+
+def test_slow_rollouts_and_long_training_steps_are_left_alone(tmp_path):
+    orchestrator = simulate(tmp_path, teacher=SlowTeacher(600.0), trainer=SlowTrainer())
+    assert orchestrator.state.iteration == 3
+    assert not (tmp_path / "stall-report.txt").exists()
+
+
+def test_a_run_that_waits_as_an_endpoint_told_it_to_has_not_stalled(tmp_path):
+    assert simulate(tmp_path, teacher=ThrottledTeacher()).state.iteration == 3
+    assert not (tmp_path / "stall-report.txt").exists()
+
+
+def test_a_run_that_is_told_to_wait_again_and_again_ends_and_says_by_whom(tmp_path):
+    class Closed(SimulatedTeacher):
+        async def score(self, *args, **rest):
+            raise ThrottledError("429", retry_after_s=3600.0)
+
+    line, _ = stalled(tmp_path, teacher=Closed())
+    assert "stage score of the teacher has not answered for" in line
+    assert re.search(r"sent 2 x, paused for up to 6\d min at a time as it asked", line), line
+
+
+def test_a_process_that_did_not_run_has_not_been_silent():
+    progress = Progress(now_s=0.0)
+    progress.commit(Commit.PROMPT_QUEUED, "prompt 1", 100.0)
+    progress.forgive(5000.0, 5110.0)
+    assert progress.silence_s(5110.0) == 10.0
+    progress.forgive(5000.0, 5111.0)  # never into the future
+    assert progress.silence_s(5111.0) == 0.0
+
+
+def quickstart(*overrides):
+    return load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+
+
+SPOT_NEEDS = PolicyNeeds(teacher_top_k=16, candidate_logprobs=True, probes_per_prompt=8)
+
+
+def test_the_default_is_longer_than_every_deadline_of_the_run():
+    config = quickstart("training.step_timeout_s=7200", "evaluation.timeout_s=3000")
+    limits = silence_limits(config, SPOT_NEEDS)
+    stages = config.stages
+    chain = [stages.rollout, stages.score, stages.candidates, stages.probe, stages.verify, stages.verify]
+    prompt_s = sum(stage.timeout_s for stage in chain) + config.teacher.serving.recovery_timeout_s
+    assert limits.of("wait for batch") > prompt_s
+    assert limits.of("train") > 7200
+    assert limits.of("update weights") > 600
+    assert limits.of("evaluate") > 3 * 3000
+    assert limits.of(None) > 7200
+
+
+def test_a_time_out_shorter_than_the_stages_deadlines_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"run.stall_timeout_s=60 is shorter .*stages.rollout.timeout_s \+ "):
+        plan_training(quickstart("run.stall_timeout_s=60"))
+    assert silence_limits(quickstart("run.stall_timeout_s=0"), SPOT_NEEDS) is None
+
+
+def test_no_key_of_a_servers_command_line_is_in_the_report():
+    given = ["vllm", "--api-key", "sesame", "--api-key=sesame", "--hf-token", "sesame", "--max-total-tokens", "5"]
+    shown = ["vllm", "--api-key", "***", "--api-key=***", "--hf-token", "***", "--max-total-tokens", "5"]
+    assert [*without_secrets(given)] == shown
+
+
+def test_every_way_to_end_has_its_code():
+    assert exit_code(StalledError("")) == 3
+    assert exit_code(BudgetSpentError("")) == 4
+    assert exit_code(ConfigError("")) == 2
+    assert exit_code(ProcessDiedError("")) == 1
+    bug_on_cancelling = BaseExceptionGroup("", [RuntimeError("not ready to be cancelled"), StalledError("stalled")])
+    assert isinstance(root_cause(bug_on_cancelling), StalledError)
+
+
+def test_a_cancellation_that_nobody_asked_for_ends_with_its_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcomes, "tune_gc", lambda: None)
+
+    async def forgotten():
+        future = asyncio.get_running_loop().create_future()
+        future.cancel("where it was cancelled")
+        await future
+
+    with pytest.raises(asyncio.CancelledError, match="where it was cancelled"):
+        outcomes.run_until_stopped(forgotten(), RunDirectory(tmp_path))
+
+
+HANGING = """
+    import asyncio, sys, time
+    from pathlib import Path
+    from spot_async.cli import hung
+    from spot_async.base.concurrency import alongside
+    from spot_async.base.processes.child import ChildProcess, exit_with_parent
+    from spot_async.run_directory.layout import RunDirectory
+    from spot_async.watchdog import monitor
+    from spot_async.watchdog.limits import SilenceLimits
+
+    async def main(how, folder):
+        child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")
+        monitor.BEAT_S, monitor.COME_DOWN_S = 0.1, 0.5
+        if how is block_the_loop:  # else a busy machine that writes the report passes for a blocked loop
+            monitor.BLOCKED_AFTER_S = 0.3
+        print(child.pid, flush=True)
+        with monitor.Watchdog(SilenceLimits(*[1.0] * 5), folder, exit_process=hung(RunDirectory(folder))) as watchdog:
+            async with alongside(watchdog.watch):
+                await how()
+
+    async def block_the_loop():
+        time.sleep(1000)
+
+    async def refuse_to_end():
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+
+    if sys.argv[1] == "child":
+        exit_with_parent()
+        time.sleep(1000)
+    asyncio.run(main(globals()[sys.argv[1]], Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "culprit"),
+    [
+        ("block_the_loop", r"the event loop is blocked at .*hanging.py:\d+ in block_the_loop"),
+        ("refuse_to_end", r"the run has been start for \d+ s"),
+    ],
+)
+def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how, culprit):
+    script = tmp_path / "hanging.py"
+    script.write_text(textwrap.dedent(HANGING))
+    done = subprocess.run([sys.executable, script, how, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3, done.stderr
+    line, saved = done.stderr.splitlines()
+    assert re.match(rf"error: the run stalled: nothing was committed for \d+ s, and {culprit}", line)
+    assert saved.startswith("nothing was trained yet")
+    report = (tmp_path / "stall-report.txt").read_text()
+    assert "hanging.py child" in report.split("Processes below this one")[1]
+    assert 'hanging.py", line' in report.split("Threads")[1]
+    end = time.monotonic() + 60
+    while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{done.stdout.strip()}").exists()
+
+
+WAITING = """
+    import asyncio
+    from spot_async.config import PluginSettings
+    from spot_async.types import PolicyNeeds
+
+    class WaitingPolicy:
+        Settings = PluginSettings
+        needs = PolicyNeeds()  # no teacher
+
+        def __init__(self, settings, context):
+            pass
+
+        async def supervise(self, prompt, stages):
+            await asyncio.Event().wait()
+"""
+
+
+def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_process_left(tmp_path):
+    (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
+    run, name, value = tmp_path / "run", "SPOT_ASYNC_TEST", uuid.uuid4().hex
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={run}"]
+        + ["policy=waiting:WaitingPolicy", "evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"]
+        + [f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")]
+        + [f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")]
+        + [f"{role}.serving.restarts=0" for role in ("student", "teacher")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, name: value},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 3, done.stderr
+    line, saved = done.stderr.splitlines()
+    assert re.match(r"error: the run stalled: nothing was committed for \d+ s, and prompt 0 \(problem ", line)
+    assert f"waiting.py:14 in WaitingPolicy.supervise; see {run / 'stall-report.txt'}" in line
+    assert saved.startswith("nothing was trained yet")
+    assert "policy bound: no stage has anything to do, trainer idle 100 %" in done.stdout
+    text = (run / "stall-report.txt").read_text()
+    assert "prompts: 64 running, 0 queued" in text
+    assert "-m spot_async.serving " in text.split("Processes below this one")[1]
+    assert f"End of {run / 'logs' / 'student.log'}" in text
+    marked = f"{name}={value}".encode()
+    assert not [entry for entry in Path("/proc").glob("[0-9]*") if marked in environment(entry)]
+
+
+def environment(entry):
+    try:
+        return (entry / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_sigquit_writes_the_report_and_the_run_goes_on(tmp_path):
+    async def main():
+        with Watchdog(None, tmp_path, exit_process=pytest.fail) as watchdog:
+            watchdog.phase_began("training with opd")
+            os.kill(os.getpid(), signal.SIGQUIT)
+            await asyncio.sleep(0.05)
+        return signal.getsignal(signal.SIGQUIT)
+
+    assert asyncio.run(main()) is signal.SIG_DFL
+    report = (tmp_path / "stall-report.txt").read_text()
+    assert report.startswith("What a run does right now, as asked for by SIGQUIT")
+    assert "It waits for this: the run has been training with opd for 0 s." in report
+    assert "Phase: training with opd." in report
+    assert "main" in report.split("Tasks")[1]
