@@ -33,7 +33,7 @@ class StorageError(SpotError):
 
 
 class FailureClass(StrEnum):
-    """What another sending of a failed request would change; each class has a budget of its own (`retry.py`)."""
+    """What another sending of a failed request would change; each class has a budget of its own (`base/retry.py`)."""
 
     PERMANENT = "permanent"
     THROTTLED = "throttled"

@@ -1,11 +1,11 @@
 """The values that travel between data, stages, policies and the trainer.
 
 Plain records without behaviour. Those that cross a process boundary are msgspec structs, so that
-`wire.py` can encode them without pickle; arrays are numpy and never lists of floats.
+`base/wire.py` can encode them without pickle; arrays are numpy and never lists of floats.
 
 Conventions, everywhere in this package:
 * Response positions are 0-based: position `t` is the decision for `response_ids[t]`
-  (the paper's `t` is this plus one). `alignment.py` maps positions to model output rows.
+  (the paper's `t` is this plus one). `models/alignment.py` maps positions to model output rows.
 * Log-probabilities are natural logs over the full vocabulary, of the untruncated distribution
   at the stated temperature.
 * Shapes name their axes: P prompt tokens, T response tokens, K served top-k, N positions,

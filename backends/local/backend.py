@@ -1,6 +1,6 @@
 """The embedded backend: our own server, spoken to like any remote one.
 
-Entering starts it as a child process, unless one that runs already is named, and leaving ends it (`local_server.py`).
+Entering starts it as a child process, unless one that runs already is named, and leaving ends it (`server.py`).
 Everything about inference happens there (`spot_async.serving`).
 """
 

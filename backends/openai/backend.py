@@ -1,7 +1,7 @@
 """Any OpenAI-compatible endpoint as a teacher that scores, a model that writes, or both.
 
-Speaks the dialect that the endpoint was found to understand (`openai_dialect.py`); what comes back is read by
-`openai_replies.py`. An endpoint takes no weights from us, so as a student it can be evaluated, not trained.
+Speaks the dialect that the endpoint was found to understand (`dialect.py`); what comes back is read by
+`replies.py`. An endpoint takes no weights from us, so as a student it can be evaluated, not trained.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Dialect:
 
 
 def read_error(role: str, status: int, body: bytes) -> RequestError | None:
-    """A refusal in the endpoint's terms; None where `failures.py` says enough. What is done about it stays the same."""
+    """A refusal in the endpoint's terms; None where `shared/failures.py` says enough. The response stays the same."""
     reply = FailedReply(status, body)
     message = f"{role}: {reply.answer}"
     if wants_tls(reply.said):

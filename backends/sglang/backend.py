@@ -1,7 +1,7 @@
 """SGLang servers, by their native API (`/generate`). Written against 0.5.23; older ones where they differ.
 
 Here requests are made, and checked before they are sent: a token out of the vocabulary, a k above it or a start
-before -1 end the whole server. Replies are read in `sglang_replies.py`, weights are sent in `sglang_weights.py`.
+before -1 end the whole server. Replies are read in `replies.py`, weights are sent in `weights.py`.
 
 What the server does that callers should know:
 * Sampled, top-k and chosen log-probabilities of generated positions are at the request's temperature and before
@@ -11,7 +11,7 @@ What the server does that callers should know:
   of what is cached or of the chunk that is read, and ends the server where that is not the whole sequence.
 * A seed acts only under --enable-deterministic-inference, and is ignored otherwise.
 * It ends a response at its model's own end tokens besides those of the request; `ignore_eos` would drop both.
-* A `logit_bias` changes the log-probabilities too: `sglang_generation.py`.
+* A `logit_bias` changes the log-probabilities too: `generation.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ From 0.5.21 on, requests in flight are set back (`retract`): after the update th
 new weights, and each token's version is told. Before, a cache could not be flushed while requests were held, and a
 refused flush ended the server; so they are aborted there, and their stages ask again.
 
-Weights reach the server as a directory that it reads, or over a process group that it joins (`weight_transport.py`).
+Weights reach the server as a directory that it reads, or over a process group that it joins
+(`shared/weight_transport.py`).
 """
 
 from __future__ import annotations

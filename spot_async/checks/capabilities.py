@@ -1,6 +1,6 @@
 """Whether running backends offer what a run asks of them. Pure: what they said of themselves is given.
 
-`preflight.py` looks at what files say before anything starts, `diagnosis.py` asks the servers.
+`plan.py` looks at what files say before anything starts, `diagnosis.py` asks the servers.
 """
 
 from __future__ import annotations

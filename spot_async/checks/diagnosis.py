@@ -1,7 +1,7 @@
 """Whether the services of a run fit each other and what the run asks of them: what `doctor` shows and `train` checks.
 
-Asks services that are running already; starts nothing and prints nothing. How something is probed is `probes.py`,
-what a policy may not go without is `preflight.py`. A fact that could not be asked for is None, never a guess.
+Asks services that are running already; starts nothing and prints nothing. How something is probed is `discovery.py`,
+what a policy may not go without is `plan.py`. A fact that could not be asked for is None, never a guess.
 """
 
 from __future__ import annotations

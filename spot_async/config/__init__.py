@@ -1,7 +1,7 @@
 """A run's configuration. What other parts need of the schema is importable from here.
 
 Reading YAML, overrides, and turning errors into one line is `loading.py`; what can only be checked against model
-directories and data is `checks/preflight.py`.
+directories and data is `checks/plan.py`.
 """
 
 from spot_async.config.base import (

@@ -1,6 +1,6 @@
 """Sections that belong to plug-ins: the base of their settings, and fields that read them with a plug-in's own schema.
 
-Plug-ins themselves are found by `registry.py`.
+Plug-ins themselves are found by `base/registry.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes a run's parts from its configuration and plan: pools of backends, stages, orchestrator, trainer settings.
 
-Nothing is started here; `runtime.py` enters what this makes.
+Nothing is started here; `training.py` enters what this makes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Plug-ins are other people's code, and their authors meet this first. So what breaks the contract of `protocols.py` is
 one line that names the class and what it must do, and so is an exception that a plug-in raises by itself, which stays
-its cause, trace and all. What is wrong inside supervision is `feed_guard.py`'s.
+its cause, trace and all. What is wrong inside supervision is `trainer/feed_check.py`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What holds a run up right now: measures the time since it was last asked, for the judge that the report uses too.
 
-`judge` decides (`inspection/bottleneck.py`); here counters become its measurements. Requests that have not ended count
+`judge` decides (`bottleneck.py`); here counters become its measurements. Requests that have not ended count
 for the part of the time that they were there, so a window may be shorter than a request.
 """
 

@@ -1,6 +1,6 @@
 """Writes `docs/configuration.md` from the schema: `python -m spot_async.tools.config_docs > docs/configuration.md`.
 
-The page says nothing of its own: keys, types and defaults are those of `schema.py` and of the plug-ins that
+The page says nothing of its own: keys, types and defaults are those of `config/schema.py` and of the plug-ins that
 spot-async itself registers, meanings are the fields' descriptions. A test compares the page with this.
 """
 

@@ -1,6 +1,6 @@
 """Everything that the orchestrator and rank 0 say to each other.
 
-One Unix socket, one peer at each end, one msgpack frame a message (`wire.py`); nothing is pickled.
+One Unix socket, one peer at each end, one msgpack frame a message (`base/wire.py`); nothing is pickled.
 
     rank 0 -> orchestrator   Ready          once, when every rank has its model
     orchestrator -> rank 0   Batch          train this; sent again when no acknowledgement comes

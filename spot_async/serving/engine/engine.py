@@ -2,7 +2,7 @@
 
 A step scores one batch, reads one batch of waiting prompts into free slots and decodes one token of every
 active response. Requests come with a future that gets the result. The engine knows no sockets, threads
-or clocks: `worker.py` gives it a thread, `app.py` an HTTP face.
+or clocks: `worker.py` gives it a thread, `http/app.py` an HTTP face.
 """
 
 from __future__ import annotations

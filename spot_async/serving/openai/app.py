@@ -1,7 +1,7 @@
 """The routes under `/v1`: OpenAI's completions and models, over the same engine as the server's own API.
 
 Reads requests, awaits the engine, and writes replies or streams of events. What a request means and what its
-reply looks like is in `completion.py` and `openai_api.py`.
+reply looks like is in `completion.py` and `api.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+"""Imports go down only: no room imports from a floor above it (docs/architecture.md, Layout)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = (  # from the top
+    "cli",
+    "tools",
+    "running",
+    "checks",
+    "telemetry",
+    "watchdog",
+    "loop",
+    "evaluation",
+    "run_directory",
+    "stages",
+    "replicas",
+    "protocols",
+    "spending",
+    "data",
+    "models",
+    "types",
+    "config",
+    "base",
+    "errors",
+)
+GROUND = {"models", "types", "config", "base", "errors"}
+BESIDE = {  # rooms next to the floors, and what each may import
+    "verification": GROUND,
+    "trainer": GROUND,
+    "serving": GROUND,
+    "testing": GROUND,
+    "policies": GROUND | {"protocols"},
+    "backends": GROUND | {"protocols", "spending", "serving", "checks"},
+}
+FACADES = {"__init__", "__main__"}  # the package's own: what it shows, and its command
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Yield every module of the tree with its room."""
+    for top in ("spot_async", "backends", "policies"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if top == "spot_async":
+                parts = parts[1:]
+            if parts[0] not in FACADES and not (top == "spot_async" and parts[0] in {"backends", "policies"}):
+                yield parts[0], path
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Return the rooms that a module imports when it runs, inside functions too. Types alone do not count."""
+    rooms: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("spot_async.")}
+        todo += ast.iter_child_nodes(node)
+    return rooms
+
+
+def test_every_room_has_a_floor_or_stands_beside_them() -> None:
+    assert {room for room, _ in modules()} == {*FLOORS, *BESIDE}
+
+
+@pytest.mark.parametrize("room", [*FLOORS, *BESIDE])
+def test_a_room_imports_only_from_below(room: str) -> None:
+    allowed = BESIDE[room] if room in BESIDE else {*FLOORS[FLOORS.index(room) :], *BESIDE} - {"backends", "policies"}
+    upwards = {
+        (path.relative_to(ROOT).as_posix(), other)
+        for own, path in modules()
+        if own == room
+        for other in imported_rooms(path)
+        if other != room and other in {*FLOORS, *BESIDE} and other not in allowed
+    }
+    assert not upwards
