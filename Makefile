@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-servers lint types docs clean
+.PHONY: install quickstart test test-servers soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -36,6 +36,11 @@ test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPO
 	SPOT_VLLM_PYTHON=$(or $(SPOT_VLLM_PYTHON),$(CURDIR)/.venv-vllm/bin/python) \
 	SPOT_SGLANG_PYTHON=$(or $(SPOT_SGLANG_PYTHON),$(CURDIR)/.venv-sglang/bin/python) \
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 tests/servers
+
+# Properties and fault tests with new examples, in place of the same ones each time.
+soak: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=explore \
+	tests/policies tests/replicas tests/loop tests/stages tests/spending
 
 # The lists are complete, so nothing else is resolved.
 .venv-vllm/installed: tests/servers/vllm_requirements.txt tests/servers/vllm_dependencies.txt
