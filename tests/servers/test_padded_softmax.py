@@ -1,6 +1,8 @@
 """The example's models, one of them with a softmax padded further, by every method on real servers.
 
-The padding is likelier than the tokens (`padded_models.py`). Each kind of server is started once for a width of a model
+`tests/running/test_padded_softmax.py` has all methods and both sides on the local engine. Here SPOT runs with either
+side wider on both kinds of server, and each other method with one side wider on vLLM and the other on SGLang. The
+padding is likelier than the tokens (`padded_models.py`). Each kind of server is started once for a width of a model
 and used by all runs, whose student sends its own first weights.
 """
 
@@ -30,8 +32,13 @@ EXAMPLE = ROOT / "examples" / "running_sum"
 COMMON, PADDED = 48, 64
 NATS = 2e-4  # in float32, as in `test_runs.py`
 BATCH = 4
-METHODS = pytest.mark.parametrize("method", ["opd", "eopd", "spot", "grpo", "kd"])
-SIDES = pytest.mark.parametrize("wide", ["student", "teacher"])
+SIDES = ("student", "teacher")
+CASES = [
+    (kind, method, wide)
+    for kind, first in (("vllm", 0), ("sglang", 1))
+    for number, method in enumerate(("opd", "eopd", "grpo", "kd", "spot"))
+    for wide in (SIDES if method == "spot" else [SIDES[(first + number) % 2]])
+]
 Serve = Callable[[str, str, bool], tuple[Path, Any]]
 
 
@@ -49,7 +56,7 @@ def padded_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bo
     return found
 
 
-@pytest.fixture(scope="module", params=["local", "vllm", "sglang"])
+@pytest.fixture(scope="module")
 def serve(request: pytest.FixtureRequest, padded_pairs: dict[tuple[str, bool], Path]) -> Iterator[Serve]:
     """`serve(kind_of_use, role, wide)`: the model and the backend section of a server, started when first asked for."""
     kind, started = request.param, {}
@@ -57,8 +64,6 @@ def serve(request: pytest.FixtureRequest, padded_pairs: dict[tuple[str, bool], P
 
         def place(use: str, role: str, wide: bool) -> tuple[Path, Any]:
             model = padded_pairs[role, wide]
-            if kind == "local":
-                return model, {"kind": "local"}
             if (use, role, wide) not in started:
                 start: StartServer = request.getfixturevalue(f"start_{kind}")
                 arguments = ["--max-model-len", "512"] if kind == "vllm" else ["--context-length", "512"]
@@ -68,8 +73,7 @@ def serve(request: pytest.FixtureRequest, padded_pairs: dict[tuple[str, bool], P
         yield place
 
 
-@METHODS
-@SIDES
+@pytest.mark.parametrize(("serve", "method", "wide"), CASES, indirect=["serve"])
 def test_a_padded_pair_trains_and_loses_no_prompt(
     wide: str, method: str, serve: Serve, dense_logprobs: Dense, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,14 +119,15 @@ def test_a_padded_pair_trains_and_loses_no_prompt(
         assert sum(row["eopd/gated"] for row in metrics) > 0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+# vLLM's are at temperature 1 whatever is asked.
+@pytest.mark.parametrize(
+    ("serve", "temperature"), [("vllm", 1.0), ("sglang", 1.0), ("sglang", 0.7)], indirect=["serve"]
+)
 async def test_a_servers_masked_tokens_come_with_log_probabilities_of_the_whole_softmax(
     temperature: float, serve: Serve, dense_logprobs: Dense, tmp_path: Path
 ) -> None:
     model, section = serve("frozen", "student", True)
     kinds = {"vllm": VllmBackend, "sglang": SglangBackend}
-    if section["kind"] not in kinds or (section["kind"] == "vllm" and temperature != 1.0):
-        return  # the engine's own tests; vLLM's are at temperature 1 whatever is asked
     kind: Any = kinds[section["kind"]]
     prompt = np.array([5, 9, 12, 30, 7, 22, 14], np.int32)
     settings = kind.Settings.model_validate(section)
