@@ -1,7 +1,7 @@
-"""A run's configuration. What other parts need of the schema is importable from here.
+"""Defines a run's configuration and reads it from YAML. It opens no model directory and no data: `checks/plan.py` does.
 
-Reading YAML, overrides, and turning errors into one line is `loading.py`; what can only be checked against model
-directories and data is `checks/plan.py`.
+Other rooms import the sections of the schema from here. `loading.py` reads YAML and overrides, and turns every error
+into one line.
 """
 
 from spot_async.config.base import (

@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of: their base class, bounded numbers, a value or a list of such."""
+"""Building blocks of configuration sections: their base class, bounded numbers, and "one value or a list of them"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 def spelled(pattern: str, words: str) -> pydantic.AfterValidator:
-    """Refuses texts that a regular expression does not match as a whole, with words for what it says."""
+    """Return a validator that refuses a text unless the whole of it matches `pattern`; `words` explain the pattern."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -36,12 +36,15 @@ class Section(BaseModel):
 
 
 def plain_json(value: Any) -> bytes:
-    """Plain values as JSON to validate. Msgspec would make null of `.nan` and `.inf`, which are to be refused."""
+    """Return plain values as JSON for pydantic to validate.
+
+    `json` writes the values inside, since msgspec would write `.nan` and `.inf` as null, and pydantic must refuse them.
+    """
     return json.dumps(msgspec.to_builtins(value, str_keys=True), ensure_ascii=False).encode()
 
 
 def as_yaml(value: Any) -> str:
-    """A plain value on one line, as a configuration has it: `null`, `true`, `[1, 2]`."""
+    """Return a plain value on one line, as a configuration has it: `null`, `true`, `[1, 2]`."""
     if isinstance(value, str):
         return repr(value)
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
@@ -49,8 +52,8 @@ def as_yaml(value: Any) -> str:
 
 T = TypeVar("T")
 
-# A value, or a list of such values: for what may be said of each of several servers. The tags keep errors readable:
-# those of the form that was given and of no other, under the key itself (`loading.py` leaves the tags out).
+# `OneOrMore[T]` is a value, or a list of such values for a role with several servers. The tags keep errors readable:
+# pydantic then reports only those of the form that was given. `loading.py` leaves the tags out of the key.
 ONE, SEVERAL = "<one>", "<several>"
 
 
@@ -64,7 +67,7 @@ OneOrMore: TypeAlias = Annotated[
 
 
 def as_list(value: T | list[T] | None) -> list[T]:
-    """The values of a `OneOrMore`, or none."""
+    """Return the values of a `OneOrMore` as a list; an empty one for None."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

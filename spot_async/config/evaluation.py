@@ -1,4 +1,4 @@
-"""The schema of evaluation and its benchmarks, and what its presets hold to the paper's protocol."""
+"""The schema of evaluation and its benchmarks, and the check that a preset keeps to the paper's protocol."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt,
 from spot_async.config.plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
 from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
 
-# What `evaluation.preset: paper` holds to their defaults, which are the paper's (method.md section 6).
+# Keys that `evaluation.preset: paper` keeps at their defaults, which are the paper's (method.md section 6).
 PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
 PAPER_PROMPT = ("instruction", "separator")
-DATE_ARGUMENT = "date_string"  # of Llama's templates: fixing what the clock would say is nobody's own protocol
+# Llama's templates print today's date. Fixing that date is no departure from the paper's protocol.
+DATE_ARGUMENT = "date_string"
 
-# What tables, metrics and files of results call all problems of a benchmark, and the mean over benchmarks.
+# Names in tables, metrics and files of results: for all problems of a benchmark, and for the mean over benchmarks.
 ALL_TIERS = "all"
 MACRO = "macro"
 MEAN_COLUMN = "Avg."
 RESERVED_NAMES = (ALL_TIERS, MACRO, MEAN_COLUMN)
-ONLY = "problems"  # what the set of `evaluation.problems` is called
+ONLY = "problems"  # the name of the set in `evaluation.problems`, which has none of its own
 
 
 NAME_WORDS = "a name is letters, digits, `_`, `.` and `-`, and begins with a letter or a digit"
 
 
 class BenchmarkConfig(ProblemSetConfig):
-    """A set of held-out problems, and what is different for it. A plain value is short for `path`."""
+    """A set of held-out problems, and where its evaluation differs from the others'. A plain value is its `path`."""
 
     format: Literal["boxed", "multiple_choice", "alpaca_eval"] = Field(
         "boxed",
@@ -64,14 +65,14 @@ class BenchmarkConfig(ProblemSetConfig):
         return self
 
     def verifier_of(self, evaluation: EvaluationConfig) -> PluginSettings:
-        """What judges it, unless nothing does."""
+        """Return the settings of the verifier that judges it. (`alpaca_eval` has none: nothing judges it.)"""
         if self.verifier is None and self.format == "multiple_choice":
             return TypeAdapter(EvaluationVerifier).validate_python("multiple_choice")
         return self.verifier or evaluation.verifier
 
 
 class EvaluationConfig(Section):
-    """Figures on problems that are not trained on."""
+    """How the student is measured on problems that it is not trained on."""
 
     preset: Literal["paper"] | None = Field(
         None, description="hold the evaluation to the paper's protocol: keys that say otherwise are refused"
@@ -115,18 +116,18 @@ class EvaluationConfig(Section):
         return self
 
     def sets(self) -> Mapping[str, BenchmarkConfig]:
-        """All benchmarks by name; the only one of `problems` is called so."""
+        """Return all benchmarks by name. The set in `evaluation.problems` is called `problems`."""
         if self.problems is None:
             return self.benchmarks
         return {ONLY: BenchmarkConfig.model_validate(dict(self.problems))}
 
     def key_of(self, name: str) -> str:
-        """Where one of `sets` stands in the configuration."""
+        """Return the configuration key of one of `sets`."""
         return f"evaluation.benchmarks.{name}" if self.benchmarks else "evaluation.problems"
 
 
 def check_paper(evaluation: EvaluationConfig, prompt: PromptConfig) -> None:
-    """Raises ValueError, with everything that says otherwise, where an evaluation would not be the paper's."""
+    """Raise ValueError, which names every key that departs, unless an evaluation is the paper's."""
     verifier = evaluation.verifier
     others = [
         *_not_default("evaluation", evaluation, PAPER_EVALUATION),

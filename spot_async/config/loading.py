@@ -1,7 +1,7 @@
-"""From a YAML file and `section.key=value` overrides to a validated `Config`, or one clear line.
+"""Reads a YAML file and `section.key=value` overrides into a validated `Config`.
 
-Every problem is reported as `key: what is wrong (value); what to do`, the nearest valid name
-included, as a `ConfigError`.
+Every problem is a line `key: what is wrong (value); what to do` of a `ConfigError`. For a misspelt key the line has the
+nearest valid name.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from spot_async.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
-OF_KEY = "[key]"  # how pydantic marks an error of a key itself
-FORMS = {"model_type": "a section", "dict_type": "a mapping", "list_type": "a list"}  # in YAML's words, by pydantic's
-KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # whose plain value is short for `kind`; elsewhere for `path`
+OF_KEY = "[key]"  # pydantic's mark for an error in a key rather than in its value
+FORMS = {"model_type": "a section", "dict_type": "a mapping", "list_type": "a list"}  # pydantic's words: YAML's words
+KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # a plain value here is short for `kind`, elsewhere for `path`
 
 
 class _RepeatedKeyError(yaml.MarkedYAMLError):
-    """A key that stands twice in one mapping."""
+    """Raised for a key that one mapping has twice."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads `3e-6` as a number, as everyone but YAML 1.1 does, and takes no key twice."""
+    """Safe YAML that reads `3e-6` as a number, which YAML 1.1 would not, and refuses a key that stands twice."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         first: dict[str, yaml.Node] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue  # of several `<<` none is lost
+                continue  # several `<<` are all merged, so a second one loses nothing
             if (other := first.setdefault(key.value, key)) is not key:
                 lines = [each.start_mark.line + 1 for each in (other, key)]
                 twice = "twice" if lines[0] == lines[1] else f"here and in line {lines[0]}"
@@ -59,14 +59,14 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override and validate. Relative paths in the file stay relative to the working directory."""
+    """Read, override and validate a configuration. Relative paths in it are relative to the working directory."""
     return validate(_overridden(read_tree(path), overrides))
 
 
 def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's plain values, laid over those of the files that its `base` names (relative to its own folder).
+    """Return a file's plain values, laid over those of the files that its `base` names (relative to its own folder).
 
-    Of several, each lies over those before it.
+    Each base lies over those before it. `readers` are the files that led here: one of them again is a circle.
     """
     if path.resolve() in readers:
         raise ConfigError(f"{path}: is its own `base`, through {', '.join(reader.name for reader in readers)}")
@@ -93,14 +93,17 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _unshared(tree: Any) -> Any:
-    """A copy in which sections that YAML aliases share are apart: an override of one is not meant for the others."""
+    """Return a copy in which sections that share a YAML alias are separate, so that an override changes only one."""
     if isinstance(tree, dict):
         return {key: _unshared(value) for key, value in tree.items()}
     return [_unshared(each) for each in tree] if isinstance(tree, list) else tree
 
 
 def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `tree` in their place: sections key by key, one that names its `kind` as a whole."""
+    """Return `base` with the values of `tree` in place of its own.
+
+    Sections are merged key by key. One that names its `kind` replaces the whole section, whose keys may be of another.
+    """
     merged = dict(base)
     for key, value in tree.items():
         below = base.get(key)
@@ -110,15 +113,15 @@ def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Override and validate plain values as a YAML file would hold them. `tree` stays as it is."""
+    """Override and validate plain values, such as a YAML file would hold. `tree` itself stays as it is."""
     return validate(_overridden(copy.deepcopy(dict(tree)), overrides))
 
 
 def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`tree`, changed, with all overrides applied.
+    """Apply all overrides to `tree` itself, and return it.
 
-    One that gives a plug-in's section another `kind` takes away what the tree has there, which was meant for the kind
-    before, as `laid_over` does for a file; what other overrides say of that section stays, in any order.
+    An override that gives a plug-in's section another `kind` first empties that section, since its keys were meant for
+    the kind before (`laid_over` does the same for a file). Other overrides of the section count, whatever their order.
     """
     for override in overrides:
         name, _, text = override.partition("=")
@@ -137,7 +140,7 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value`, the value read as YAML."""
+    """Set one `section.key=value` in `tree`; the value is read as YAML."""
     name, separator, text = override.partition("=")
     keys = name.strip().split(".")
     if not separator or not all(keys):
@@ -145,7 +148,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     section = tree
     for depth, key in enumerate(keys[:-1]):
         below = section.get(key)
-        if below is None:  # not there, or an optional section that is off
+        if below is None:  # missing, or an optional section that is null
             below = section[key] = {}
         if isinstance(below, str):  # the short forms `verifier: boxed_match` and `train: problems.jsonl`
             below = section[key] = {"kind" if key in KEYS_OF_PLUGINS else "path": below}
@@ -156,12 +159,15 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Validate a tree of plain values."""
+    """Return the configuration that plain values make. Raises ConfigError with a line for each problem."""
     return validate_as(Config, tree)
 
 
 def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
-    """Validate plain values as one section. JSON mode lets lists be tuples but keeps "1" from being 1."""
+    """Return the section that plain values make. Raises ConfigError with a line for each problem.
+
+    They are validated as JSON, where a list may become a tuple but "1" is not 1.
+    """
     try:
         return schema.model_validate_json(plain_json(tree))
     except ValidationError as errors:
@@ -172,13 +178,13 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to the same values."""
+    """Return the resolved configuration as YAML that `load_config` reads back to the same values."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The plain values of a YAML text; `source` is what messages call it."""
+    """Return the plain values of a YAML text; messages call it `source`. Raises ConfigError."""
     try:
         return _unshared(yaml.load(text, Loader=_Loader))  # noqa: S506 - a SafeLoader subclass
     except _RepeatedKeyError as error:
@@ -231,7 +237,7 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
             return "required, but not given"
         case "value_error":
             return str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
-        case "json_invalid":  # YAML that was read is plain values; only their depth is left to refuse
+        case "json_invalid":  # values that YAML could hold are always valid JSON, except where they are nested too deep
             return "sections or lists stand too deep within each other: take some away"
         case _:
             message = f"input should be {words}" if (words := FORMS.get(error["type"])) else error["msg"]
@@ -240,16 +246,16 @@ def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
-    """The section that a location leads to, through optional annotations."""
+    """Return the section that a location leads to, through optional annotations; None where it leads to no section."""
     current: type[BaseModel] | None = schema
     is_name = False
     for key in location:
-        if key in (ONE, SEVERAL) or isinstance(key, int) or is_name:  # the same section, one of several
+        if key in (ONE, SEVERAL) or isinstance(key, int) or is_name:  # chooses among sections of the schema we are at
             is_name = False
             continue
         field = current.model_fields.get(str(key)) if current else None
         if field is None:
             return None
-        is_name = typing.get_origin(field.annotation) is dict  # a section for each name
+        is_name = typing.get_origin(field.annotation) is dict  # then the next key is a name that the user gave
         current = next((c for c in classes(field.annotation) if issubclass(c, BaseModel)), None)
     return current if current is not PluginSettings else None

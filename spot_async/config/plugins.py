@@ -1,6 +1,6 @@
-"""Sections that belong to plug-ins: the base of their settings, and fields that read them with a plug-in's own schema.
+"""Plug-ins' sections of the configuration: the base of their settings, and fields that use a plug-in's own schema.
 
-Plug-ins themselves are found by `base/registry.py`.
+`base/registry.py` finds the plug-ins themselves.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where a backend's server listens, when its settings say so."""
+    """The address that a backend's settings give its server."""
 
-    setting: str  # that says so, such as `port=8123`
-    address: str  # equal for two that cannot be told apart
-    is_attached: bool = False  # to a server that runs already
+    setting: str  # what gives it, such as `port=8123`
+    address: str  # two servers with equal ones would collide
+    is_attached: bool = False  # whether a server runs there already, and is not ours to start
 
 
 class PluginSettings(Section):
     """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
 
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()  # names of settings that change no result, only the pace
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()  # names of settings that change the pace, but no result
 
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
-    _number: int | None = PrivateAttr(None)  # of the server, from 1 on; None where it is its role's only one
-    _cores: frozenset[int] | None = PrivateAttr(None)  # of its own; None where it shares them with others
+    _number: int | None = PrivateAttr(None)  # the server's among its role's, from 1 on; None for an only one
+    _cores: frozenset[int] | None = PrivateAttr(None)  # those that the server has to itself; None: it shares them
 
     def that_decide(self) -> dict[str, Any]:
-        """Plain values of the settings that may change results, `kind` included."""
+        """Return the settings that may change results as plain values, `kind` included."""
         return self.model_dump(mode="json", exclude=set(self.WITHOUT_EFFECT))
 
     def servers(self) -> Sequence[Self]:
-        """One settings object for each server of a backend; several are made by `numbered`."""
+        """Return one settings object for each server. Backends of several servers make theirs with `numbered`."""
         return (self,)
 
     def open_account(self, role: str) -> Account | None:
-        """What all servers of a backend share: limits, prices, a ledger and a budget. None where nothing is counted."""
+        """Return the account that all servers of the role share (rates, prices, budget); None: nothing is counted."""
         return None
 
     def server_name(self, role: str) -> str:
-        """What a server of a backend is called in messages, logs and metrics: its role, numbered if one of several."""
+        """Return the server's name in messages, logs and metrics: its role, numbered if it is one of several."""
         return role if self._number is None else f"{role}-{self._number}"
 
     def numbered(self, servers: Sequence[Mapping[str, Any]]) -> Sequence[Self]:
-        """For `servers`: these settings with other values for each of several. A single one has no number."""
+        """Return a numbered copy of these settings for each of `servers`, with that one's own values.
+
+        An only one gets no number.
+        """
         copies = [self.model_copy(update=dict(each)) for each in servers]
         if len(copies) > 1:
             for number, each in enumerate(copies, 1):
@@ -67,28 +70,28 @@ class PluginSettings(Section):
         return self._cores
 
     def on_cores(self, cores: frozenset[int] | None) -> Self:
-        """For one of `servers`: these settings with cores of its own."""
+        """Return a copy of one server's settings that gives it these cores to itself."""
         copy = self.model_copy()
         copy._cores = cores
         return copy
 
     @property
     def place(self) -> Place | None:
-        """Where a backend's server listens; None where each start gets a place of its own."""
+        """Where the server listens; None where each start makes up an address of its own."""
         return None
 
     def check_machine(self, section: str) -> None:
-        """Whether this machine has what the settings name, before anything starts; `section` is where they stand.
+        """Raise ConfigError unless this machine has what the settings name. Called before anything starts.
 
-        Raises ConfigError.
+        `section` is the settings' key, for messages.
         """
 
     def check_installed(self, section: str) -> None:
-        """Whether the programs that the settings start are there, as `check_machine`; may run their interpreters."""
+        """Raise ConfigError unless the programs that the settings start are installed. May run their interpreters."""
 
 
 def backend_section(role: str, server_name: str) -> str:
-    """Where a backend's settings stand, for messages; with the server's name where its role has several."""
+    """Return the key of a backend's settings for messages, with the server's name where its role has several."""
     return f"{role}.backend" + (f" ({server_name})" if server_name != role else "")
 
 
@@ -107,11 +110,14 @@ class PluginSettingsError(ValueError):
         self._group = group
 
     def keys_of_other_kinds(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Keys that this kind does not know, and the installed kinds that do: those that know most of them."""
+        """Return the keys that belong to another kind, and the installed kinds that know them.
+
+        Where no kind knows all keys that this one does not, the largest group that some kind knows is returned.
+        """
         unknown = [str(each["loc"][0]) for each in self.errors.errors() if _is_unknown_key(each)]
         known: dict[tuple[str, ...], list[str]] = {}
         for name in registry.names(self._group) if unknown else ():
-            with contextlib.suppress(ImportError, AttributeError, ValueError):  # another one that is broken
+            with contextlib.suppress(ImportError, AttributeError, ValueError):  # this plug-in is broken: not our topic
                 fields = registry.load(self._group, name).Settings.model_fields
                 known.setdefault(tuple(key for key in unknown if key in fields), []).append(name)
         keys = max(known, key=len, default=())
@@ -119,7 +125,10 @@ class PluginSettingsError(ValueError):
 
 
 def _resolver(group: registry.Group, default: str | None = None, *, optional: bool = False) -> pydantic.BeforeValidator:
-    """Validates a plug-in's section with the plug-in's own schema; without a `kind` it is `default`'s."""
+    """Return a validator that reads a plug-in's section by the plug-in's own schema.
+
+    A section without a `kind` is of kind `default`, where there is one.
+    """
 
     def resolve(value: Any) -> Any:
         if isinstance(value, PluginSettings) or (optional and value is None):
@@ -143,5 +152,5 @@ BackendSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("backends"
 PolicySettings = Annotated[SerializeAsAny[PluginSettings], _resolver("policies")]
 TrainingVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "boxed_match")]
 EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math_verify")]
-# No default kind: settings of a benchmark's own verifier would silently be another's than `evaluation.verifier`.
+# No default kind: a benchmark's verifier settings without one could be meant for the kind of `evaluation.verifier`.
 BenchmarkVerifier = Annotated[SerializeAsAny[PluginSettings] | None, _resolver("verifiers", optional=True)]

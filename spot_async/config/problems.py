@@ -1,4 +1,4 @@
-"""The schema of problem sets and of prompts: where problems are read from, how, and what a problem is asked with."""
+"""The schema of problem sets and of prompts: where problems come from, and how each becomes a prompt."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TEMPLATE_WORDS = "give teacher, student or the path of a Jinja file that ends in
 
 
 def _check_plain(value: Any) -> Any:
-    """One complaint for a value that is none of several types."""
+    """Return the value, or raise one complaint where pydantic would raise one for each type of the union."""
     if not isinstance(value, bool | int | str):
         raise ValueError(f"input should be true, false, a whole number or a text, but got {as_yaml(value)}")
     return value

@@ -1,7 +1,7 @@
 """The schema of a run's configuration: every key, its type, default, unit and meaning.
 
-Problem sets and prompts stand in `problems.py`, evaluation in `evaluation.py`, what sections are made of in `base.py`.
-Keys whose value names a plug-in (`kind: ...`) hold that plug-in's own settings (`plugins.py`).
+`problems.py` has problem sets and prompts, `evaluation.py` has evaluation, `base.py` the building blocks of sections.
+A section with a `kind` holds the settings of that plug-in (`plugins.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSettings, PolicySettings, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
 
-CONFIG_VERSION = 1  # of the schema below; raised when a file of the version before can no longer be read as it is
+CONFIG_VERSION = 1  # raised when a file of the version before can no longer be read as it is
 
 LossAggregation = Literal["sequence_mean", "token_mean"]
 
@@ -54,7 +54,7 @@ class RunConfig(Section):
 
 
 class ServingConfig(Section):
-    """What a role's servers are given, and what is done about them while the run goes on."""
+    """How a role's servers are used, watched and started again during a run."""
 
     max_in_flight: PositiveInt = Field(
         512, description="most requests of all stages at one server; less while it is overloaded"
@@ -99,7 +99,7 @@ class ModelConfig(Section):
 
 
 class TeacherConfig(ModelConfig):
-    """The model that is learned from, and what is kept of its answers."""
+    """The model that the student learns from, and the file that keeps its scores."""
 
     cache: str | None = Field(
         None,
@@ -246,7 +246,7 @@ class StagesConfig(Section):
     @pydantic.field_validator("score", mode="before")
     @classmethod
     def _plain_score(cls, value: Any) -> Any:
-        """Programs may give all stages the same section."""
+        """Return a plain stage's section as the score stage's: programs may give all stages the same section."""
         return ScoreStageConfig(**value.model_dump()) if type(value) is StageConfig else value
 
 
@@ -296,7 +296,7 @@ class Config(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _check_version(cls, tree: Any) -> Any:
-        """First of all: a newer file's other keys would only be misunderstood."""
+        """Refuse a newer file before anything else: complaints about its other keys would only mislead."""
         version = tree.get("version") if isinstance(tree, dict) else None
         if isinstance(version, int) and version > CONFIG_VERSION:
             raise ValueError(
@@ -324,6 +324,6 @@ class Config(Section):
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` closest to `wanted`, the smaller one on a tie."""
+    """Return the divisor of `number` closest to `wanted`, the smaller one on a tie."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))

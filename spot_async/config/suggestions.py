@@ -1,5 +1,8 @@
-"""What to say of a key that does not exist: which was meant (misspelt, of another section, another trainer's name for
-it), or that there is no such thing yet."""
+"""Suggests the key that was meant by one that does not exist.
+
+It may be misspelt, belong to another section, or be another trainer's name for the same thing. For some features the
+answer is that they are not built yet.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
-# As TRL's and verl's configurations call them; behind a comma, what is different about ours.
+# From TRL's and verl's names to ours. After a comma: what is different about ours.
 OTHER_TRAINERS: Mapping[str, str] = {
     "beta": "training.reference_kl",
     "bf16": "training.dtype, bfloat16",
@@ -57,7 +60,7 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "warmup_ratio": "training.warmup_iterations",
     "warmup_steps": "training.warmup_iterations",
 }
-# What people look for and is not built, by what it may be called here, in TRL, verl or PEFT.
+# Features that people look for and that are not built, by the names that TRL, verl, PEFT or we would give them.
 _LORA = "there is no LoRA or other PEFT yet: all weights of the student are trained"
 CANNOT_RESUME = "training runs cannot be resumed yet; evaluations can, by `spot-async eval --resume RUN`"
 _MACHINES = "training over several machines does not exist yet: `training.ranks` are of one; servers may run on others"
@@ -73,7 +76,10 @@ PLACES_SHOWN = 3
 
 
 def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
-    """What to say of the key `name` where only `known` are: what is likeliest meant, here or anywhere in `root`."""
+    """Return the complaint about the key `name` in a section of the `known` keys.
+
+    It suggests what was most likely meant: a key of this section, or of any other below `root`.
+    """
     if name in NOT_BUILT:
         return f"unknown key; {NOT_BUILT[name]}"
     section = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
@@ -88,7 +94,10 @@ def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
 
 
 def paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key below a section, plug-ins' own apart; `benchmarks.<name>` counts as no section."""
+    """Return every key below a section as a dotted path, without the plug-ins' own.
+
+    Sections that users name themselves (`benchmarks.<name>`) are not entered.
+    """
     for name, field in schema.model_fields.items():
         yield prefix + name
         if typing.get_origin(field.annotation) is dict:
@@ -99,7 +108,7 @@ def paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def classes(annotation: object) -> Iterator[type]:
-    """All classes of an annotation, through unions and containers."""
+    """Return all classes of an annotation, those inside unions and containers too."""
     if isinstance(annotation, type):
         yield annotation
     for argument in typing.get_args(annotation):
