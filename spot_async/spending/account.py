@@ -1,4 +1,4 @@
-"""One role's account with the endpoints that serve it: what it may send, what was sent, what that cost.
+"""One role's account with the endpoints that serve it: what may be sent, what was sent, and what that cost.
 
 Every request that can be billed leaves through `Account.request`, whoever sends it (stages, retries, hedges, checks at
 the start). It waits for its turn under the rate limits, and its worst case is reserved from the budget before it
@@ -22,22 +22,22 @@ FREE = Prices()
 
 
 class SpendingLedger(msgspec.Struct, kw_only=True):
-    """Requests to one endpoint so far, and what they took."""
+    """What was sent to one endpoint so far, and what that took."""
 
     requests: int = 0  # sent
     answered: int = 0
     failed: dict[str, int] = {}  # by class of failure
-    uncounted: int = 0  # answered without a token count: the request's own size was counted
+    uncounted: int = 0  # answered without a token count, so that the request's own size was booked
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts'
+    cached_tokens: int = 0  # those of `prompt_tokens` that the endpoint had cached
     completion_tokens: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     money: float = 0.0
-    # Sent and never answered (time-outs, resets, 5xx, given up): billed or not, which only the provider knows.
+    # Sent and never answered (time-outs, resets, 5xx, given up). Only the provider knows whether these were billed.
     unknown: int = 0
-    unknown_tokens: int = 0  # at most
-    unknown_money: float = 0.0  # at most
+    unknown_tokens: int = 0  # their worst case
+    unknown_money: float = 0.0  # their worst case
 
     def add(self, other: SpendingLedger) -> None:
         for name in self.__struct_fields__:
@@ -48,7 +48,10 @@ class SpendingLedger(msgspec.Struct, kw_only=True):
 
 
 class Account:
-    """Shared by all replicas of a role. Budgets are never overdrawn, as far as an endpoint bills what it was asked."""
+    """The account of a role, shared by all its replicas.
+
+    No budget is ever overdrawn, unless an endpoint bills more than the worst case of what it was asked.
+    """
 
     def __init__(
         self,
@@ -69,14 +72,14 @@ class Account:
         self.is_limited = requests_per_minute is not None or tokens_per_minute is not None
         self.rate_limit = RateLimiter(requests_per_minute, tokens_per_minute)
         self.ledgers: dict[str, SpendingLedger] = {}  # by server
-        self._reserved_money = 0.0  # by what is in flight
+        self._reserved_money = 0.0  # the worst case of all requests in flight
         self._reserved_tokens = 0
-        self._settled = asyncio.Event()  # something in flight has come to its end
+        self._settled = asyncio.Event()  # a request in flight has ended, so there may be room again
         self._spent: BudgetSpentError | None = None
 
     @property
     def is_metered(self) -> bool:
-        """Whether anybody wants to know: there are prices or budgets."""
+        """Whether there are prices or budgets. Otherwise nobody is told what was spent."""
         return self.prices is not None or self.token_budget is not None
 
     @property
@@ -85,7 +88,7 @@ class Account:
 
     @property
     def total(self) -> SpendingLedger:
-        """What all endpoints took together."""
+        """What was sent to all endpoints together."""
         total = SpendingLedger()
         for each in self.ledgers.values():
             total.add(each)
@@ -95,11 +98,13 @@ class Account:
     async def request(
         self, server: str, size: Size, rate_limit: RateLimiter, deadline: float | None = None
     ) -> AsyncIterator[Charge]:
-        """A request that may leave now. `Charge.answered` must be called with its reply.
+        """Wait until a request may leave; send it inside, and call `Charge.answered` with its reply.
 
-        Raises `BudgetSpentError` when its worst case no longer fits; when it cannot leave by its deadline (which what
-        is done with it does not count for) `ThrottledError` at once where the endpoint asked to wait for longer, and
-        `DeadlineExceededError` else.
+        `deadline` (loop time) bounds the wait only, not what happens inside.
+
+        Raises `BudgetSpentError` when the request's worst case no longer fits the budget. Raises
+        `DeadlineExceededError` when it cannot leave by `deadline`, and `ThrottledError` at once where that is known
+        beforehand: the endpoint asked for a longer pause.
         """
         async with _leaves_by(deadline, self._no_turn()):
             grant = await self._turn(server, rate_limit, size.counted.tokens, deadline)
@@ -131,7 +136,7 @@ class Account:
             self._settled.set()
 
     async def _turn(self, server: str, rate_limit: RateLimiter, tokens: int, deadline: float | None) -> Grant:
-        """Wait for a turn. The first request under a lease uses the lease's grant, others get one of their own."""
+        """Wait for a turn. The first request under a lease uses the lease's grant; further ones get their own."""
         loop = asyncio.get_running_loop()
         grant = rate_limit.claim(LEASED.get()) or rate_limit.grant(tokens)
         try:
@@ -148,7 +153,11 @@ class Account:
         return grant
 
     async def _reserve(self, money: float, tokens: int) -> None:
-        """Reserve a request's worst case. Waits while it may still fit, as requests in flight turn out cheaper."""
+        """Reserve a request's worst case.
+
+        Waits while it does not fit but may later, since requests in flight mostly turn out cheaper than their worst
+        case. Raises `BudgetSpentError` when it would not fit even with nothing in flight.
+        """
         while True:
             if self._spent is not None:
                 raise self._spent
@@ -210,27 +219,28 @@ class Account:
     ) -> None:
         kind = type(error).__name__
         ledger.failed[kind] = ledger.failed.get(kind, 0) + 1
-        if charge.was_sent and not isinstance(error, PermanentError | ThrottledError):  # which nobody bills
+        # Providers do not bill what they refuse.
+        if charge.was_sent and not isinstance(error, PermanentError | ThrottledError):
             ledger.unknown += 1
             ledger.unknown_tokens += at_most.tokens
             ledger.unknown_money += money
 
 
 class Charge:
-    """The bill of one request on its way."""
+    """The bill of one request that is under way."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
         self.sent_bytes = 0
         self.received_bytes = 0
         self.stated: Usage | None = None
-        self.was_sent = True  # false once it is known that it never left
+        self.was_sent = True  # until it is known that it never left
 
     def sent(self, body: bytes) -> None:
         self.sent_bytes = len(body)
 
     def answered(self, reply: bytes) -> Usage:
-        """What the reply says it took, or what the request's size lets assume."""
+        """Note the reply; return the tokens that it states, or else those of the request's size."""
         self.received_bytes = len(reply)
         self.stated = read_usage(reply)
         return self.stated or self.size.counted

@@ -1,4 +1,4 @@
-"""What a request takes and what that costs. Pure."""
+"""How many tokens a request takes, and what they cost. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from spot_async.config.base import NonNegativeFloat, Section
 
 PER_MILLION = 1e-6
-NUMBER = re.compile(rb"\s*:\s*(\d{1,12})\s*[,}]")  # more digits than that count no tokens
+NUMBER = re.compile(rb"\s*:\s*(\d{1,12})\s*[,}]")  # a number with more digits is no token count
 
 
 class Prices(Section):
@@ -25,13 +25,16 @@ class Prices(Section):
     currency: str = Field("USD", description="what the figures are in; only shown")
 
     def cost(self, used: Usage) -> float:
-        """What one request costs."""
+        """Return what one request costs that took these tokens."""
         cached = self.prompt if self.cached_prompt is None else self.cached_prompt
         tokens = (used.prompt_tokens - used.cached_tokens) * self.prompt + used.cached_tokens * cached
         return self.request + PER_MILLION * (tokens + used.completion_tokens * self.completion)
 
     def highest_cost(self, at_most: Usage) -> float:
-        """The most that one request of no more tokens can cost, cached or not."""
+        """Return the most that a request of at most these tokens can cost.
+
+        Its prompt may be cached or not, and either may be the dearer one.
+        """
         cached = Usage(
             prompt_tokens=at_most.prompt_tokens,
             cached_tokens=at_most.prompt_tokens,
@@ -41,10 +44,10 @@ class Prices(Section):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request."""
+    """The tokens of one request."""
 
     prompt_tokens: int
-    cached_tokens: int = 0  # of the prompt
+    cached_tokens: int = 0  # those of `prompt_tokens` that the endpoint had cached
     completion_tokens: int = 0
 
     @property
@@ -57,9 +60,9 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     max_completion_tokens: int
-    # Where the endpoint tokenises a text itself; default: `prompt_tokens`, which are sent as ids.
+    # For a prompt sent as text, which the endpoint tokenises itself. None: it is sent as ids, so the number is known.
     max_prompt_tokens: int | None = None
-    logprobs: int = 0  # asked for, of all tokens together: most of a reply's bytes
+    logprobs: int = 0  # how many are asked for, over all tokens: they are most of a reply's bytes
 
     @property
     def at_most(self) -> Usage:
@@ -68,16 +71,16 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counted(self) -> Usage:
-        """What counts as used when the reply does not say."""
+        """The tokens that are booked when the reply does not state them."""
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.max_completion_tokens)
 
 
 def read_usage(reply: bytes) -> Usage | None:
-    """The tokens that a JSON reply states, as OpenAI's `usage` and SGLang's `meta_info` name them; None without any.
+    """Return the tokens that a JSON reply states in OpenAI's `usage` or SGLang's `meta_info`; None if it states none.
 
-    Replies may be megabytes of log-probabilities, so they are searched, not parsed. Inside a JSON string a quote is
-    escaped, and a text that names a log-probability is followed by no whole number: nothing that a model writes is
-    taken for a count.
+    The reply is searched, not parsed, since it may be megabytes of log-probabilities. Text that a model wrote cannot be
+    taken for a count: JSON escapes the quotes inside a string, so the quoted key never occurs in one. Where a token is
+    itself a key of log-probabilities, no whole number follows it.
     """
     prompt = _last_number(reply, b'"prompt_tokens"')
     if prompt is None:

@@ -1,14 +1,15 @@
-"""How many requests and tokens may leave for an endpoint, and when. Pure: no clock, nobody waits here.
+"""Decides when the next request to an endpoint may leave, by limits on requests and tokens a minute.
 
-Token buckets that refill evenly and hold one second's worth: a minute's allowance is spread over the minute, since
-providers that state a limit per minute often enforce it over a second.
+Pure: it reads no clock, and nobody waits here. Each limit is a token bucket that refills evenly and holds one second's
+worth. So a minute's allowance is spread over the minute, since providers that state a limit per minute often enforce
+it over a second.
 
 A request goes through these steps:
 
-1. Who grants turns asks `delay_s`, waits so long, and calls `grant`, which keeps room for one request.
-2. Who sends the request asks `turn_s`, waits so long, and calls `send` as it leaves. Requests leave in order.
-3. `give_back` returns a grant for which nothing was sent, as if it had never been.
-4. `settle` corrects the count when the reply says what the request really took.
+1. Whoever grants turns asks `delay_s`, waits that long, and calls `grant`, which keeps room for one request.
+2. Whoever sends the request asks `turn_s`, waits that long, and calls `send` as it leaves. Requests leave in order.
+3. If nothing is sent after all, `give_back` returns the grant, as if it had never been given.
+4. `settle` corrects the count once the reply states what the request really took.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import takewhile
 
-BURST_S = 1.0  # of the rate that may leave at once
-ROUNDING = 1e-6  # of requests or tokens
+BURST_S = 1.0  # seconds' worth of the rate that may leave at once
+ROUNDING = 1e-6  # requests or tokens that may be missing by rounding alone
 
 
 @dataclass(eq=False)
 class Grant:
-    """Leave for one request, which holds room until it is sent or given back."""
+    """Permission for one request. It keeps room for it until the request is sent or the grant given back."""
 
     tokens: int  # prompt and response together
 
 
-# Of the lease under which something is sent: whoever grants turns need not be who sends.
+# The grant of the lease under which the current task sends. A context variable carries it there, since the pool that
+# grants turns and the adapter that sends do not know each other.
 LEASED: ContextVar[Grant | None] = ContextVar("LEASED", default=None)
 
 
 class TokenBucket:
-    """`per_minute` of something, in bursts of a second's worth and never less than one."""
+    """Lets `per_minute` of something through. It holds a second's worth, but at least one."""
 
     def __init__(self, per_minute: float) -> None:
         self._per_s = per_minute / 60
@@ -42,13 +44,18 @@ class TokenBucket:
         self._at_s = float("-inf")
 
     def delay_s(self, now_s: float, amount: float, kept: float) -> float:
-        """Seconds until `amount` may be taken beside what is `kept` for others. More than the bucket holds may be taken
-        from a full one."""
+        """Return the seconds until `amount` may be taken beside what is `kept` for others.
+
+        An amount larger than the bucket may be taken from a full bucket; otherwise it could never leave.
+        """
         missing = min(amount, self._capacity) + kept - self._level_at(now_s)
         return missing / self._per_s if missing > ROUNDING else 0.0
 
     def take(self, now_s: float, amount: float) -> None:
-        """A negative amount gives back. What is taken beyond the level is owed: later ones wait for it."""
+        """Take `amount`; a negative one gives back.
+
+        What is taken beyond the level is owed: later requests wait until it has been refilled.
+        """
         self._level = min(self._capacity, self._level_at(now_s) - amount)
         self._at_s = max(now_s, self._at_s)
 
@@ -59,24 +66,24 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """The limits of one account or endpoint: on requests, on tokens, and a pause that it asked for."""
+    """The rate limits of one account or endpoint, and the pause that the endpoint asked for."""
 
     def __init__(self, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
         self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute)
         self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute)
         self._held_until_s = float("-inf")
-        self._grants: set[Grant] = set()  # neither sent by nor given back
+        self._grants: set[Grant] = set()  # neither used nor given back
         self._granted_tokens = 0
-        self._leaving: dict[Grant, None] = {}  # of them, those that somebody came to send by, in that order
+        self._leaving: dict[Grant, None] = {}  # those whose request is waiting to leave, in order
 
     def delay_s(self, now_s: float, tokens: int) -> float:
-        """Seconds until a request of `tokens` (prompt and response together) may be granted its turn; 0: now."""
+        """Return the seconds until a request of `tokens` (prompt and response together) may be granted; 0: now."""
         return self._delay_s(now_s, tokens, len(self._grants), self._granted_tokens)
 
     def turn_s(self, now_s: float, grant: Grant) -> float:
-        """Seconds until the request that came with `grant` may leave, behind those that came before; 0: now.
+        """Return the seconds until the request with `grant` may leave, after those that came before it; 0: now.
 
-        It does not wait for grants that nobody came with yet: who holds one may be waiting for this request to end.
+        Grants that nobody has come with yet are ignored, because their holder may itself be waiting for this request.
         """
         self._leaving.setdefault(grant)
         before = list(takewhile(lambda each: each is not grant, self._leaving))
@@ -91,25 +98,25 @@ class RateLimiter:
         return max(delays)
 
     def held_s(self, now_s: float) -> float:
-        """Seconds for which the endpoint still wants to be left alone."""
+        """Return the seconds that are left of the pause that the endpoint asked for."""
         return max(0.0, self._held_until_s - now_s)
 
     def grant(self, tokens: int) -> Grant:
-        """Keep room for a request of `tokens`."""
+        """Keep room for a request of `tokens` until its grant is used or given back."""
         grant = Grant(tokens)
         self._grants.add(grant)
         self._granted_tokens += tokens
         return grant
 
     def claim(self, grant: Grant | None) -> Grant | None:
-        """The grant, for the first who asks, if it is one of this limiter's that is still good."""
+        """Return the grant to the first caller who claims it; None to later ones, and if it is used or not ours."""
         if grant is None or grant in self._leaving or grant not in self._grants:
             return None
         self._leaving[grant] = None
         return grant
 
     def send(self, now_s: float, grant: Grant) -> None:
-        """The grant's request leaves."""
+        """Count the grant's request as sent."""
         self.give_back(grant)
         if self._requests is not None:
             self._requests.take(now_s, 1)
@@ -117,17 +124,17 @@ class RateLimiter:
             self._tokens.take(now_s, grant.tokens)
 
     def give_back(self, grant: Grant) -> None:
-        """Nothing is sent by it any more; nothing happens where it was sent by."""
+        """Free the room that the grant keeps. Does nothing if the grant was used or given back before."""
         self._leaving.pop(grant, None)
         if grant in self._grants:
             self._grants.remove(grant)
             self._granted_tokens -= grant.tokens
 
     def settle(self, now_s: float, *, taken: int, used: int) -> None:
-        """A request for which `taken` tokens were taken needed `used`."""
+        """Correct the count: a request for which `taken` tokens were taken needed `used`."""
         if self._tokens is not None:
             self._tokens.take(now_s, used - taken)
 
     def hold(self, now_s: float, seconds: float) -> None:
-        """The endpoint asked to be left alone: nothing leaves for that long, whichever request was told."""
+        """Let no request leave for so many seconds, since the endpoint asked for a pause."""
         self._held_until_s = max(self._held_until_s, now_s + seconds)

@@ -1,4 +1,4 @@
-"""What a run spent: per iteration as metrics, at its end as figures, and as one line for people. Pure."""
+"""Says what a run spent: metrics of each iteration, its part of `summary.json`, and one line for people. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import msgspec
 
 from spot_async.spending.account import Account
 
-# Of `SpendingLedger`, what is written to metrics.jsonl: the rest is in `traffic/<role>/...`.
+# Fields that become metrics. `traffic/<role>/...` has what the others count.
 METRICS = ("requests", "answered", "uncounted", "money", "unknown", "unknown_tokens", "unknown_money")
 
 
 class SpendingMetrics:
-    """`spending/<role>/...` of an iteration, for accounts with prices or budgets."""
+    """Makes the metrics `spending/<role>/...` of an iteration, for accounts with prices or budgets."""
 
     def __init__(self, accounts: Mapping[str, Account]) -> None:
         self._accounts = metered(accounts)
         self._last = {role: account.total for role, account in self._accounts.items()}
 
     def take(self) -> dict[str, float]:
-        """The metrics since they were last taken."""
+        """Return the metrics of the time since the last call."""
         metrics: dict[str, float] = {}
         for role, account in self._accounts.items():
             now, last = account.total, self._last[role]
@@ -37,7 +37,7 @@ def metered(accounts: Mapping[str, Account]) -> dict[str, Account]:
 
 
 def summarize_spending(accounts: Mapping[str, Account]) -> dict[str, Any]:
-    """Part of `summary.json`: by role, the whole and each endpoint's share."""
+    """Return a part of `summary.json`: by role, what was spent in all and at each endpoint."""
     return {
         role: msgspec.structs.asdict(account.total)
         | {
@@ -51,7 +51,7 @@ def summarize_spending(accounts: Mapping[str, Account]) -> dict[str, Any]:
 
 
 def spending_words(spent: Mapping[str, Any]) -> str:
-    """One line about a role's part of `summarize_spending`."""
+    """Return one line for people about a role's part of `summarize_spending`."""
     of = "" if spent["budget"] is None else f" of {spent['budget']:g}"
     cached = f" ({spent['cached_tokens']:,} of them cached)" if spent["cached_tokens"] else ""
     line = (

@@ -1,4 +1,4 @@
-"""All that a run spends and saves: the accounts of its roles, the teacher's cache, and their files."""
+"""What a run spends and what it saves: the accounts of its roles, and the cache of its teacher's scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from spot_async.types import Capabilities
 
 
 class RunSpending:
-    """Made before the backends, which charge the `accounts`. `served` is what they serve, by role."""
+    """The accounts and the teacher's cache of one run. `served` has the models by role.
+
+    It is made before the backends, which charge the `accounts`.
+    """
 
     def __init__(self, served: Mapping[str, ModelConfig], teacher_cache: TeacherCache | None = None) -> None:
         opened = {role: model.backend.open_account(role) for role, model in served.items()}
@@ -24,18 +27,18 @@ class RunSpending:
 
     @property
     def replayed_teacher(self) -> ReplayedTeacher | None:
-        """What stands in for the teacher's backend in a replay; None where there is a teacher to ask."""
+        """The teacher's backend in a replay, where no server is asked; None outside replays."""
         cache = self.teacher_cache
         return ReplayedTeacher(cache) if cache is not None and cache.cache.is_replay else None
 
     @property
     def resources(self) -> tuple[AbstractAsyncContextManager[Any], ...]:
-        """To be entered for the run; a replayed teacher enters its cache itself."""
+        """The context managers to enter for the run. (A replayed teacher enters its cache itself.)"""
         cache = self.teacher_cache
         return () if cache is None or cache.cache.is_replay else (cache,)
 
     async def teacher_asked(self, found: Mapping[str, Capabilities]) -> None:
-        """Told what the servers say of themselves, by role: from now on scores can be kept."""
+        """Tell the cache what the teacher's server says of itself. Scores can be kept from then on."""
         if self.teacher_cache is not None:
             await self.teacher_cache.identify(found["teacher"])
 
@@ -43,7 +46,7 @@ class RunSpending:
         return RunSpendingMetrics(self.accounts, None if self.teacher_cache is None else self.teacher_cache.cache)
 
     def summary(self) -> dict[str, Any]:
-        """Parts of `summary.json`; none of a run that spends and keeps nothing."""
+        """Return the parts of `summary.json`; nothing for a run that spends and keeps nothing."""
         spent = summarize_spending(self.accounts)
         cache = None if self.teacher_cache is None else self.teacher_cache.cache
         kept = {} if cache is None else {"score_cache": vars(cache.counters) | {"size_bytes": cache.size_bytes}}
@@ -51,7 +54,7 @@ class RunSpending:
 
 
 class RunSpendingMetrics:
-    """Figures of an iteration: `spending/<role>/...` and `score_cache/...`."""
+    """Makes the metrics `spending/<role>/...` and `score_cache/...` of an iteration."""
 
     def __init__(self, accounts: Mapping[str, Account], cache: ScoreCache | None) -> None:
         self._spending = SpendingMetrics(accounts)
@@ -59,7 +62,7 @@ class RunSpendingMetrics:
         self._last = CacheCounters()
 
     def take(self) -> dict[str, float]:
-        """The metrics since they were last taken."""
+        """Return the metrics of the time since the last call."""
         metrics = self._spending.take()
         if self._cache is not None:
             now, last = vars(self._cache.counters), vars(self._last)

@@ -1,9 +1,8 @@
-"""Teacher scores that are kept: asked for once, whoever asks again (a resumed run, an ablation, a later epoch).
+"""Keeps the teacher's scores in a file, so that none is asked for twice: by an ablation, a later epoch, another run.
 
-One SQLite file, written beside the event loop by one thread. Content-addressed: the key is a hash of everything that
-the numbers follow from, so nothing in it can be out of date. Write-ahead logging and one transaction for each entry
-make it safe against a kill at any point, and let several runs share it. An entry that does not match its own checksum
-is dropped and asked for again.
+It is one SQLite file, written by one thread beside the event loop. A key is a hash of everything that the scores depend
+on, so no entry is ever out of date. Write-ahead logging and one transaction for each entry make it safe against a kill
+at any point, and let several runs share it. An entry that does not match its checksum is dropped and asked for again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, ReplayMissError, StorageError
 
 FORMAT = 1  # of keys and values
-BUSY_TIMEOUT_S = 60.0  # another run writes
+BUSY_TIMEOUT_S = 60.0  # the longest wait for another run that is writing
 KEY_BYTES = 32
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -34,7 +33,7 @@ Result = TypeVar("Result")
 
 
 def digest(*parts: Any) -> bytes:
-    """A key of plain values and arrays."""
+    """Return the key that plain values and arrays make."""
     return hashlib.blake2b(wire.encode([FORMAT, *parts]), digest_size=KEY_BYTES).digest()
 
 
@@ -48,7 +47,7 @@ class CacheCounters:
 
 
 class ScoreCache:
-    """Enter it before use. Created when missing, unless it is `replay`: then nothing may be missing."""
+    """A file of scores; enter it before use. A missing file is created, except in a replay, where nothing may miss."""
 
     def __init__(self, path: Path, *, is_replay: bool = False) -> None:
         self.path = path
@@ -62,20 +61,21 @@ class ScoreCache:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        with contextlib.suppress(StorageError):  # what it holds is complete already
+        with contextlib.suppress(StorageError):  # every entry is already on disk, so a failing close loses nothing
             await self._run(lambda: self._connection.close())
         self._thread.shutdown()
 
     @property
     def size_bytes(self) -> int:
-        """The size of its files."""
+        """The size of the cache's files."""
         names = (self.path, self.path.with_name(self.path.name + "-wal"))
         return sum(each.stat().st_size for each in names if each.exists())
 
     async def fetch(self, key: bytes, kind: type[T], ask: Callable[[], Awaitable[T]], *, what: str) -> T:
-        """The entry; else what `ask` gives, kept. `what` it is of, for people.
+        """Return the entry of `key`. If there is none, return what `ask` gives, and keep it.
 
-        Raises `ReplayMissError` in a replay, and `StorageError` when it cannot be kept.
+        `what` names the entry in messages. Raises `ReplayMissError` for a missing entry of a replay, and `StorageError`
+        when an answer cannot be kept.
         """
         found = await self.get(key, kind)
         if found is not None:
@@ -92,15 +92,18 @@ class ScoreCache:
         return asked
 
     async def get(self, key: bytes, kind: type[T]) -> T | None:
-        """None where there is none, or one that cannot be used: it is dropped."""
+        """Return the entry of `key`; None if there is none. A damaged entry is dropped and counts as none."""
         return await self._run(lambda: self._read(key, kind))
 
     async def put(self, key: bytes, value: msgspec.Struct) -> None:
-        """Replaces one that is there."""
+        """Keep `value` under `key`, in place of an entry that is there."""
         await self._run(lambda: self._write(key, wire.encode(value)))
 
     async def _run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in the cache's thread. A cancelled caller waits for it too: the thread would go on without one."""
+        """Run `work` in the cache's thread, and return its result.
+
+        A caller that is cancelled still waits for it: the thread cannot be stopped, and must not outlive the cache.
+        """
         future = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             return await asyncio.shield(future)
@@ -126,11 +129,15 @@ class ScoreCache:
             ) from None
 
     def _create(self) -> None:
-        """Put an empty cache at the path, whole: runs that both made it there step by step would find it locked."""
+        """Make an empty cache elsewhere and link it to the path.
+
+        Two runs that both created it in its place would find it locked by each other.
+        """
         fresh = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
         try:
             self._connect(fresh).close()
-            with contextlib.suppress(OSError):  # another run was first, or there are no links here
+            # Another run was first, or the file system has no links. `_open` connects to whatever is there.
+            with contextlib.suppress(OSError):
                 os.link(fresh, self.path)
         finally:
             fresh.unlink(missing_ok=True)
@@ -168,5 +175,5 @@ class ScoreCache:
 
 
 def _checksum(key: bytes, value: bytes) -> bytes:
-    """A checksum of the value under its key: an entry at another's place is as wrong as a damaged one."""
+    """Return a checksum of value and key together: an entry under another's key is as wrong as a damaged one."""
     return hashlib.blake2b(key + value, digest_size=16).digest()

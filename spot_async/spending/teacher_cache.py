@@ -1,9 +1,13 @@
-"""What a run keeps of its teacher, under which keys, and the teacher of a replay, who is nothing but that.
+"""Keeps a run's teacher scores under the right keys, and replays them without a teacher.
 
 A score's key is a hash of the teacher, the tokens with the boundary of prompt and response, K, the temperature and the
-format. Which teacher: of a server that runs already, its configured name, the name it gives itself, and the vocabulary;
-of one that we start, the contents of its model directory and how it computes (type, the server's arguments). How a
-provider serves a model under its name (quantised, say) cannot be seen, so another provider is another cache file.
+format. The teacher is identified in one of two ways:
+
+* A server that runs already: by its configured name, the name it gives itself, and the vocabulary.
+* A server that we start: by the contents of its model directory and how it computes (type, the server's arguments).
+
+Nobody can see how a provider serves a model under its name (quantised, say), so use another cache file for another
+provider.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files t
 
 
 class TeacherCache:
-    """A run's view of a `ScoreCache`. Knows the teacher once `identify` or `recall` was called."""
+    """A run's view of a `ScoreCache`. `identify` must be called before `fetch`, since the teacher is in every key."""
 
     def __init__(self, cache: ScoreCache, teacher: TeacherConfig, files: ModelFiles) -> None:
         self.cache = cache
@@ -49,15 +53,15 @@ class TeacherCache:
         await self.cache.__aexit__()
 
     async def identify(self, said: Capabilities) -> None:
-        """The teacher was asked: what it says of itself is part of the keys, and kept for replays."""
-        own_name = None if self._is_ours else said.model  # of one of ours it is a path
+        """Tell the cache what the teacher says of itself. It becomes part of the keys, and is kept for replays."""
+        own_name = None if self._is_ours else said.model  # one of our servers gives a path, which may differ
         conventions = [said.logprob_convention, said.score_temperature]
         self._fingerprint = digest(self._identity, own_name, said.vocab_fingerprint, conventions)
         if not self.cache.is_replay:
             await self.cache.put(digest("capabilities", self._identity), said)
 
     async def recall(self) -> Capabilities:
-        """What the teacher said when it was last asked. Raises ConfigError when it never was."""
+        """Return what the teacher said of itself when it was last asked. Raises ConfigError when it never was."""
         said = await self.cache.get(digest("capabilities", self._identity), Capabilities)
         if said is None:
             raise ConfigError(
@@ -69,7 +73,10 @@ class TeacherCache:
     async def fetch(
         self, kind: type[T], asked: Sequence[IntArray | float], ask: Callable[[], Awaitable[T]], *, what: str
     ) -> T:
-        """The kept answer to what was `asked` (tokens, K, temperature), or that of `ask`, kept from now on."""
+        """Return the kept answer to `asked` (tokens, K, temperature). If there is none, call `ask` and keep its answer.
+
+        `what` names the scores in messages. Raises as `ScoreCache.fetch`.
+        """
         if self._fingerprint is None:
             raise RuntimeError("the teacher is not known yet: call `identify` first")
         plain = [each.astype(np.int32) if isinstance(each, np.ndarray) else each for each in asked]
@@ -77,7 +84,7 @@ class TeacherCache:
 
 
 class ReplayedTeacher:
-    """A teacher's backend in a run without the teacher. All that is asked of it is in the cache, or an error."""
+    """The teacher's backend in a replay. It starts nothing, and refuses every request, since stages ask the cache."""
 
     def __init__(self, cache: TeacherCache) -> None:
         self._cache = cache
@@ -110,7 +117,10 @@ class ReplayedTeacher:
 
 
 def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes | None) -> bytes:
-    """What the configuration and the files say of the teacher, before anybody is asked."""
+    """Return a digest of what the configuration and the files say of the teacher, before any server is asked.
+
+    `weights` is their digest, or None for a server that runs already.
+    """
     backend = teacher.backend
     return digest(
         backend.kind,
@@ -125,7 +135,7 @@ def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes |
 
 
 def _computation(teacher: TeacherConfig) -> list[Any]:
-    """What decides the numbers of a server of ours besides its weights, as far as settings know."""
+    """Return the settings of a server of ours that change its scores, besides the weights."""
     server = teacher.backend.servers()[0]
     launch = getattr(server, "launch", None)
     launched = None if launch is None else [launch.dtype, launch.arguments, launch.environment]
@@ -133,8 +143,9 @@ def _computation(teacher: TeacherConfig) -> list[Any]:
 
 
 def teacher_model(teacher: TeacherConfig) -> str:
-    """Which model writes, whoever serves it and however: of its directory the contents, of a server the name.
+    """Return a digest of the teacher's model, whichever server it has and however that computes.
 
+    It covers the contents of the model directory and, for an endpoint, the model's name and further fields of requests.
     Raises DataError when the weights cannot be read.
     """
     try:
@@ -147,7 +158,7 @@ def teacher_model(teacher: TeacherConfig) -> str:
 
 
 def weights_digest(directory: Path) -> bytes:
-    """A digest of a model directory's configuration and whole weight files. Takes about a second for each GB."""
+    """Return a digest of a model directory's configuration and whole weight files. Takes about a second per GB."""
     found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for path in sorted(each for each in directory.iterdir() if each.suffix in WEIGHT_SUFFIXES):
         with path.open("rb") as file:
