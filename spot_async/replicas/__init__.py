@@ -1,5 +1,6 @@
-"""The servers of one role as one: which of them a request goes to, how much each gets, and what happens when one fails.
+"""Makes the servers of one role look like one server. It knows no stage, and no server's dialect.
 
-What is decided (`router`, `concurrency_limit`, `life_cycle`) and counted (`occupancy`) is pure: no clock, no task, no
-socket. `pool` is the shell.
+A pool chooses the replica that a request goes to, limits how much each replica gets, and brings back those that fail.
+What decides (`router`, `concurrency_limit`, `life_cycle`) and what counts (`occupancy`) is pure: no clock, no task, no
+socket. `pool` is the shell around them.
 """

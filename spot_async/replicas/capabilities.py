@@ -1,4 +1,4 @@
-"""What a role's servers offer together, and whether they are the same model at all. Pure."""
+"""Combines what a role's servers offer, and checks that they serve the same model. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spot_async.types import Capabilities
 
 VOCABULARY = ("vocab_size", "vocab_fingerprint")
 MODEL = ("model", *VOCABULARY)
-OFFERS = (  # what policies and stages rely on, and no restart changes by itself
+OFFERS = (  # what policies and stages rely on; a restart alone changes none of it
     "max_top_k",
     "max_generation_top_k",
     "candidate_logprobs",
@@ -24,7 +24,10 @@ OFFERS = (  # what policies and stages rely on, and no restart changes by itself
 
 
 def check_same(expected: Capabilities, name: str, found: Capabilities, what: Sequence[str]) -> None:
-    """Raises ConfigError where a server is not the one that it was, or does not belong to the others of its role."""
+    """Raise ConfigError unless the server `name` agrees with `expected` in every field of `what`.
+
+    `expected` is what the server said earlier, or what another server of its role says.
+    """
     for each in what:
         if getattr(expected, each) != getattr(found, each):
             raise ConfigError(
@@ -34,9 +37,9 @@ def check_same(expected: Capabilities, name: str, found: Capabilities, what: Seq
 
 
 def check_no_less(before: Capabilities, name: str, found: Capabilities) -> None:
-    """Raises ConfigError where a server that returns offers less than what the run was started with.
+    """Raise ConfigError if a server that comes back offers less than it did when the run started.
 
-    One that is not whole yet may say so: what it will do again soon is then asked for later.
+    A server that is still starting may offer less for a moment. The caller enters it again later.
     """
     together = combined([before, found])
     for each in OFFERS:
@@ -48,7 +51,10 @@ def check_no_less(before: Capabilities, name: str, found: Capabilities) -> None:
 
 
 def combined(all_of: Sequence[Capabilities]) -> Capabilities:
-    """What every one of them offers, since any may be asked; the first one's word where that makes no sense."""
+    """Return what every server offers, since any of them may be asked.
+
+    Fields that cannot be combined, such as the model's name, are those of the first.
+    """
     first = all_of[0]
 
     def least(name: str) -> int:

@@ -1,30 +1,34 @@
-"""How many requests a replica may have at a time. Pure: additive increase, multiplicative decrease.
+"""Limits how many requests a replica has at a time, by additive increase and multiplicative decrease. Pure.
 
-The limit starts at the most that is allowed, where the stages' own limits decide. It comes down when the server says
-or shows that it has too much:
+The limit starts at the maximum (`serving.max_in_flight`), where only the stages' own limits matter. It comes down when
+the server says or shows that it has too much:
 
 * The server refuses a request (429, 503), or does not answer one in time. This counts at once.
-* Latency grows more than the load explains. Requests differ in length, so seconds per unit of work are compared (a unit
-  is a token for what generates or scores). Each `Errand.kind` has windows of many requests, and a baseline that follows
-  slowly. A server that batches may take longer for each request in proportion to the requests that it has. That is
-  a queue and costs no throughput, so it is no reason to lower the limit (`tune` finds the best place on that curve).
-  Growth beyond it does cost: memory no longer holds what is in flight, or others use the server too.
+* Latency grows more than the load explains. Requests differ in length, so seconds per unit of work are compared (the
+  unit is a token for requests that generate or score). They are compared for each `Errand.kind` separately: a window
+  of many requests against a baseline that follows slowly. On a server that batches, latency may grow in proportion to
+  the requests that it has. That is a queue and costs no throughput, so it is no reason to lower the limit (`tune` finds
+  the best place on that curve). Growth beyond that costs throughput: memory no longer holds what is in flight, or
+  others use the server too.
 
 Latency is only a sign, so it counts only where it means something:
 
-* A short request takes as long as whatever it is served beside. So a window counts only if its kind was a large part of
+* A short request takes as long as whatever is served beside it. So a window counts only if its kind was a large part of
   what the replica had to do.
-* One bad window may be a pause, such as for new weights. Two in a row are not, where the requests of the second were
-  sent after the first.
+* One bad window may be a pause, such as for new weights. Two in a row count, if the requests of the second were sent
+  after the first.
 
 Neither latency nor a time-out takes the limit below the number of slots that the server is known to have. A lower limit
-would leave slots empty, and a request that outlasts its deadline is often the last one in flight. A refusal may: the
-server knows better.
+would leave slots empty, and a request that outlasts its deadline is often the last one in flight. A refusal may take it
+lower, since the server knows better.
 
-Two rules are TCP's. The limit falls at most once per round trip, since requests sent before the last decrease say
-nothing of the load since. And it falls from what was in flight, since a limit that nobody reached says nothing: after a
-refusal from what was in flight then; for latency from the most that was in flight in the windows remembered, so that
-one burst does not meet the limit that the quiet end of the last one left.
+Two rules are TCP's:
+
+* The limit falls at most once per round trip, since requests sent before the last decrease say nothing of the load
+  after it.
+* It falls from what was in flight, since a limit that nobody reached says nothing. For a refusal that is what was in
+  flight then. For latency it is the most in flight over the last windows: the number at the quiet end of a burst would
+  be too low for the next one.
 """
 
 from __future__ import annotations
@@ -35,10 +39,10 @@ from typing import NamedTuple
 from spot_async.replicas.occupancy import Moment
 
 DECREASE = 0.7  # factor
-WINDOW_REQUESTS = 16  # at least, of one kind: fewer tell more about themselves than about the server
-GROWTH = 2.0  # factor of latency beyond what the load explains, which is a bad window
-MAIN_SHARE = 1 / 3  # share of what is in flight that a kind must have to count: at most three kinds can
-BASELINE_SHARE = 0.1  # weight of the newest window in the baseline, which so remembers about ten
+WINDOW_REQUESTS = 16  # smallest window: fewer requests tell more about themselves than about the server
+GROWTH = 2.0  # a window is bad from this many times the latency that the load explains
+MAIN_SHARE = 1 / 3  # a kind counts if it has this share of what is in flight; so at most three kinds count
+BASELINE_SHARE = 0.1  # weight of the newest window in the baseline, which thus remembers about ten windows
 
 
 class Decrease(NamedTuple):
@@ -48,7 +52,7 @@ class Decrease(NamedTuple):
     after: int
     in_flight: int  # that was too much
     reason: str
-    by_latency: bool = False  # a sign that we read, not a word of the server's: it costs nothing to be wrong about it
+    by_latency: bool = False  # by our own measurement, which may be wrong, and not by the server's word
 
 
 @dataclass(slots=True)
@@ -59,18 +63,19 @@ class _Window:
     requests: int = 0
     seconds: float = 0.0
     work: float = 0.0
-    busy_s: float = 0.0  # the replica's while it had each of them, summed: over `seconds`, the load that they saw
+    # The replica's request-seconds while it had each of them, summed. Divided by `seconds`: the mean load they saw.
+    busy_s: float = 0.0
     most_in_flight: int = 0
 
 
 @dataclass(slots=True)
 class _Baseline:
-    """What is known of a kind from its windows so far."""
+    """What the windows of one kind have shown so far."""
 
     seconds_per_work: float
     load: float  # mean in flight
-    most_in_flight: float  # lately
-    suspect: tuple[float, float] | None = None  # figures of the last window where they were bad
+    most_in_flight: float  # over the last windows; older ones fade
+    suspect: tuple[float, float] | None = None  # (seconds per work, load) of the last window if that was bad
 
     def follow(self, seconds_per_work: float, load: float) -> None:
         self.seconds_per_work += BASELINE_SHARE * (seconds_per_work - self.seconds_per_work)
@@ -81,7 +86,7 @@ class ConcurrencyLimit:
     """The limit of one replica."""
 
     def __init__(self, maximum: int) -> None:
-        self.slots = 1  # that the server is known to have
+        self.slots = 1  # how many the server is known to have
         self.decreases = 0
         self._maximum = maximum
         self._limit = float(maximum)
@@ -91,14 +96,18 @@ class ConcurrencyLimit:
 
     @property
     def value(self) -> int:
-        """The limit now: at least 1."""
+        """The limit now, at least 1."""
         return int(self._limit)
 
     def succeeded(self, kind: str, *, sent: Moment, now: Moment, work: int, in_flight: int) -> Decrease | None:
-        """A request of `kind` was answered; `in_flight` counts it."""
+        """Note that a request of `kind` was answered; return the decrease that this leads to, if any.
+
+        `work` is what the request amounted to, in tokens. `in_flight` includes the request itself.
+        """
         if sent.s < self._decreased_s:
             return None
-        if self._limit < self._maximum and in_flight >= self.value:  # else it was not the limit that went well
+        # Below the limit, a good answer says nothing about whether more would go well too.
+        if self._limit < self._maximum and in_flight >= self.value:
             self._limit = min(self._maximum, self._limit + 1.0 / self._limit)
         window = self._windows.get(kind)
         if window is None:
@@ -110,7 +119,7 @@ class ConcurrencyLimit:
         window.work += max(1, work)
         window.busy_s += now.busy_s - sent.busy_s
         window.most_in_flight = max(window.most_in_flight, in_flight)
-        if window.requests < max(WINDOW_REQUESTS, in_flight):  # a round trip of all that is in flight
+        if window.requests < max(WINDOW_REQUESTS, in_flight):  # a window is a round trip of all that is in flight
             return None
         self._windows[kind] = _Window(now)
         share_s = MAIN_SHARE * (now.busy_s - window.opened.busy_s)
@@ -119,11 +128,11 @@ class ConcurrencyLimit:
         return self._judge(kind, window, now.s)
 
     def refused(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
-        """A request was refused for now; `in_flight` counts it."""
+        """Note that the server refused a request for now; return the decrease that this leads to, if any."""
         return None if sent_s < self._decreased_s else self._decrease(1, now_s, in_flight, reason)
 
     def timed_out(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
-        """A request was not answered in time; `in_flight` counts it."""
+        """Note that a request was not answered in time; return the decrease that this leads to, if any."""
         return None if sent_s < self._decreased_s else self._decrease(self._known_slots, now_s, in_flight, reason)
 
     @property
@@ -139,13 +148,14 @@ class ConcurrencyLimit:
         explained = baseline.seconds_per_work * max(1.0, load / baseline.load)
         baseline.most_in_flight = max(window.most_in_flight, (1.0 - BASELINE_SHARE) * baseline.most_in_flight)
         is_bad, suspect = seconds_per_work > GROWTH * explained, baseline.suspect
-        if is_bad and suspect is None:  # a pause, perhaps: the next one says
+        if is_bad and suspect is None:  # perhaps only a pause: the next window decides
             baseline.suspect = (seconds_per_work, load)
             return None
         baseline.suspect = None
         if suspect is not None:
             baseline.follow(*suspect)
-        baseline.follow(seconds_per_work, load)  # bad ones too: pauses that keep coming are how this server is
+        # Bad windows count for the baseline too: pauses that keep coming are normal for this server.
+        baseline.follow(seconds_per_work, load)
         if not is_bad:
             return None
         reason = (

@@ -1,4 +1,4 @@
-"""How many requests a replica has, of all kinds and of each, and for how long it had them. Pure."""
+"""Counts the requests that a replica has, in all and of each kind, and for how long it had them. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """A time, as a request of one `Errand.kind` sees it. Differences of two moments, over their time, are means in
-    flight."""
+    """A replica's totals at one time. The mean in flight between two moments is the growth of `busy_s` per second."""
 
     s: float
-    busy_s: float  # times in flight until then, summed over all requests
-    kind_busy_s: float  # likewise, over those of the kind
+    busy_s: float  # seconds in flight until then, summed over all requests
+    kind_busy_s: float  # the same, summed over the requests of one `Errand.kind`
 
 
 @dataclass(slots=True)
 class _Count:
     requests: int = 0
-    offset_s: float = 0.0  # ends of the requests that have ended, less the beginnings of all
+    # The times at which requests ended, less the times at which all began: open ones need no list.
+    offset_s: float = 0.0
 
     def busy_s(self, now_s: float) -> float:
         return self.requests * now_s + self.offset_s
@@ -38,7 +38,10 @@ class Occupancy:
         return self._all.requests
 
     def busy_s(self, now_s: float) -> float:
-        """Seconds that all requests took together, those in flight included; mean in flight = its growth / elapsed."""
+        """Return the seconds that all requests took together, including those in flight.
+
+        Its growth over some time, divided by that time, is the mean number in flight.
+        """
         return self._all.busy_s(now_s)
 
     def began(self, kind: str, now_s: float) -> None:

@@ -1,6 +1,6 @@
-"""The servers of one role as one backend: leases for stages, weights, sleep, and a watch that brings servers back.
+"""Stands for all servers of a role as one backend: it leases them to stages, sends weights, and brings servers back.
 
-A thin shell: `dispatcher` grants leases, `weights` keeps versions, `supervisor` sees to a replica in trouble.
+It is a thin shell: `dispatcher` grants leases, `weights` keeps versions, `recovery` sees to a replica in trouble.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from spot_async.replicas.weights import Weights
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
 
-ATTACH_INTERVAL_S = 0.5  # between two looks for a server that is not there yet
-LAST_SLEEP_TIMEOUT_S = 30.0  # of a server in trouble
+ATTACH_INTERVAL_S = 0.5  # between two attempts to reach a server that is not there yet
+LAST_SLEEP_TIMEOUT_S = 30.0  # for a server in trouble, which may not answer any more
 
 
 class ReplicaPool(Generic[B]):
     """A `ServicePool`, `Backend`, `WeightSink`, `Sleeper` and `TrafficSource` of one or more replicas.
 
-    `watch` is what brings replicas back: keep it running. Without it one that fails stays out.
+    Keep `watch` running: it brings replicas back. Without it, a replica that fails stays out.
     """
 
     def __init__(
@@ -44,15 +44,18 @@ class ReplicaPool(Generic[B]):
         are_ours: bool = True,
         rate_limit: RateLimiter | None = None,
     ) -> None:
-        """`factories`, by the replica's name, make a backend that is not entered yet; entering a new one starts its
-        server again, or attaches to it. `are_ours`: they start servers, and each start counts as a restart."""
+        """Make a pool that is not entered yet.
+
+        `factories` make each replica's backend, by the replica's name. Entering a backend starts its server, or
+        attaches to it. `are_ours`: entering starts servers, so that entering again counts as a restart.
+        """
         self.role = role
         self._serving = serving or ServingConfig()
         self._are_ours = are_ours
         self._made = {name: (make, make()) for name, make in factories.items()}
         self._replicas: list[Replica[B]] = []
         self._dispatcher = Dispatcher(self._replicas, rate_limit)
-        self._moved = asyncio.Event()  # a replica has changed its state
+        self._moved = asyncio.Event()  # set when a replica changes its state
         self._weights = Weights(self._replicas, self._dispatcher, self._moved)
         self._awake = asyncio.Event()
         self._awake.set()
@@ -60,7 +63,7 @@ class ReplicaPool(Generic[B]):
         self._asleep: list[Replica[B]] = []
 
     async def __aenter__(self) -> Self:
-        """Start all of them. One that cannot be started ends the others."""
+        """Start all servers, or attach to them. If one cannot be started, the others are ended."""
         most = self._serving.max_in_flight
         for name, (make, backend) in self._made.items():
             self._replicas.append(Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved))
@@ -77,7 +80,10 @@ class ReplicaPool(Generic[B]):
         return self
 
     async def _enter(self, replica: Replica[B]) -> Capabilities:
-        """Start it, or attach to it, for the first time. Raises ConfigError where nothing answers at its address."""
+        """Start one server, or attach to it, for the first time; return what it offers.
+
+        Raises ConfigError where nothing answers at its address.
+        """
         loop, waits, is_told = asyncio.get_running_loop(), self._tell_of_wait is not None, False
         longest_s = self._serving.recovery_timeout_s
         until_s = loop.time() + (longest_s if waits else 0.0)
@@ -114,30 +120,30 @@ class ReplicaPool(Generic[B]):
 
     @property
     def backends(self) -> dict[str, B]:
-        """What stands for each replica now, by its name: to ask every server for itself."""
+        """The backend that stands for each replica now, by name. It is for asking every server itself."""
         return {replica.name: replica.backend for replica in self._replicas}
 
     @property
     def waiting(self) -> int:
-        """Requests that no replica can take yet."""
+        """How many requests wait, because no replica can take them yet."""
         return len(self._dispatcher)
 
     @property
     def traffic(self) -> Traffic:
-        """The traffic of all servers together, those that were left included."""
+        """The traffic of all servers together, including servers that were left."""
         total = Traffic()
         for replica in self._replicas:
             add_traffic(total, replica.traffic)
         return total
 
     def tell_of_limits(self, tell: Callable[[str], None]) -> None:
-        """`tell` gets a line for people when a server's limit is lowered, or it asks to be left alone for long."""
+        """Call `tell` with a line for people when a server's limit is lowered, or a server asks for a long pause."""
         self._dispatcher.warn = tell
 
     def wait_for_servers(self, tell: Callable[[str], None]) -> None:
-        """At the start, wait `recovery_timeout_s` for servers at an address to be there; `tell` gets a line for people.
+        """Let entering wait `recovery_timeout_s` for servers at an address; `tell` gets a line for people.
 
-        Otherwise one that is not there fails the start at once.
+        Without this call, a server that is not there fails the start at once.
         """
         self._tell_of_wait = tell
 
@@ -145,21 +151,21 @@ class ReplicaPool(Generic[B]):
         return await self._dispatcher.lease(errand)
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        """What all of them offer together."""
+        """Return what all servers offer."""
         return combined(await gather(replica.backend.capabilities(deadline=deadline) for replica in self._replicas))
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Send weights to all that serve, at the same time.
+        """Send weights to all replicas that serve, at the same time.
 
-        One that misses them gets no requests until it has them. Where all refuse them, all go on with the old ones, and
-        the first refusal is raised. Where all are lost, waits for one to come back, until `deadline` (loop time).
+        A replica that misses them gets no requests until it has them. If all refuse them, all go on with the old ones,
+        and the first refusal is raised. If all are lost, wait for one to come back, until `deadline` (loop time).
         """
         await self._weights.update(snapshot, deadline=deadline)
 
     async def watch(self) -> None:
-        """Run for as long as there are servers, and see to those in trouble.
+        """Bring replicas back until this is cancelled.
 
-        Raises `ProcessDiedError` where one of ours ended too often and there is no other, `SpotError` where none has
+        Raises `ProcessDiedError` when the last server of ours ended too often, and `SpotError` when no server has
         served for `recovery_timeout_s`.
         """
         supervisors = [
@@ -175,9 +181,9 @@ class ReplicaPool(Generic[B]):
         return any(_sleeps(replica.backend) for replica in self._replicas)
 
     async def sleep(self, *, deadline: float) -> None:
-        """Put all servers to sleep, also one that is coming back. Raises what one that serves raises."""
+        """Put all servers to sleep, those that are coming back too. Raises what a server that serves raises."""
         self._awake.clear()
-        self._moved.set()  # none need be there now: who waits for one stops counting
+        self._moved.set()  # while servers sleep, none has to serve: `_watch_for_none` stops its clock
         await gather(self._sleep(replica, deadline) for replica in self._replicas)
 
     async def _sleep(self, replica: Replica[B], deadline: float) -> None:
@@ -188,13 +194,13 @@ class ReplicaPool(Generic[B]):
                 self._asleep.append(replica)
                 await replica.backend.sleep(deadline=deadline)
                 return
-            with contextlib.suppress(RequestError):  # it may be beyond sleeping
+            with contextlib.suppress(RequestError):  # it is in trouble already, and may not answer
                 soon = min(deadline, asyncio.get_running_loop().time() + LAST_SLEEP_TIMEOUT_S)
                 await replica.backend.sleep(deadline=soon)
                 self._asleep.append(replica)
 
     async def wake(self, *, deadline: float) -> None:
-        """Wake all servers. One that does not wake is brought back as if it had failed; raises when none wakes."""
+        """Wake all servers. One that does not wake is brought back as if it had failed. Raises when none wakes."""
         asleep, self._asleep = self._asleep, []
         try:
             errors = await gather(_wake(replica, deadline) for replica in asleep)
@@ -209,7 +215,7 @@ class ReplicaPool(Generic[B]):
             replica.report(Trouble.RESTARTED, error)
 
     async def _watch_for_none(self) -> None:
-        """Raises `SpotError` once no replica has served for too long."""
+        """Raise `SpotError` once no replica has served for `recovery_timeout_s`."""
         while True:
             self._moved.clear()
             if self._has_server:
@@ -225,7 +231,7 @@ class ReplicaPool(Generic[B]):
 
     @property
     def _has_server(self) -> bool:
-        """Whether some replica is alive, or none need be now."""
+        """Whether a replica is alive, or none has to be, since all sleep."""
         return not self._awake.is_set() or any(replica.life.state in ALIVE for replica in self._replicas)
 
     def _why_none(self) -> str:
@@ -247,7 +253,7 @@ def _sleeps(backend: object) -> bool:
 async def _wake(replica: Replica[B], deadline: float) -> RequestError | None:
     async with replica.entering:
         if not (replica.is_entered and isinstance(replica.backend, Sleeper)):
-            return None  # it was left meanwhile
+            return None  # it was left meanwhile, so there is nothing to wake
         try:
             await replica.backend.wake(deadline=deadline)
         except RequestError as error:

@@ -1,8 +1,8 @@
-"""Sees to one replica for as long as the run goes on: notices its trouble, and brings it back.
+"""Notices when a replica is in trouble, and brings it back, for as long as the run goes on.
 
-A replica that ended or froze loses what it has in flight at once, so that other replicas get it. One that froze is
-given `stall_s` to thaw: what it holds in memory is worth more than a fresh start. Else its backend object is left,
-which ends a server of ours for good, and a new one is entered, compared with the first and sent the newest weights.
+A replica that ended or froze loses its requests at once, so that other replicas get them. One that froze has `stall_s`
+to thaw, since what it holds in memory is worth more than a fresh start. Otherwise its backend object is left, which
+ends a server of ours for good. A new one is entered, compared with the first, and sent the newest weights.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, Replica, Report, Trouble
 from spot_async.replicas.weights import Weights
 
-LONGEST_PING_S = 10.0  # for a machine that swaps
+LONGEST_PING_S = 10.0  # long enough for a machine that swaps
 PING_INTERVAL_S = 1.0
-FIRST_PAUSE_S = 1.0  # between attempts to enter it; doubles
+FIRST_PAUSE_S = 1.0  # between attempts to enter it; doubles each time, up to the longest
 LONGEST_PAUSE_S = 30.0
-LAST_WORDS_S = 10.0  # SGLang looks for its reasons for five
+LAST_WORDS_S = 10.0  # for a dying server to say why; SGLang takes five to find out
 RESTARTS_WITHIN_S = 3600.0
 
 
 class Supervisor(Generic[B]):
-    """Looks after one replica. `are_ours`: entering its backend starts a server."""
+    """Looks after one replica."""
 
     def __init__(
         self,
@@ -54,7 +54,10 @@ class Supervisor(Generic[B]):
         *,
         are_ours: bool,
     ) -> None:
-        """`others` are all of the role's; while it is not `awake`, what the servers run on is somebody else's."""
+        """`others` are all replicas of the role. `awake` is clear while the trainer uses the servers' devices.
+
+        `are_ours`: entering the backend starts a server.
+        """
         self._replica = replica
         self._others = others
         self._weights = weights
@@ -65,7 +68,10 @@ class Supervisor(Generic[B]):
         self._log = structlog.get_logger().bind(replica=replica.name)
 
     async def run(self) -> None:
-        """Bring the replica back as often as it fails. Raises `ProcessDiedError` when the last may not start again."""
+        """Bring the replica back as often as it fails.
+
+        Raises `ProcessDiedError` when it has no restart left, and no other replica of the role has either.
+        """
         while True:
             report = await self._next_trouble()
             self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
@@ -93,12 +99,12 @@ class Supervisor(Generic[B]):
             self._replica.report(Trouble.ENDED, error)
 
     async def _watch_answers(self) -> None:
-        """Ping it whenever there is reason to; a ping that fails is trouble."""
+        """Ping the replica whenever there is reason to. A failed ping is reported as trouble, and ends this."""
         life = self._replica.life
         while True:
             await self._replica.needs_ping(self._serving.stall_s)
             connections_failed = life.state is State.SUSPECT
-            if life.state is State.SERVING:  # it had something in flight and answered nothing
+            if life.state is State.SERVING:  # it has had requests and answered none for `stall_s`
                 life.move(State.SUSPECT, _now_s())
             error = await self._ping(unknown_is_well=not connections_failed)
             if connections_failed and life.failed_trial:
@@ -110,11 +116,14 @@ class Supervisor(Generic[B]):
             self._replica.showed_life(_now_s())
             if life.state is State.SUSPECT:
                 life.move(State.HALF_OPEN if connections_failed else State.SERVING, _now_s())
-            elif life.state is State.HALF_OPEN:  # what is on trial takes long, and that is all
+            elif life.state is State.HALF_OPEN:  # it answers pings, so the request on trial just takes long
                 life.move(State.SERVING, _now_s())
 
     async def _ping(self, *, unknown_is_well: bool) -> SpotError | None:
-        """The error of a failed ping. A backend without pings passes, or fails with the last error seen of it."""
+        """Ping the replica; return the error of a failed ping.
+
+        A backend that has no pings passes if `unknown_is_well`. Otherwise the last error seen of it is returned.
+        """
         backend = self._replica.backend
         if not isinstance(backend, HealthCheck):
             return None if unknown_is_well else self._replica.last_error
@@ -139,7 +148,11 @@ class Supervisor(Generic[B]):
             replica.take_back(reason, is_lost=False)
 
     async def _explained(self, report: Report) -> Report:
-        """The true cause of trouble: connections to a server of ours fail before it has ended; its end says more."""
+        """Return the true cause of trouble.
+
+        When a server of ours dies, its connections fail before its process has ended, and the end says why. So wait for
+        that a little.
+        """
         if not self._are_ours or report.trouble is not Trouble.SILENT or _is_frozen(report):
             return report
         try:
@@ -152,7 +165,10 @@ class Supervisor(Generic[B]):
         return report
 
     async def _serves_as_it_is(self, report: Report) -> bool:
-        """Whether the same backend object can go on: one that thawed, or only missed weights."""
+        """Bring the replica back with its backend object as it is; return whether that worked.
+
+        It can work for a server that thaws, and for one that only missed weights.
+        """
         replica = self._replica
         replica.life.move(State.RECOVERING, _now_s())
         if not (_is_frozen(report) or report.trouble is Trouble.BEHIND):
@@ -161,7 +177,7 @@ class Supervisor(Generic[B]):
             async with asyncio.timeout(self._serving.stall_s):
                 while (error := await self._ping(unknown_is_well=True)) is not None:
                     if not isinstance(error, DeadlineExceededError):
-                        return False  # gone for good, such as a process that was killed while it was stopped
+                        return False  # it will not thaw, such as a process that was killed while it was stopped
                     await asyncio.sleep(PING_INTERVAL_S)
             replica.showed_life(_now_s())
             async with self._awake_throughout():
@@ -170,7 +186,7 @@ class Supervisor(Generic[B]):
             return False
         except (BudgetSpentError, StorageError):
             raise
-        except SpotError as error:  # also such as says that it must be started again
+        except SpotError as error:  # among others, it may say itself that it must be started again
             self._log.warning("replica took no weights", error=str(error))
             return False
         replica.life.move(State.HALF_OPEN, _now_s())
@@ -185,7 +201,7 @@ class Supervisor(Generic[B]):
                 async with self._awake_throughout():
                     await self._enter()
                     await self._weights.catch_up(self._replica)
-            except (BudgetSpentError, StorageError):  # which no other server can change
+            except (BudgetSpentError, StorageError):  # starting the server again would change neither
                 raise
             except SpotError as again:
                 self._log.warning("replica cannot be entered", error=str(again), attempt=attempt)
@@ -208,7 +224,7 @@ class Supervisor(Generic[B]):
 
     @contextlib.asynccontextmanager
     async def _awake_throughout(self) -> AsyncIterator[None]:
-        """Wait until the servers are awake, and keep them so inside: who wants them to sleep waits for the end."""
+        """Wait until the servers are awake, and keep them awake inside: `sleep` waits for the same lock."""
         while True:
             await self._awake.wait()
             async with self._replica.entering:
@@ -217,8 +233,10 @@ class Supervisor(Generic[B]):
                     return
 
     async def _leave(self) -> None:
-        """The old one, which may be beyond saying farewell. What was taken back first has its time to end: a request
-        may still have to tell the server that nobody waits for it."""
+        """Leave the old backend object, which may fail, since its server may be gone.
+
+        Requests that were taken back get some time to end first: they may still tell the server to stop working.
+        """
         try:
             async with asyncio.timeout(self._serving.stall_s):
                 await self._replica.until_idle()
@@ -230,7 +248,7 @@ class Supervisor(Generic[B]):
             self._log.warning("replica was left with an error", error=str(error))
 
     async def _take_a_restart(self, error: SpotError) -> None:
-        """Count one. Without any left, end the run, or stay out of it for good where others serve."""
+        """Count a restart. If none is left, raise when this was the last replica, else wait here until the run ends."""
         now_s = _now_s()
         while self._restarts_s and self._restarts_s[0] <= now_s - RESTARTS_WITHIN_S:
             self._restarts_s.popleft()

@@ -1,15 +1,15 @@
-"""Which replica a request goes to. Pure: the replicas' loads are passed in, and the memory is of sessions alone.
+"""Chooses the replica that a request goes to. Pure: loads are passed in, and it remembers nothing but sessions.
 
-* A session's requests go to its home, the replica that answered its first one and holds their common prefix.
-* A new session's home is the replica that got the fewest of the last new sessions, for what it may have in flight. What
-  is in flight at the moment only breaks ties: most of what a session will ask comes later, so choosing by that sends
-  all new sessions to the same replica for a while, and then to another (measured on the load of a recorded run, three
-  times over, two replicas: 1.4 times the throughput of one, against 1.97).
-* A session moves to the least loaded replica, for good, when its home does not serve, or is overtaken: it has more than
-  twice what the least loaded one has and `SLACK` requests more. Servers differ in speed, and sessions in length. Two to
-  three requests in a hundred move where one replica is twice as fast as the other, and next to none between equal ones.
-* One request goes elsewhere while its home is full and another is not; the session stays. So does one whose home failed
-  it before. A replica that failed the request before is the last choice, but better than none.
+* A session's requests go to its home: the replica that got its first one and holds their common prefix.
+* A new session gets the home that had the fewest of the last new sessions, relative to its limit. What is in flight
+  now only breaks ties, because most of a session's requests come later. Choosing by it sends all new sessions to one
+  replica for a while, and then to another. (Measured on a recorded run's load, two replicas, three repetitions: 1.4
+  times the throughput of one, against 1.97.)
+* A session moves for good, to the least loaded replica, when its home does not serve or is overloaded: it has more than
+  twice the load of the least loaded one and `SLACK` requests more. Servers differ in speed, and sessions in length. Two
+  to three requests in a hundred move where one replica is twice as fast as the other, and next to none between equals.
+* A single request goes elsewhere, while the session stays, if the home is full and another replica is not, or if the
+  home failed this request before. A replica that failed a request is the last choice for it, but better than none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
-SESSIONS = 1 << 14  # remembered; more than a run has prompts at a time, and 2 MiB
-NEW_SESSIONS = 128  # the last ones, that are divided evenly
-OVERTAKEN = 2.0  # times the load of the least loaded
-SLACK = 8
+SESSIONS = 1 << 14  # how many are remembered: more than a run has prompts at a time, in 2 MiB
+NEW_SESSIONS = 128  # how many of the last new ones are divided evenly
+OVERTAKEN = 2.0  # a home loses its session above so many times the load of the least loaded,
+SLACK = 8  # and so many requests more
 
 
 class Load(Protocol):
-    """One replica that serves, as far as it matters here."""
+    """What the router sees of a replica that serves."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +35,7 @@ class Load(Protocol):
 
     @property
     def most_in_flight(self) -> int:
-        """How much it may have now; at least 1 for one that serves."""
+        """The limit on its requests now, at least 1."""
         ...
 
 
@@ -43,16 +43,20 @@ L = TypeVar("L", bound=Load)
 
 
 class Router:
-    """Remembers where the last sessions went, the longest unused one forgotten first."""
+    """Chooses replicas, and remembers the homes of the sessions that were used last."""
 
     def __init__(self, sessions: int = SESSIONS) -> None:
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._sessions = sessions
-        self._newest: deque[str] = deque()  # homes of the newest sessions, and how often each is among them
+        # The homes of the newest sessions, and how often each is among them.
+        self._newest: deque[str] = deque()
         self._new_at: Counter[str] = Counter()
 
     def choose(self, session: str | None, serving: Sequence[L], avoid: Collection[str] = ()) -> L | None:
-        """The replica for a request, one of those that serve; None when all of them are full."""
+        """Return the replica for a request, one of those that serve; None when all of them are full.
+
+        `avoid` names the replicas that failed the request before.
+        """
         free = [each for each in serving if each.in_flight < each.most_in_flight]
         if not free:
             return None
@@ -63,7 +67,7 @@ class Router:
         return home if home in wanted else min(wanted, key=_load)
 
     def _home(self, session: str, serving: Sequence[L]) -> L:
-        """The home of a session among the replicas that serve."""
+        """Return the home of a session among the replicas that serve, and remember it."""
         least = min(serving, key=_load)
         name = self._homes.get(session)
         home = next((each for each in serving if each.name == name), None)

@@ -1,6 +1,7 @@
-"""Which weights a role's replicas are to hold, and sending them: to all that serve at once, to others as they return.
+"""Sends weights to a role's replicas: to all that serve at once, and to others as they come back.
 
-One that misses an update is out of rotation until it has confirmed the newest; requests never see older ones.
+A replica that misses an update is out of rotation until it has confirmed the newest weights, so that no request ever
+sees older ones.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})
 
 
 class Weights(Generic[B]):
-    """The weights of one role's replicas. `moved` is set whenever a replica changes its state."""
+    """The weights that one role's replicas must hold. `moved` is set whenever a replica changes its state."""
 
     def __init__(self, replicas: list[Replica[B]], dispatcher: Dispatcher[B], moved: asyncio.Event) -> None:
         self._replicas = replicas
         self._dispatcher = dispatcher
-        self._newest: WeightSnapshot | None = None  # None: what the servers hold by themselves
+        self._newest: WeightSnapshot | None = None  # None: those that the servers started with
         self._moved = moved
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Send new weights to all replicas that serve, and report those that miss them.
 
-        Where none takes them and some refuse, the first refusal is raised, and the old weights stay the newest. Where
-        none serves, or all are lost, wait until one comes back.
+        If none takes them and some refuse, raise the first refusal; the old weights then stay the newest. If none
+        serves, or all are lost, wait until one comes back, until `deadline` (loop time).
         """
         before = self._newest
         self._set_newest(snapshot)
@@ -64,12 +65,12 @@ class Weights(Generic[B]):
         await self._until_one_serves(deadline)
 
     async def catch_up(self, replica: Replica[B]) -> None:
-        """Send a replica that is out of rotation what it lacks, also what becomes newest meanwhile."""
+        """Send the newest weights to a replica that is out of rotation, until it holds those that are newest then."""
         while self._newest is not None and replica.life.version != self._newest.version:
             await _send(replica, self._newest, _now_s() + WEIGHT_UPDATE_TIMEOUT_S)
 
     async def _update(self, replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> RequestError | None:
-        """Send weights to one replica; returns the error with which it refused them. One that is lost is reported."""
+        """Send weights to one replica; return the error with which it refused them. A lost replica is reported."""
         replica.life.move(State.UPDATING, _now_s())
         try:
             await _send(replica, snapshot, deadline)
@@ -79,7 +80,7 @@ class Weights(Generic[B]):
             if not _got_no_reply(error):
                 return error
             replica.report(Trouble.BEHIND, error)
-        except ProcessDiedError as error:  # it says itself that it must be started again
+        except ProcessDiedError as error:  # the backend itself says that its server must be started again
             replica.report(Trouble.ENDED, error)
         else:
             if replica.life.state is State.UPDATING:
@@ -102,9 +103,10 @@ class Weights(Generic[B]):
 
 
 async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> None:
-    """Send weights under a lease, so that a replica which freezes meanwhile is noticed, and the sending ended.
+    """Send weights to a replica, under a lease, so that a freeze is noticed and ends the sending.
 
-    The directory stays meanwhile: the others may be two steps further by then, and the trainer prune old weights.
+    The directory is locked meanwhile: other replicas may be two steps further by then, and the trainer would delete
+    these weights.
     """
     with in_use(Path(snapshot.directory)):
         async with HeldLease(replica, Errand("weight update", ()), _now_s(), is_request=False) as backend:
@@ -116,7 +118,7 @@ async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) 
 
 
 def _got_no_reply(error: RequestError) -> bool:
-    """Whether the connection failed, or was never made: the server may be gone."""
+    """Whether the connection failed, or was never made. Then the server may be gone."""
     if not isinstance(error, TransientError) or isinstance(error, DeadlineExceededError):
         return False
     return error.exchange is not None and error.exchange.status is None
