@@ -1,1 +1,1 @@
-"""Measures a student on benchmarks: prompts, responses, verdicts, figures. It starts no server."""
+"""Measures a student on benchmarks: asks for responses, has them judged, and computes figures. It starts no server."""

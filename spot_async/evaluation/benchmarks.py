@@ -1,6 +1,6 @@
-"""What an evaluation asks: each benchmark's problems, rendered in its format, with its limits and its verifier.
+"""Prepares the benchmarks of an evaluation: their problems rendered as prompts, their limits and their verifiers.
 
-Everything here is read from files before anything starts. Evaluation always uses the student's own chat template.
+Everything is read from files, before anything starts. Prompts always use the student's own chat template.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from spot_async.evaluation.formats import WorkedExamples, gold_index, order_choi
 from spot_async.models.files import ModelFiles
 from spot_async.types import Problem
 
-LETTERS_ALONE = ("boxed_match", "math_verify")  # verifiers that compare with the answer and know no options
+LETTERS_ALONE = ("boxed_match", "math_verify")  # verifiers that know no options, so that only the letter is right
 EXAMPLES = BenchmarkConfig.model_fields["example_count"].default  # the paper's
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A set of problems as the student is asked them."""
+    """A set of problems as the student is asked them, and how the responses are judged."""
 
     name: str
-    sources: Sequence[PromptSource]  # in its format
+    sources: Sequence[PromptSource]  # one per problem, rendered in the benchmark's format
     samples: int
     max_response_tokens: int
     verifier: PluginSettings | None  # None where nothing is judged
-    writes_outputs: bool = False  # a file for AlpacaEval's own tool
+    writes_outputs: bool = False  # whether it writes a file for AlpacaEval's own tool
     in_macro: bool = True
-    note: str | None = None  # what is special about it
-    counts: Mapping[str, int] = field(default_factory=dict)  # of its rows: read, dropped by reason
+    note: str | None = None  # what people must know who compare its figures
+    counts: Mapping[str, int] = field(default_factory=dict)  # rows of its file: read, and dropped by reason
     reads_clock: bool = False  # whether the prompts have today's date in them
-    warning: str | None = None  # of settings that are allowed, and hardly meant
+    warning: str | None = None  # about settings that are allowed, but hardly meant
     problems: Sequence[Problem] = ()  # as its file has them
-    vocab_limit: int | None = None  # of sampling, as in training (`SamplingSettings`)
+    vocab_limit: int | None = None  # `SamplingSettings.vocab_limit`, as in training
 
     @property
     def key(self) -> str:
-        """The key of the configuration that describes it."""
+        """The configuration key that describes it."""
         return "evaluation" if self.name == ONLY else f"evaluation.benchmarks.{self.name}"
 
 
 def plan_benchmarks(config: Config, student: ModelFiles, vocab_limit: int | None = None) -> list[Benchmark]:
-    """Every benchmark of the `evaluation` section. Raises ConfigError or DataError, with the key to change."""
+    """Return every benchmark of the `evaluation` section. Raises ConfigError or DataError, with the key to change."""
     assert config.evaluation is not None
     planned = (_plan(name, each, config, config.evaluation, student) for name, each in config.evaluation.sets().items())
     return [replace(each, vocab_limit=vocab_limit) for each in planned]
 
 
 def check_eval_every(config: Config, iterations: int) -> None:
-    """Whether a run of so many iterations is evaluated during training, where it asks for that. Raises ConfigError."""
+    """Raise ConfigError if `evaluation.eval_every` is longer than the whole run."""
     every = 0 if config.evaluation is None else config.evaluation.eval_every
     if every > iterations:
         raise ConfigError(
@@ -108,7 +108,10 @@ def _plan(
 
 
 def _check_verifier(verifier: PluginSettings, problems: Sequence[Problem], settings: BenchmarkConfig, key: str) -> None:
-    """Raises ConfigError where it judges options, and a problem has none, so that each response would be wrong."""
+    """Raise ConfigError if the verifier judges letters of options, and a problem has none.
+
+    Every response to such a problem would count as wrong.
+    """
     if verifier.kind != "multiple_choice" or settings.format == "multiple_choice":
         return
     for problem in problems:
@@ -132,7 +135,7 @@ def _letters_alone(verifier: PluginSettings | None, settings: BenchmarkConfig, k
 
 
 def _formatted(problems: Sequence[Problem], settings: BenchmarkConfig, seed: int, key: str) -> list[Problem]:
-    """The texts and golds of a format."""
+    """Return the problems with the texts and answers that the benchmark's format gives them."""
     if settings.format != "multiple_choice":
         return list(problems)
     if settings.order_choices:
@@ -147,7 +150,7 @@ def _formatted(problems: Sequence[Problem], settings: BenchmarkConfig, seed: int
 def _rendered(
     problems: Sequence[Problem], renderer: PromptRenderer, student: ModelFiles, max_tokens: int, key: str
 ) -> list[PromptSource]:
-    """All of them: leaving out those that are too long would be another benchmark."""
+    """Return all prompts. Raises ConfigError if one is too long: without it, this would be another benchmark."""
     room = student.max_context_tokens - max_tokens
     sources = render_all(problems, renderer)
     too_long = sum(len(source.token_ids) > room for source in sources)
@@ -162,7 +165,7 @@ def _rendered(
 
 
 def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: PromptConfig) -> str | None:
-    """What people who compare figures must know: what its format brings, and what it sets otherwise than the others."""
+    """Return what people must know who compare figures: facts of its format, and settings of its own."""
     facts, changes = _facts(settings, evaluation), _changes(settings, evaluation, prompt)
     if changes and evaluation.preset is not None:
         changes[0] = f"not as preset {evaluation.preset}: {changes[0]}"
@@ -204,6 +207,6 @@ def _changes(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: Pr
 
 
 def _judged_by(verifier: PluginSettings) -> str:
-    """The verifier in words: its name, and settings that may change verdicts and are not its defaults."""
+    """Return the verifier in words: its name, and the settings that may change verdicts and are not defaults."""
     special = verifier.model_dump(mode="json", exclude_defaults=True, exclude={"kind", *verifier.WITHOUT_EFFECT})
     return ", ".join([f"judged by {verifier.kind}", *(f"{name} {value}" for name, value in special.items())])

@@ -1,8 +1,8 @@
-"""The figures of an evaluation, and the file that holds them: `evaluation.json`, which `compare` reads.
+"""Defines the figures of an evaluation and their file `evaluation.json`, which `compare` reads. It computes none.
 
 A benchmark's figures are those of its problems; `macro` is the unweighted mean over benchmarks (method.md section 6).
-The counts of correct responses are kept per problem, so whoever compares two evaluations can pair and resample
-problems without the responses. Which responses there are, and what they were judged to be, is decided elsewhere.
+Correct responses are counted per problem, so that two evaluations can be compared problem by problem, and resampled,
+without the responses.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ FIGURES_FORMAT = 1  # raised when the file can no longer be read as before
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean, and its standard error over problems; None of a single problem, which has no spread."""
+    """A mean and its standard error over problems; the error is None for a single problem, which has no spread."""
 
     value: float
     standard_error: float | None
 
     @classmethod
     def over_problems(cls, values: npt.ArrayLike) -> Estimate:
-        """The mean of `values` (problems,), with its standard error."""
+        """Return the mean of `values` (problems,) with its standard error."""
         return cls(
             value=float(np.mean(np.asarray(values, dtype=np.float64))), standard_error=finite(standard_error(values))
         )
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a set of problems, all with the same number of samples."""
+    """The figures of a set of problems that all have the same number of samples."""
 
     problems: int
     samples: int  # responses per problem: the n of Avg@n, and the largest k of Pass@k
-    tokens: int  # of all responses
-    mean_tokens: Estimate  # of a response
-    truncated: float  # share of the responses that ended at the longest length, in [0, 1]
-    verdicts: dict[str, int]  # responses of each class, all classes; empty where nothing is judged
+    tokens: int  # in all responses together
+    mean_tokens: Estimate  # per response
+    truncated: float  # share of the responses that were cut off at the longest length, in [0, 1]
+    verdicts: dict[str, int]  # responses by verdict, with every verdict; empty where nothing is judged
     avg: Estimate | None = None  # Avg@n; None where nothing is judged
     pass_at: dict[int, Estimate] = {}  # Pass@k by k, unbiased
 
@@ -52,17 +52,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 class BenchmarkFigures(Figures, frozen=True, kw_only=True):
     """The figures of one benchmark."""
 
-    note: str | None = None  # what is special about it; belongs beside the figures
-    tiers: dict[str, Figures] = {}  # of the parts that its problems name
+    note: str | None = None  # what people must know who compare the figures
+    tiers: dict[str, Figures] = {}  # figures of each tier that its problems name
     correct: dict[str, int] = {}  # correct responses of each problem (of `samples`), by its id
 
 
 class MacroFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Unweighted means over benchmarks, which are independent: their errors add in squares."""
+    """Unweighted means over benchmarks. These are independent, so their errors add in squares."""
 
     benchmarks: list[str]
     avg: Estimate
-    pass_at: dict[int, Estimate]  # of every k that all of them have
+    pass_at: dict[int, Estimate]  # Pass@k for every k that all benchmarks have
 
 
 class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,9 +71,9 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FIGURES_FORMAT
     model: str  # directory that was evaluated
     model_fingerprint: str  # equal for equal weights
-    settings: dict[str, Any]  # everything else that decides the responses and verdicts, by key
-    settings_fingerprint: str  # equal for equal settings: figures that may be compared
-    benchmarks: dict[str, BenchmarkFigures]  # `problems` for the only one of `evaluation.problems`
+    settings: dict[str, Any]  # everything else that decides responses and verdicts, by configuration key
+    settings_fingerprint: str  # equal for equal settings, and then the figures may be compared
+    benchmarks: dict[str, BenchmarkFigures]  # by name; the set in `evaluation.problems` is called `problems`
     macro: MacroFigures | None  # None where no benchmark is judged
     tokens: int  # of all benchmarks together, like the next two
     truncated: float
@@ -81,7 +81,7 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_figures(path: Path) -> EvaluationFigures:
-    """Raises DataError for a file that is missing, damaged, or newer than this program."""
+    """Return the contents of `evaluation.json`. Raises DataError if it is missing, damaged, or of a newer program."""
     try:
         data = path.read_bytes()
         found = msgspec.json.decode(data, type=dict[str, Any]).get("format")

@@ -1,9 +1,8 @@
-r"""What a problem of a benchmark looks like to the student, and to the verifier, beyond the plain text and answer.
+r"""Formats the problems of benchmarks: multiple choice, worked examples, and AlpacaEval's outputs.
 
-Multiple choice: options get letters in an order that depends on the seed and on the options' texts alone, not on the
-file's order (dumps of one benchmark order them differently) and not on the problem's place. Worked examples come first,
-as part of the same message. The answer is asked for in a box, as everywhere; what counts as the right letter is
-`verification/multiple_choice.py`.
+Options get letters in an order that depends only on the seed and the options' texts. It does not depend on the file's
+order, since copies of one benchmark order options differently, nor on the problem's place. Worked examples come first
+in the same message. The answer is asked for in a box, as everywhere; `verification/multiple_choice.py` judges it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from spot_async.errors import DataError
 from spot_async.types import Problem
 
 QUESTIONS = "The following are multiple choice questions about {category}, with their answers."
-# What worked solutions of published sets end with and start with; the box takes its place.
+# The usual end and start of worked solutions in published sets. They are cut off, since the box says the same.
 _CLOSING = re.compile(
     r"\s*(?:so,? |thus,? |therefore,? )?the (?:correct )?answer is:? *\(?[A-Z]\)?\.?\s*$", re.IGNORECASE
 )
@@ -29,9 +28,9 @@ _OPENING = re.compile(r"^\s*A:\s*")
 
 
 def order_choices(problem: Problem, seed: int, key: str) -> Problem:
-    """The problem with its options in seeded order, and the letter that the right one has there.
+    """Return the problem with its options in seeded order, and the right one's new letter as its answer.
 
-    Raises DataError for a problem that is none with options.
+    Raises DataError for a problem without options.
     """
     gold = problem.choices[gold_index(problem, key)]
     choices = sorted(problem.choices)
@@ -40,7 +39,7 @@ def order_choices(problem: Problem, seed: int, key: str) -> Problem:
 
 
 def gold_index(problem: Problem, key: str) -> int:
-    """Which option is right, by its letter. Raises DataError, naming `key` and the problem, where none is."""
+    """Return the index of the right option. Raises DataError, naming `key` and the problem, if there is none."""
     if not 2 <= len(problem.choices) <= len(ascii_uppercase):
         raise DataError(
             f"{key}: problem {problem.id!r} has {len(problem.choices)} options; format=multiple_choice needs 2 to 26: "
@@ -55,7 +54,7 @@ def gold_index(problem: Problem, key: str) -> int:
 
 
 def with_options(problem: Problem, key: str) -> Problem:
-    """The options as lines below the question. Raises DataError for a problem that is none with options."""
+    """Return the problem with its options as lines below the question. Raises DataError if it has no options."""
     gold_index(problem, key)
     return msgspec.structs.replace(problem, text=f"{problem.text.strip()}\n{options_text(problem)}")
 
@@ -67,7 +66,10 @@ def options_text(problem: Problem) -> str:
 
 
 def worked_example(problem: Problem, key: str) -> str:
-    """An answered question of the same form; its options keep the order that its solution speaks of."""
+    """Return an example: a question in the same form, with solution and answer.
+
+    Its options keep their order, since the solution may name their letters.
+    """
     letter = ascii_uppercase[gold_index(problem, key)]
     if not problem.solution:
         raise DataError(f"{key}: example {problem.id!r} has no worked solution: name its column in fields.solution")
@@ -76,10 +78,10 @@ def worked_example(problem: Problem, key: str) -> str:
 
 
 class WorkedExamples:
-    """The worked examples that questions are shown, by category."""
+    """The worked examples that stand before questions, by category."""
 
     def __init__(self, examples: Sequence[Problem], count: int, key: str) -> None:
-        """`examples` keep their order; the first `count` of a category are used."""
+        """Take the first `count` of each category's `examples`, in their order. `key` is for messages."""
         by_category: Mapping[str | None, list[Problem]] = defaultdict(list)
         for example in examples:
             by_category[example.category].append(example)
@@ -90,7 +92,7 @@ class WorkedExamples:
         self._count, self._key = count, key
 
     def before(self, problem: Problem) -> Problem:
-        """The question behind the examples of its category. Raises DataError where those are too few."""
+        """Return the problem with the examples of its category before it. Raises DataError if they are too few."""
         gold_index(problem, self._key)
         texts = self._texts.get(problem.category, [])
         if len(texts) < self._count:
@@ -105,7 +107,7 @@ class WorkedExamples:
 def outputs_of(
     problems: Sequence[Problem], responses: Sequence[str], *, generator: str, dataset: str
 ) -> list[dict[str, str]]:
-    """The outputs file of AlpacaEval, which its own tool judges; `generator` is what it calls the model."""
+    """Return the rows of AlpacaEval's outputs file, which its own tool judges. It calls the model `generator`."""
     return [
         {
             "instruction": problem.text,

@@ -1,7 +1,7 @@
-"""What decides the responses and verdicts of an evaluation: the model's files and the settings, as plain values.
+"""Identifies an evaluation by everything that decides its responses and verdicts: the model's files and the settings.
 
-Two evaluations with equal identities are the same one (so a killed one can be continued); with equal settings they are
-the same measurement of two models (so their figures can be compared).
+Two evaluations with equal identities are the same one, so that a killed one can be continued. Two with equal settings
+are the same measurement of two models, so that their figures can be compared.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import PROMPTS, Identity
 
 BLOCK_BYTES = 1 << 16
-BLOCKS = 64  # of one file are looked at: few suffice, since training changes all of a model's weights
+BLOCKS = 64  # how many blocks of a file are hashed: few suffice, since training changes all of a model's weights
 
 
 def identity_of(config: Config, benchmarks: Sequence[Benchmark], model: Path) -> Identity:
-    """The identity of an evaluation of the weights in `model`."""
+    """Return the identity of an evaluation of the weights in `model`."""
     return Identity(
         model=model_fingerprint(model),
         backend=config.student.backend.kind,
@@ -31,7 +31,7 @@ def identity_of(config: Config, benchmarks: Sequence[Benchmark], model: Path) ->
 
 
 def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """All settings that decide the figures, by key: the same however the model is served."""
+    """Return all settings that decide the figures, by key. How the model is served is not among them."""
     evaluation = config.evaluation
     assert evaluation is not None
     settings: dict[str, Any] = {
@@ -54,7 +54,7 @@ def settings_fingerprint(settings: dict[str, Any]) -> str:
 
 
 def prompts_fingerprint(benchmark: Benchmark) -> str:
-    """A digest of everything that is asked and of every gold answer, in order."""
+    """Return a digest of all prompts and answers of a benchmark, in order."""
     digest = hashlib.sha256()
     for source in benchmark.sources:
         problem = source.problem
@@ -64,7 +64,7 @@ def prompts_fingerprint(benchmark: Benchmark) -> str:
 
 
 def model_fingerprint(directory: Path) -> str:
-    """A digest of a model directory: names, sizes and evenly spread blocks of its files. Raises DataError."""
+    """Return a digest of a model directory: names, sizes and evenly spread blocks of its files. Raises DataError."""
     digest = hashlib.sha256()
     try:
         for path in sorted(each for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")):

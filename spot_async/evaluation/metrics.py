@@ -1,8 +1,7 @@
-"""Figures of an evaluation from a table of right and wrong answers.
+"""Computes Avg@n and Pass@k from a table of right and wrong answers. Pure.
 
-`correct` is always (problems, samples) bool, every problem with the same number of samples; for pass@k, counts of
-correct ones are enough. Errors are over problems, the unit that benchmarks differ in, so each figure comes per problem.
-Generating and judging the answers happens elsewhere.
+`correct` is always (problems, samples) bool. Functions return a value per problem, since standard errors are over
+problems: those of a benchmark are a sample of all that it could ask.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from spot_async.types import Float64Array
 
 
 def avg_at_k_per_problem(correct: npt.ArrayLike) -> Float64Array:
-    """Share of correct samples of each problem, (problems,)."""
+    """Return the share of correct samples of each problem, (problems,)."""
     return np.asarray(_table(correct).mean(axis=1))
 
 
 def pass_at_k_per_problem(correct: npt.ArrayLike, k: int) -> Float64Array:
-    """Unbiased pass@k of each problem, (problems,). Raises `ValueError` as `pass_at_k_of_counts`."""
+    """Return the unbiased pass@k of each problem, (problems,). Raises `ValueError` as `pass_at_k_of_counts`."""
     table = _table(correct)
     return pass_at_k_of_counts(table.sum(axis=1), table.shape[1], k)
 
 
 def pass_at_k_of_counts(counts: npt.ArrayLike, samples: int, k: int) -> Float64Array:
-    """Probability that k of a problem's n samples drawn without replacement hold a correct one.
+    """Return the probability that k of a problem's n samples, drawn without replacement, hold a correct one.
 
-    `1 - C(n - c, k) / C(n, k)` for each count c of correct samples, of any shape: the unbiased estimate of pass@k, with
-    k = 1 the share of correct ones, and for k = n the plain "solved at least once". The binomials are exact integers,
-    so no n overflows and nothing cancels.
+    This is the unbiased estimate of pass@k: `1 - C(n - c, k) / C(n, k)` for each count c of correct samples, in an
+    array of any shape. For k = 1 it is the share of correct ones, for k = n "solved at least once". The binomials are
+    exact integers, so that no n overflows and nothing cancels.
 
     Raises `ValueError` unless 1 <= k <= n and all counts are from 0 to n.
     """
@@ -46,7 +45,7 @@ def pass_at_k_of_counts(counts: npt.ArrayLike, samples: int, k: int) -> Float64A
 
 
 def standard_error(per_problem_values: npt.ArrayLike) -> float:
-    """Standard error of the mean over problems (ddof 1); NaN for a single problem, which has no spread."""
+    """Return the standard error of the mean over problems (ddof 1); NaN for a single problem, which has no spread."""
     values = np.asarray(per_problem_values, dtype=np.float64)  # (problems,)
     if values.size < 2:
         return math.nan

@@ -1,9 +1,11 @@
-"""Judged responses on disk: appended while an evaluation goes on, sorted once it is complete.
+"""Keeps an evaluation's judged responses on disk, so that a killed evaluation can be continued.
 
-While it goes on they are in `evaluation.jsonl.partial`, in the order in which they were judged, behind a header that
-says what they belong to. A killed evaluation leaves that file, perhaps with a torn last line, and whoever continues it
-asks only for what is missing. What is complete is `evaluation.jsonl`: in the order of benchmarks, problems and samples,
-so its bytes do not depend on interruptions. Figures and what identifies an evaluation are computed elsewhere.
+While the evaluation goes on, it appends them to `evaluation.jsonl.partial` in the order in which they were judged. The
+first line there says what they belong to. A killed evaluation leaves this file, perhaps with a torn last line; whoever
+continues it asks only for what is missing.
+
+A complete evaluation has them in `evaluation.jsonl`, in the order of benchmarks, problems and samples. So its bytes do
+not depend on interruptions. Figures and identities are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from spot_async.types import FinishReason, Verdict
 
 T = TypeVar("T")
 
-PROMPTS = "prompts"  # of `Identity.settings`: no key of the configuration, but a digest of what a benchmark asks
-LOG_FORMAT = 1  # raised when a file can no longer be continued
-SYNC_EVERY = 64  # responses that a power failure may cost; a killed process loses only those under way
+# The key in `Identity.settings` of a digest of what a benchmark asks. The configuration has no such key.
+PROMPTS = "prompts"
+LOG_FORMAT = 1  # raised when this program can no longer continue older files
+SYNC_EVERY = 64  # so many responses a power failure may cost; a killed process loses only those in flight
 
 
 class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One response of an evaluation; one line of its JSONL file."""
+    """One response of an evaluation, which is one line of its JSONL file."""
 
     benchmark: str = "problems"
     problem_id: str
@@ -45,7 +48,7 @@ class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseKey(NamedTuple):
-    """Which response it is."""
+    """Names one response of an evaluation."""
 
     benchmark: str
     problem_id: str
@@ -53,26 +56,26 @@ class ResponseKey(NamedTuple):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What responses belong to: the first line of the partial file. Others are never mixed with them."""
+    """What the responses of a file belong to: its first line. Responses of other identities are never added to it."""
 
     format: int = LOG_FORMAT
-    model: str  # fingerprint of its files
-    backend: str  # kind of the student's backend: servers round differently, and draw differently from equal seeds
-    settings: dict[str, Any]  # by key of the configuration
+    model: str  # fingerprint of the model's files
+    backend: str  # its kind, since servers round differently, and draw different tokens from equal seeds
+    settings: dict[str, Any]  # by configuration key
 
 
 class PartialFile(NamedTuple):
     """What `read_partial` found."""
 
-    identity: Identity | None  # None where not even the header is whole: nothing was judged
+    identity: Identity | None  # None if not even the first line is whole, and so nothing was judged
     responses: list[JudgedResponse]
-    whole_bytes: int  # up to here all lines are whole
+    whole_bytes: int  # the length of the whole lines
 
 
 def read_partial(data: bytes, name: str = "partial file") -> PartialFile:
-    """The whole lines of a partial file; what follows the last line break was torn by a kill and is left out.
+    """Return the whole lines of a partial file. A kill may have torn what follows the last line break.
 
-    Raises DataError naming the line for whole ones that are no responses.
+    Raises DataError, which names the line, for a whole line that is no response.
     """
     whole_bytes = data.rfind(b"\n") + 1
     lines = data[:whole_bytes].split(b"\n")[:-1]
@@ -93,7 +96,7 @@ def _decode(line: bytes, kind: type[T], where: str, remedy: str) -> T:
 
 
 def check_same(found: Identity, wanted: Identity, name: str) -> None:
-    """Raises DataError with the first thing that differs, what it was and what it is now."""
+    """Raise DataError unless the identities are equal; it names the first difference, as it was and as it is now."""
     differences: list[tuple[str, Any, Any]] = [
         ("format of the file", found.format, wanted.format),
         ("student.model", found.model, wanted.model),
@@ -110,7 +113,7 @@ def check_same(found: Identity, wanted: Identity, name: str) -> None:
 
 
 def _difference(key: str, was: Any, now: Any, found: Identity, wanted: Identity) -> str:
-    """In words: digests say nothing, and a benchmark that is new or gone has no settings on one side."""
+    """Return a difference in words. Digests are not shown, and a benchmark may have settings on one side only."""
     owner, _, last = key.rpartition(".")
     if key == "student.model":
         return "the files of student.model are not those it was begun with"
@@ -133,16 +136,16 @@ class ResponseLog:
     """The responses of one evaluation in a run directory."""
 
     def __init__(self, directory: RunDirectory, name: str, identity: Identity) -> None:
-        """`name` is that of the complete file."""
+        """`name` is the complete file's, such as `evaluation.jsonl`."""
         self._directory = directory
         self._name, self._partial = name, f"{name}.partial"
         self.identity = identity
         self._unsynced = 0
 
     def open(self) -> dict[ResponseKey, JudgedResponse]:
-        """Begin, or continue what is there: the responses that need not be asked for again.
+        """Begin the file, or continue the one that is there; return the responses that it holds already.
 
-        Raises DataError where those belong to another model or other settings.
+        Raises DataError if they belong to another model or other settings.
         """
         path = self._directory.path / self._partial
         data = path.read_bytes() if path.exists() else b""
@@ -153,12 +156,13 @@ class ResponseLog:
             os.truncate(path, found.whole_bytes)
         if found.identity is None:
             self._directory.append(self._partial, [self.identity])
-        return {response.key: response for response in reversed(found.responses)}  # of equal ones the first
+        # Reversed, so that the first of two responses with the same key counts.
+        return {response.key: response for response in reversed(found.responses)}
 
     def check(self) -> None:
-        """Raises DataError where what is there is damaged, or belongs to another model or other settings.
+        """Raise DataError if the file is damaged, or belongs to another model or other settings.
 
-        As `open` does, which comes only once servers have started.
+        `open` would raise the same, but only after servers have started.
         """
         path = self._directory.path / self._partial
         if path.exists():
@@ -167,19 +171,19 @@ class ResponseLog:
                 check_same(found, self.identity, str(path))
 
     async def append(self, response: JudgedResponse) -> None:
-        """One more; it outlives this process at once, and the machine with the next SYNC_EVERY of them."""
+        """Write one more response. It outlives a kill at once, and a power failure after the next SYNC_EVERY."""
         self._directory.append(self._partial, [response])
         self._unsynced += 1
         if self._unsynced >= SYNC_EVERY:
             self._unsynced = 0
-            await asyncio.to_thread(self._sync)  # a disk may take its time; the loop has none
+            await asyncio.to_thread(self._sync)  # a disk may take long, and must not block the loop
 
     def complete(self, responses: Iterable[JudgedResponse]) -> None:
         """Write the complete file, in the order given."""
         write_whole(self._directory, self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in responses))
 
     def read_complete(self) -> dict[ResponseKey, JudgedResponse]:
-        """The complete file. Raises DataError where it is gone, or with the line that is damaged."""
+        """Return the responses of the complete file. Raises DataError if it is gone, or naming a damaged line."""
         path = self._directory.path / self._name
         try:
             lines = enumerate(path.read_bytes().splitlines(), start=1)
@@ -189,7 +193,7 @@ class ResponseLog:
         return {response.key: response for response in responses}
 
     def discard_partial(self) -> None:
-        """Once all that is made of the responses is written."""
+        """Delete the partial file. Called once everything that follows from the responses is written."""
         (self._directory.path / self._partial).unlink(missing_ok=True)
 
     def _sync(self) -> None:
@@ -202,7 +206,7 @@ class ResponseLog:
 
 
 def count_kept(path: Path) -> int:
-    """Responses in the complete file `path`, or in the one that it has before it is complete."""
+    """Return the number of responses in the file `path`, or in its partial file while it is not complete."""
     if path.exists():
         return path.read_bytes().count(b"\n")
     partial = path.with_name(f"{path.name}.partial")
@@ -210,7 +214,7 @@ def count_kept(path: Path) -> int:
 
 
 def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
-    """A file that is there with all of `data`, or not (anew) at all. Raises StorageError."""
+    """Write a file as a whole: after a failure it is as it was before. Raises StorageError."""
     path, new = directory.path / name, directory.path / f".{name}.new"
     try:
         with new.open("wb") as file:

@@ -1,4 +1,4 @@
-"""All responses of an evaluation in memory, and the figures that follow from them. Pure."""
+"""Computes the figures of an evaluation from all its responses. Pure."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from spot_async.types import BoolArray, Float64Array, Verdict
 class BenchmarkResult:
     """The responses to one benchmark's problems."""
 
-    tiers: tuple[str | None, ...] = field(repr=False)  # of each problem
-    responses: tuple[tuple[JudgedResponse, ...], ...] = field(repr=False)  # problems x samples
+    tiers: tuple[str | None, ...] = field(repr=False)  # (problems,)
+    responses: tuple[tuple[JudgedResponse, ...], ...] = field(repr=False)  # (problems, samples)
     name: str = "problems"
-    pass_k: tuple[int, ...] = ()  # that its figures have besides the number of samples
+    pass_k: tuple[int, ...] = ()  # the k of Pass@k to report, besides the number of samples
     is_judged: bool = True
     in_macro: bool = True
-    note: str | None = None  # what is special about it
+    note: str | None = None  # what people must know who compare its figures
 
     @property
     def correct(self) -> BoolArray:
-        """(problems, samples)"""
+        """Whether each response is correct, (problems, samples)."""
         return np.array([[r.verdict is Verdict.CORRECT for r in row] for row in self.responses], dtype=np.bool_)
 
     @property
@@ -48,15 +48,15 @@ class BenchmarkResult:
         return len(self.responses[0])
 
     def tier_names(self) -> list[str]:
-        """The tiers, in order of appearance."""
+        """Return the tiers, in order of appearance."""
         return list(dict.fromkeys(tier for tier in self.tiers if tier is not None))
 
     def in_tier(self, tier: str) -> BoolArray:
-        """(problems,)"""
+        """Return whether each problem is in a tier, (problems,)."""
         return np.array([tier in (ALL_TIERS, each) for each in self.tiers], dtype=np.bool_)
 
     def figures(self, tier: str = ALL_TIERS) -> Figures:
-        """Figures of the problems of a tier."""
+        """Return the figures of the problems of a tier."""
         rows = [row for row, is_in in zip(self.responses, self.in_tier(tier), strict=True) if is_in]
         responses = [response for row in rows for response in row]
         common = Figures(
@@ -80,7 +80,7 @@ class BenchmarkResult:
         )
 
     def benchmark_figures(self) -> BenchmarkFigures:
-        """Everything that `evaluation.json` says of it."""
+        """Return everything that `evaluation.json` says of the benchmark."""
         whole = self.figures()
         counts = self.correct.sum(axis=1).tolist() if self.is_judged else []
         return BenchmarkFigures(
@@ -93,7 +93,7 @@ class BenchmarkResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """All benchmarks of one evaluation; one that has no name of its own where `evaluation.problems` gives the only."""
+    """The responses to all benchmarks of one evaluation."""
 
     benchmarks: tuple[BenchmarkResult, ...]
 
@@ -103,17 +103,17 @@ class EvaluationResult:
 
     @property
     def overall(self) -> str:
-        """The row of the table that stands for everything."""
+        """The name of the table's row for everything."""
         return ALL_TIERS if self.is_single else MACRO
 
     def row_names(self) -> list[str]:
-        """The rows of the table: tiers of a single benchmark or names of several, and last the row for all."""
+        """Return the names of the table's rows: the tiers of a single benchmark, or several benchmarks; last, all."""
         if self.is_single:
             return [*self.benchmarks[0].tier_names(), ALL_TIERS]
         return [*(benchmark.name for benchmark in self.benchmarks), *([MACRO] if self._in_macro else [])]
 
     def figures(self, row: str | None = None) -> Figures:
-        """Figures of one row of the table, or of all problems."""
+        """Return the figures of one row of the table; without a name, of the row for everything."""
         row = row or self.overall
         if self.is_single:
             return self.benchmarks[0].figures(row)
@@ -134,7 +134,7 @@ class EvaluationResult:
         )
 
     def macro(self) -> MacroFigures | None:
-        """Unweighted mean over the benchmarks that count for it; None where none does."""
+        """Return the unweighted means over the benchmarks with `in_macro` that are judged; None if there is none."""
         members = [benchmark.correct for benchmark in self._in_macro]
         if not members:
             return None
@@ -168,7 +168,7 @@ class EvaluationResult:
     def evaluation_figures(
         self, *, model: str, model_fingerprint: str, settings: dict[str, Any], settings_fingerprint: str
     ) -> EvaluationFigures:
-        """The contents of `evaluation.json`."""
+        """Return the contents of `evaluation.json`."""
         return EvaluationFigures(
             model=model,
             model_fingerprint=model_fingerprint,
@@ -183,7 +183,11 @@ class EvaluationResult:
 
 
 def paired_change(before: EvaluationResult, after: EvaluationResult, row: str) -> tuple[float, float]:
-    """Change of Avg@n on the same problems, and its standard error over them; of the mean, over benchmarks alike."""
+    """Return the change of Avg@n in one row of the table, and its standard error.
+
+    The change is paired: it is taken problem by problem, on the same problems. For the mean over benchmarks it is their
+    mean change.
+    """
     if before.is_single:
         return _change(before.benchmarks[0], after.benchmarks[0], row)
     pairs = list(zip(before.benchmarks, after.benchmarks, strict=True))
@@ -202,12 +206,12 @@ def _change(before: BenchmarkResult, after: BenchmarkResult, tier: str) -> tuple
 
 
 def reported(pass_k: Sequence[int], samples: int) -> list[int]:
-    """The k of Pass@k that so many samples allow; theirs is always one."""
+    """Return the k of Pass@k that so many samples allow. The number of samples itself is always one of them."""
     return sorted({k for k in pass_k if k <= samples} | {samples})
 
 
 def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
-    """Unweighted; without an error as soon as one has none."""
+    """Return the unweighted mean of independent estimates. It has no error if one of them has none."""
     errors = [each.standard_error for each in estimates]
     known = [error for error in errors if error is not None]
     return Estimate(
@@ -217,11 +221,11 @@ def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def verdict_counts(responses: Sequence[JudgedResponse]) -> dict[str, int]:
-    """How often each verdict of a judged response came up, those that never did included; empty where none was."""
+    """Return how often each verdict was given, including those never given; empty if nothing was judged."""
     counts = Counter(response.verdict for response in responses if response.verdict is not None)
     return {verdict.value: counts[verdict] for verdict in Verdict if verdict is not Verdict.UNJUDGED} if counts else {}
 
 
 def truncated_share(responses: Sequence[JudgedResponse]) -> float:
-    """The share of responses that were cut off at their longest length."""
+    """Return the share of responses that were cut off at the longest length."""
     return sum(response.finish_reason == "length" for response in responses) / len(responses)

@@ -1,8 +1,8 @@
-"""Samples responses to each benchmark's problems and has them judged.
+"""Samples responses to the benchmarks' problems, and has them judged.
 
-Protocol of method.md section 6: one seed per (problem, sample), the same whatever else is evaluated beside it. A
-response without evidence after a second try counts as not correct, and is counted. What is asked is decided in
-`benchmarks.py`, what the responses amount to in `results.py`.
+The protocol is that of method.md section 6. Each (problem, sample) has its own seed, whatever else is evaluated beside
+it. A response that the verifier could not judge, even when asked again, counts as not correct, and is reported as such.
+`benchmarks.py` decides what is asked, `results.py` computes the figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Job = tuple[int, int, int]  # benchmark, problem, sample
 
 
 async def _nowhere(response: JudgedResponse) -> None:
-    """For evaluations that nobody keeps."""
+    """Keep nothing: the default of `evaluate(keep=...)`."""
 
 
 async def evaluate(
@@ -45,7 +45,7 @@ async def evaluate(
     known: Mapping[ResponseKey, JudgedResponse] | None = None,
     keep: Callable[[JudgedResponse], Awaitable[None]] = _nowhere,
 ) -> EvaluationResult:
-    """Run one evaluation.
+    """Run one evaluation, and return its responses.
 
     `verifiers` maps benchmark names to verifiers; responses to a benchmark without one are not judged. Responses in
     `known` are not sampled again; every new one is given to `keep`. `on_stages` is called once at the start,
@@ -82,7 +82,7 @@ async def evaluate(
 
 
 class ResponseSampler:
-    """Samples one response at a time and has it judged; `stages` are those that it asks."""
+    """Samples a response and has it judged. `stages` are the stages that it asks."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ResponseSampler:
         )
 
     async def sample(self, job: Job) -> JudgedResponse:
-        """The response to one job; its verdict is None where the benchmark has no verifier."""
+        """Return the judged response of one job; its verdict is None if the benchmark has no verifier."""
         b, j, i = job
         benchmark = self._benchmarks[b]
         problem, prompt_ids = benchmark.sources[j].problem, benchmark.sources[j].token_ids
@@ -150,7 +150,7 @@ class ResponseSampler:
 def collected(
     benchmarks: Sequence[Benchmark], judged: Mapping[ResponseKey, JudgedResponse], pass_k: Sequence[int]
 ) -> EvaluationResult:
-    """All responses in the order of benchmarks, problems and samples, whatever order they came in."""
+    """Return all responses in the order of benchmarks, problems and samples, whatever order they came in."""
     wanted = reported_k(benchmarks, pass_k)
     return EvaluationResult(
         tuple(
@@ -172,14 +172,14 @@ def collected(
 
 
 def reported_k(benchmarks: Sequence[Benchmark], pass_k: Sequence[int]) -> dict[str, list[int]]:
-    """The k of Pass@k that figures have, by judged benchmark; those of the mean over benchmarks included."""
+    """Return the k of Pass@k to report, by judged benchmark, including those that the mean over benchmarks needs."""
     judged = [benchmark for benchmark in benchmarks if benchmark.verifier is not None]
     of_mean = {min(each.samples for each in members)} if (members := [each for each in judged if each.in_macro]) else ()
     return {benchmark.name: reported([*pass_k, *of_mean], benchmark.samples) for benchmark in judged}
 
 
 def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:
-    """The keys of all responses that a complete evaluation has."""
+    """Return the keys of all responses that a complete evaluation has."""
     return {
         ResponseKey(benchmark.name, source.problem.id, i)
         for benchmark in benchmarks
@@ -189,7 +189,7 @@ def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:
 
 
 def _jobs(benchmarks: Sequence[Benchmark]) -> Iterator[Job]:
-    """Every response that the benchmarks ask for: first benchmark first, its problems in order."""
+    """Return every response that the benchmarks ask for: first benchmark first, its problems in order."""
     for b, benchmark in enumerate(benchmarks):
         for j in range(len(benchmark.sources)):
             for i in range(benchmark.samples):
