@@ -1,1 +1,1 @@
-"""Everything a run writes, and reading it back. It decides nothing about the run."""
+"""Knows the files of a run directory, writes them and reads them back. It decides nothing about the run."""

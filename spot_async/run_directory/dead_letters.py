@@ -1,4 +1,4 @@
-"""What is kept of a prompt that was given up: one line of `dead_letters.jsonl`, enough to see why."""
+"""Makes the line of `dead_letters.jsonl` that a prompt leaves when it is given up. It says enough to see why."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ FILE_NAME = "dead_letters.jsonl"
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything but the reason may be missing: not every failure got as far as a request."""
+    """One line of `dead_letters.jsonl`.
+
+    Everything but the reason may be missing, since a prompt may fail before it sends a request.
+    """
 
     ordinal: int = -1
     problem_id: str = ""
     stage: str | None = None
-    failure: str = ""  # class: permanent, throttled, transient or poisoned
-    error: str = ""  # its name in `errors.py`
+    failure: str = ""  # permanent, throttled, transient or poisoned
+    error: str = ""  # the error's name in `errors.py`
     reason: str = ""
-    attempts: int = 1  # sendings of the request
+    attempts: int = 1  # how often the request was sent
     endpoint: str | None = None
-    request: dict[str, Any] | None = None  # method, path, bytes and body; long lists and texts cut
-    reply: dict[str, Any] | None = None  # status and head of the body
+    request: dict[str, Any] | None = None  # method, path, bytes and body, with long lists and texts cut
+    reply: dict[str, Any] | None = None  # status and the beginning of the body
 
 
 def dead_letter(prompt: Prompt, error: RequestError) -> DeadLetter:
-    """The record of a prompt whose request failed for good."""
+    """Return the record of a prompt whose request failed for good."""
     exchange = error.exchange
     letter = DeadLetter(
         ordinal=prompt.ordinal,
@@ -58,7 +61,7 @@ def dead_letter(prompt: Prompt, error: RequestError) -> DeadLetter:
 
 
 def described(letters: Sequence[DeadLetter]) -> str:
-    """How many prompts were given up, over what, and where to read on: one line."""
+    """Return one line for people: how many prompts were given up, why, and where to read on."""
     kinds = Counter(f"{each.failure} failures at {each.stage}" if each.stage else each.failure for each in letters)
     said = ", ".join(f"{count} over {kind}" for kind, count in kinds.most_common() if kind)
     return f"{counted(len(letters), 'prompt')} given up{f' ({said})' if said else ''}: {FILE_NAME}"

@@ -1,4 +1,4 @@
-"""Where a run writes, and in which form. Everything in it is complete up to the last finished iteration.
+"""Creates, locks and writes a run directory. Its files are complete up to the last finished iteration.
 
 run.json                 format of this directory, and what wrote it
 .lock                    held by the run or evaluation that writes here, with its process id
@@ -6,15 +6,15 @@ config.yaml              the resolved configuration; `train` reads it back
 metrics.jsonl            one line per iteration
 samples.jsonl            one line per trained trajectory: what the policy saw
 trace.json               when what ran, for ui.perfetto.dev
-spending.jsonl           what endpoints with prices were asked and paid, so far
-stall-report.txt         what the run waits for, of one that stalled or was asked
+spending.jsonl           what was sent to endpoints with prices, and what that cost so far
+stall-report.txt         what the run waits for; written when it stalls, or when a person asks
 dead_letters.jsonl       prompts given up for good, with the reason
-evaluation-*.jsonl       every judged response: before, after, and of each evaluation in between (000020); of one that
-                         was stopped the ones there are, as evaluation-*.jsonl.partial
+evaluation-*.jsonl       every judged response of an evaluation: before, after, and in between (000020)
+evaluation-*.jsonl.partial  those of an evaluation that was stopped
 evaluation-*.json        the figures that follow from them
-summary.json             figures of the table
+summary.json             the figures of the table at the run's end
 weights/step-000012/     published students; `student` points to the newest
-weights/best-000010/     the best of those evaluated; `best` points to it
+weights/best-000010/     the best student of those evaluated; `best` points to it
 logs/                    the run's own events, and one log per child process
 """
 
@@ -44,28 +44,28 @@ from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.models.weight_files import complete_directory, delete_weights
 
-DECIMALS = 6  # of numbers in arrays: what people read
-RUN_FORMAT = 1  # of a run directory; raised when its files can no longer be read as before
+DECIMALS = 6  # of numbers in arrays, which people read
+RUN_FORMAT = 1  # raised when a run directory's files can no longer be read as before
 
-# What a training run leaves before anything came of it. What paid endpoints were asked (spending.jsonl) is a result.
+# Files of a training run that has no results yet. spending.jsonl is not one: what was paid for counts as a result.
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
               "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
 
-# Events of the run's log that say, with a `reason`, why it does not come to its end.
+# Events in the run's log whose `reason` says why the run did not come to its end.
 ENDS_EARLY, STALLED = "ends early", "stalled"
 
 CONFIGS = "configs"
-TIME_NAME = re.compile(r"\d{8}-\d{6}")  # of `TIME_FORMAT`
+TIME_NAME = re.compile(r"\d{8}-\d{6}")  # matches what `TIME_FORMAT` writes
 TIME_FORMAT = "%Y%m%d-%H%M%S"
 
 Purpose = Literal["train", "eval"]
 
 
 def name_of(config: Path) -> str:
-    """What a configuration's runs are called: its file's name, below a directory `configs` with the folders between.
+    """Return what a configuration's runs are called: the name of its file, or of its run for one in a run directory.
 
-    Recipes of several tables are called alike: `configs/paper/table2/full.yaml` is `paper-table2-full`. The resolved
-    configuration in a run directory keeps the name of its run.
+    Below a directory `configs` the folders in between are part of the name, since recipes of different tables have
+    equal file names: `configs/paper/table2/full.yaml` is `paper-table2-full`.
     """
     if config.name == "config.yaml" and (config.parent / "run.json").exists():
         return name_of_run(config.parent)
@@ -75,7 +75,7 @@ def name_of(config: Path) -> str:
 
 
 def name_of_run(directory: Path) -> str:
-    """What the configuration of a run was called: `my` of `runs/my/<time>`, else the directory's own name."""
+    """Return the name of a run's configuration: `my` for `runs/my/<time>`, else the directory's own name."""
     path = directory.resolve()
     return path.parent.name if TIME_NAME.fullmatch(path.name) else path.name
 
@@ -85,21 +85,22 @@ class _RunFile(msgspec.Struct):
 
     format: int
     spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
-    command: Purpose | None = None  # whose directory it is; None of one that does not say
-    cores: int | None = None  # that the command could use, which the report's advice depends on
+    command: Purpose | None = None  # the command that made the directory; None where older programs did not say
+    cores: int | None = None  # how many the command could use; the report's advice depends on it
 
 
 def refuse_newer(path: Path) -> None:
-    """For what reads a single file of a run. Raises DataError where `run.json` beside it names a newer format.
+    """Raise DataError if `run.json` in the directory `path` names a newer format.
 
-    A file without one is read: people copy figures elsewhere.
+    This is for commands that read a single file of a run. A directory without `run.json` passes, since people copy
+    files of figures elsewhere.
     """
     if (path / "run.json").exists():
         RunDirectory.open(path)
 
 
 class RunDirectory:
-    """Made by `create`, or found by `open`; append-only but for the links `student` and `best`."""
+    """A run directory, made by `create` or found by `open`. Nothing in it is overwritten but links and the summary."""
 
     def __init__(self, path: Path, purpose: Purpose | None = None, cores: int | None = None) -> None:
         self.path = path
@@ -108,25 +109,25 @@ class RunDirectory:
 
     @classmethod
     def choose_path(cls, config: Config, config_name: str) -> Path:
-        """The configured directory, or a new one named after the configuration and the time."""
+        """Return the configured directory, or a new one named after the configuration and the time."""
         if config.run.directory is not None:
             return Path(config.run.directory)
         return Path("runs") / config_name / time.strftime(TIME_FORMAT)
 
     @classmethod
     def create(cls, path: Path, config: Config, purpose: Purpose = "train") -> RunDirectory:
-        """Raises ConfigError when it exists with something in it, or cannot be made."""
+        """Make a run directory. Raises ConfigError if it holds something already, or cannot be made."""
         cores = usable_cores()
         with _to_be_used(path):
             cls.check_unused(path, purpose)
-            (path / "logs").mkdir(parents=True)  # of two starts at once, one makes it; the other is refused
+            (path / "logs").mkdir(parents=True)  # fails for the second of two runs that start at once
             (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose, cores=cores)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         return cls(path.resolve(), purpose, cores)
 
     @classmethod
     def check_usable(cls, path: Path, purpose: Purpose = "train") -> None:
-        """Raises ConfigError when `create` would. Leaves nothing behind."""
+        """Raise ConfigError if `create` would. Leaves nothing behind."""
         with _to_be_used(path):
             cls.check_unused(path, purpose)
             missing = [each for each in (path, *path.parents) if not each.exists()]
@@ -140,11 +141,11 @@ class RunDirectory:
 
     @classmethod
     def check_unused(cls, path: Path, purpose: Purpose = "train") -> None:
-        """Raises ConfigError when there is something in it already, with what can be done about it."""
+        """Raise ConfigError if the directory holds something already; it says what can be done about that."""
         if not path.is_dir() or not any(path.iterdir()):
             return
         advice = ""
-        with contextlib.suppress(DataError):  # no run's, or a newer program's
+        with contextlib.suppress(DataError):  # it is no run's directory, or a newer program's
             earlier = cls.open(path)
             if earlier.is_in_use():
                 raise ConfigError(
@@ -160,18 +161,21 @@ class RunDirectory:
         raise ConfigError(f"run.directory: {path} is not empty; {advice}give another, or null for a new one")
 
     def _came_to_nothing(self) -> bool:
-        """Whether a training run trained, evaluated and sampled nothing, so far: it may still go on."""
+        """Whether a training run has trained, evaluated and sampled nothing so far. It may still be going on."""
         weights = self.path / "weights"
         return {each.name for each in self.path.iterdir()} <= OF_A_START and not (
             weights.is_dir() and any(weights.iterdir())
         )
 
     def is_there(self) -> bool:
-        """Whether it still is: nobody moved or removed it."""
+        """Whether the directory still exists, and nobody moved or removed it."""
         return self.path.is_dir()
 
     def is_in_use(self) -> bool:
-        """Whether a living process writes here. False proves nothing: a start on another machine may see it free."""
+        """Whether a living process writes here.
+
+        False proves nothing: on a shared disk, a lock held by another machine may not be seen.
+        """
         try:
             with (self.path / ".lock").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -182,7 +186,7 @@ class RunDirectory:
         return False
 
     def _last_user(self) -> str:
-        """The process that has the lock, or had it last; empty where nobody can say."""
+        """Return the process that has the lock, or had it last; empty if that cannot be read."""
         try:
             return (self.path / ".lock").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
@@ -190,7 +194,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """A run that was made before. Raises DataError when it is none, or newer than this program."""
+        """Return the run directory at `path`. Raises DataError if it is none, or newer than this program."""
         try:
             found = msgspec.json.decode((path / "run.json").read_bytes(), type=_RunFile)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -204,9 +208,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else writes here while inside; the kernel ends that with the process, however it dies.
+        """Hold the lock while inside, so that nobody else writes here. The kernel frees it if this process dies.
 
-        Raises DataError with the process that has it, StorageError where the file system has no locks.
+        Raises DataError, which names the process that has the lock, and StorageError if the file system has no locks.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -224,7 +228,7 @@ class RunDirectory:
             yield
 
     def append(self, name: str, rows: list[Any]) -> None:
-        """Append rows to a JSONL file: all of them, or on a full disk none (StorageError)."""
+        """Append rows to a JSONL file. Raises StorageError, such as on a full disk, and then appends none of them."""
         encoder = msgspec.json.Encoder(enc_hook=_plain)
         data = b"".join(encoder.encode(row) + b"\n" for row in rows)
         path = self.path / name
@@ -243,18 +247,18 @@ class RunDirectory:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
     def weights_after(self, iteration: int) -> Path:
-        """Where the trainer publishes the student of an iteration."""
+        """Return where the trainer publishes the student of an iteration."""
         return self.path / "weights" / f"step-{iteration:06d}"
 
     def point_student_to(self, directory: Path) -> None:
-        """Let `student` name the newest published weights; the switch is atomic."""
+        """Let the link `student` point to the newest published weights. The switch is atomic."""
         self._point("student", directory)
 
     def keep_best(self, weights: Path) -> None:
-        """Let `best` name a copy of published weights that the trainer does not prune.
+        """Let the link `best` point to a copy of published weights, and delete the copy before.
 
-        The trainer owns the `step-*` directories; the copy has a name of its own beside them and costs no space
-        while the original is there, since its files are hard links. The copy before it goes.
+        The trainer owns the `step-*` directories and deletes old ones, so the copy has a name of its own. It costs no
+        space while the original is there, since its files are hard links.
         """
         kept = weights.with_name(weights.name.replace("step-", "best-"))
         if not kept.exists():
@@ -280,7 +284,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def _to_be_used(path: Path) -> Iterator[None]:
-    """What the system refuses inside is said of the setting. A path with a zero byte is a ValueError to Python."""
+    """Raise what the system refuses inside as a ConfigError that names `run.directory`."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -289,19 +293,19 @@ def _to_be_used(path: Path) -> Iterator[None]:
 
 
 def append_whole(file: FileIO, data: bytes) -> None:
-    """Write all of it at the file's end, or nothing of it: then raises OSError with the system's reason."""
+    """Write all of `data` at the file's end. Raises OSError, and then writes nothing of it."""
     end, rest = file.seek(0, os.SEEK_END), memoryview(data)
     try:
-        while rest:  # a nearly full disk takes a part, and says why once it is offered the rest
+        while rest:  # a nearly full disk first takes a part, and gives its reason only when offered the rest
             rest = rest[file.write(rest) :]
     except OSError:
-        with contextlib.suppress(OSError):  # half of it at the end is a blemish; the reason is what counts
+        with contextlib.suppress(OSError):  # a torn line is harmless; the first error is what people must see
             file.truncate(end)
         raise
 
 
 def _link_or_copy(source: str, destination: str) -> None:
-    """A hard link, or a copy where the file system has none."""
+    """Make a hard link, or a copy if the file system has no links."""
     try:
         os.link(source, destination)
     except OSError:
@@ -313,7 +317,7 @@ def _json(value: Any) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Arrays as lists of numbers."""
+    """Return an array as lists of numbers."""
     if isinstance(value, np.ndarray):
         return value.astype(np.float64).round(DECIMALS).tolist() if value.dtype.kind == "f" else value.tolist()
     raise NotImplementedError(f"no JSON form for {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""Reads a run directory as it is: finished, still running, or killed in the middle of a line.
+"""Reads a run directory in any state: finished, still running, or killed in the middle of a line.
 
-Files grow with the run, so samples are read one line at a time. Every field a policy may leave out has
-a default; rendering decides what to do without it.
+Files grow with the run, so samples are read one line at a time. Every field that a policy may leave out has a default;
+whoever renders it decides what to do without it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 
 class Candidate(msgspec.Struct, kw_only=True):
-    """One teacher candidate of a probed position, and what it led to."""
+    """One teacher candidate of a probed position, and what probing it showed."""
 
     token_id: int
     token: str = ""
-    prior: float | None = None  # the teacher over the candidates
-    value: float | None = None  # mean reward; None without evidence
-    target: float | None = None  # the prior after the tilt
+    prior: float | None = None  # the teacher's probability, normalised over the candidates
+    value: float | None = None  # mean reward of its branches; None without evidence
+    target: float | None = None  # the prior after the tilt by the values
     verdicts: list[str] = []
     continuations: list[str] = []
-    teacher: float | None = None  # full-vocabulary probability
-    student: float | None = None  # likewise
+    teacher: float | None = None  # the teacher's probability in the whole vocabulary
+    student: float | None = None  # the student's, likewise
 
 
 class Branch(msgspec.Struct, kw_only=True):
@@ -41,13 +41,13 @@ class Branch(msgspec.Struct, kw_only=True):
     position: int
     sampled: str = ""
     retained: bool = False
-    certain: bool = True  # else chosen by the midpoint of an interval
+    certain: bool = True  # False: the position was chosen by the midpoint of an interval
     candidates: list[Candidate] = []
     score_parts: dict[str, float | None] = {}
 
 
 class SampleRecord(msgspec.Struct, kw_only=True):
-    """One line of `samples.jsonl`. What is not a number was written as null, in arrays as well."""
+    """One line of `samples.jsonl`. NaN and infinities were written as null, in arrays as well."""
 
     iteration: int
     problem_id: str = ""
@@ -57,16 +57,16 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     response: str = ""
     verdict: str = ""
     finish_reason: str = ""
-    version: str | None = None  # of the weights that sampled it; None when the student did not
+    version: str | None = None  # of the weights that sampled it; None if it is not the student's response
     response_ids: list[int] = []
     behavior_logprobs: list[float | None] | None = None
     teacher_logprobs: list[float | None] | None = None
     teacher_entropy_nats: list[float | None] | None = None
     acquisition_score: list[float | None] | None = None
-    advantage: float | None = None  # of the whole response, where the policy gives one
-    reward: float | None = None  # of the response, where the policy compares it with a group's
-    group_rewards: list[float | None] | None = None  # of the prompt's responses in their order, this one's too
-    left_out: str | None = None  # why it was not trained
+    advantage: float | None = None  # the whole response's, where the policy gives it one
+    reward: float | None = None  # the response's, where the policy compares it with those of its group
+    group_rewards: list[float | None] | None = None  # those of all the prompt's responses, in their order
+    left_out: str | None = None  # why it was not trained; None if it was
     gated_positions: list[int] = []
     branches: list[Branch] = []
 
@@ -80,7 +80,7 @@ class BranchSummary(msgspec.Struct, kw_only=True):
 
 
 class SampleSummary(msgspec.Struct, kw_only=True):
-    """What tables and statistics need of a sample: the rest of the line is skipped, not decoded."""
+    """What tables and statistics need of a sample. The rest of the line is skipped, not decoded."""
 
     iteration: int
     problem_id: str = ""
@@ -92,24 +92,25 @@ class SampleSummary(msgspec.Struct, kw_only=True):
 
 
 class _Event(msgspec.Struct):
-    """What is read of a line of the run's log."""
+    """The part of a line of the run's log that is read."""
 
     event: str = ""
     reason: str = ""
 
 
 class RunFiles:
-    """The files of one run directory. Raises DataError when there is no such run, or one newer than this program."""
+    """The files of one run directory. Raises DataError if it is none, or newer than this program."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._directory = directory = RunDirectory.open(path)
-        self.cores = directory.cores  # that the run could use; None where it was not written down
-        purpose = directory.purpose  # None of older programs, whose evaluations end with this file
+        self.cores = directory.cores  # how many the run could use; None where an older program did not say
+        # Older programs did not write the purpose. Only their evaluations have a file `evaluation.jsonl`.
+        purpose = directory.purpose
         self.is_evaluation = purpose == "eval" or (purpose is None and (path / "evaluation.jsonl").exists())
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration, as plain values: a newer schema may not know an old run's keys."""
+        """Return the resolved configuration as plain values, since the schema may have changed since the run."""
         try:
             loaded = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -117,7 +118,7 @@ class RunFiles:
         return loaded if isinstance(loaded, dict) else {}
 
     def samples_rhythm(self) -> str:
-        """When samples are written, by the run's own configuration."""
+        """Return in words when the run writes samples, by its configuration."""
         every = (self.config().get("run") or {}).get("samples_every", 1)
         if every == 0:
             return "the run writes none (run.samples_every is 0)"
@@ -126,7 +127,7 @@ class RunFiles:
         return f"they are written every {every} iterations (run.samples_every)"
 
     def metrics(self) -> list[dict[str, float]]:
-        """One mapping per finished iteration, without figures that are not numbers (written as null)."""
+        """Return the metrics of each finished iteration, without those that are not numbers (written as null)."""
         path = self.path / "metrics.jsonl"
         rows = [
             {name: value for name, value in row.items() if value is not None}
@@ -137,7 +138,7 @@ class RunFiles:
         return rows
 
     def summary(self) -> dict[str, Any] | None:
-        """The figures at the end of the run; None when it has not come to its end."""
+        """Return the figures at the end of the run; None if it has not come to its end."""
         path = self.path / "summary.json"
         if not path.exists():
             return None
@@ -147,7 +148,7 @@ class RunFiles:
             raise DataError(f"{path}: {error}") from None
 
     def early_end(self) -> str | None:
-        """In one line that the run ended early, and why; None of one that came to its end or goes on."""
+        """Return one line that says that the run ended early, and why; None if it came to its end or goes on."""
         summary = self.summary()
         if summary is not None:
             return f"The run ended early: {reason}" if (reason := summary.get("ended_early")) else None
@@ -161,14 +162,14 @@ class RunFiles:
         )
 
     def _events(self) -> Iterator[_Event]:
-        """Of the run's log, as far as it can be read: a page about results must not fail for want of it."""
+        """Return the events of the run's log. Lines that cannot be read are left out: pages need not fail for them."""
         path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(_Event)
         for line in path.read_bytes().splitlines() if path.exists() else ():
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
                 yield decoder.decode(line)
 
     def evaluation(self, label: str) -> dict[str, Any] | None:
-        """`evaluation-<label>.json` of this run: before, after, or the number of an iteration; None without it."""
+        """Return `evaluation-<label>.json`, or None without it; `label` is before, after or an iteration's number."""
         path = self.path / f"evaluation-{label}.json"
         if not path.exists():
             return None
@@ -178,21 +179,21 @@ class RunFiles:
             raise DataError(f"{path}: {error}") from None
 
     def spending(self) -> list[dict[str, Any]]:
-        """What endpoints with prices were paid so far, in rows as `telemetry/spending_log.py` writes them."""
+        """Return what was spent at endpoints with prices, in the rows that `telemetry/spending_log.py` writes."""
         return list(_lines(self.path / "spending.jsonl", dict[str, Any]))
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Prompts given up, in the order in which they were."""
+        """Return the prompts that were given up, in that order."""
         return list(_lines(self.path / FILE_NAME, DeadLetter))
 
     def samples(self) -> Iterator[SampleSummary]:
-        """All samples, in the order in which they were trained."""
+        """Return all samples, in the order in which they were trained."""
         return _lines(self.path / "samples.jsonl", SampleSummary)
 
     def sample(self, wanted: str) -> tuple[int, SampleRecord]:
-        """A sample by its number, or else the latest of a problem. Returns its number and what it holds.
+        """Return a sample's number and record. `wanted` is a number, or a problem's id for its latest sample.
 
-        Raises DataError when there is none.
+        Raises DataError if there is none.
         """
         path = self.path / "samples.jsonl"
         by_number: tuple[int, int] | None = None  # number, offset
@@ -218,14 +219,14 @@ class RunFiles:
                 raise DataError(f"{path}: sample {number}: {error}") from None
 
     def numbers_of(self, problem_id: str) -> list[int]:
-        """All samples of one problem."""
+        """Return the numbers of all samples of one problem."""
         return [number for number, sample in enumerate(self.samples()) if sample.problem_id == problem_id]
 
 
 def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:
-    """The text of each token by itself, from the tokenizer of the trained student or of the one it began as.
+    """Return the text of each token by itself, or its id in angle brackets if no tokenizer is there any more.
 
-    Ids in angle brackets when no tokenizer is there any more.
+    The tokenizer is that of the trained student, or of the model that it began as.
     """
     from spot_async.models.vocabulary import Vocabulary  # imports transformers
 
@@ -247,7 +248,7 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
-    """Give candidates without a text, which special tokens are, the names that their tokenizer has for them."""
+    """Give candidates without a text (special tokens) the names that their tokenizer has for them."""
     unnamed = [candidate for branch in sample.branches for candidate in branch.candidates if not candidate.token]
     if unnamed:
         texts = token_texts(run, [candidate.token_id for candidate in unnamed])
@@ -256,7 +257,7 @@ def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
 
 
 def _lines_at(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
-    """Each line with its offset; nothing without the file. A last line cut short is left out."""
+    """Return each line with its offset; none if there is no file. A last line that was cut short is left out."""
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
