@@ -1,1 +1,17 @@
-"""Shows a run to people and programs while it goes on: console, files, metrics, trace, verdict."""
+"""Shows a run to people and programs while it goes on: console, files, metrics, trace, bottleneck. It steers nothing.
+
+A metric is a number of an iteration, under a name `area/name`. `run_log.py` collects all of them, writes them to
+`metrics.jsonl` and gives them to every sink (`sinks.py`). Where a new metric goes depends on what it measures:
+
+* a sample: in `Sample.metrics`, which the policy fills; its mean over the samples is written
+* a training step: in `trainer/metrics.py`, as `train/...`
+* an iteration's time or its evaluation: in `iteration_metrics` or `evaluation_metrics` of `run_log.py`
+* a stage: in the stage's counters (`stages/stage.py`), read in `run_log.py`, as `stage/<stage>/...`
+* a replica: in `replica_metrics.py`, as `replica/<name>/...`
+* traffic of a role: in `types.Traffic`, which backends count, as `traffic/<role>/...`
+* money and kept scores: in `spending/records.py` and `spending/run_spending.py`
+* the event loop: in `loop_lag.py`, as `loop/...`
+
+Each needs a row in docs/metrics.md; a test compares the two. Figures are something else: the results of an evaluation
+(`evaluation/figures.py`).
+"""

@@ -1,10 +1,11 @@
 """Says in words what holds a run up, and what to change about it. Pure arithmetic on times that were measured.
 
-The trainer's own clock decides: whatever it mostly did, or waited for, is the bottleneck. Of a wait it asks
-which stage most prompts were at, whose server that stage keeps busy, and whether its limit was full. By Little's law
-a stage needs as many requests in flight as come in while one is answered; a limit below that makes a queue. The
-report judges whole runs, the console the last minute: the same judge, with other measurements. A console's line ends
-with the first remedy of the report's list, in the same words.
+The bottleneck is whatever the trainer mostly did, or waited for. For a wait, three questions follow: which stage were
+most prompts at, which server does that stage keep busy, and was the stage's limit full? By Little's law, a stage needs
+as many requests in flight as come in while one is answered. A limit below that makes a queue.
+
+The report uses this for whole runs, the console for the last minute. The console's line ends with the first remedy of
+the report's list, in the same words.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from typing import NamedTuple
 from spot_async.base.text import rough_time
 from spot_async.stages.stages import STAGE_SERVERS
 
-TRAINER_BOUND = 0.5  # from this share of the time on, training itself is the bottleneck
+TRAINER_BOUND = 0.5  # training is the bottleneck from this share of the time on
 UPDATE_BOUND = 0.25
-CLEAR_SHARE = 0.6  # from this share of the wait on, one server is named alone
-FULL = 0.75  # above this share of a stage's limit, the limit holds requests back
-IDLE = 0.15  # below this share of a batch, a few stragglers hold everybody up
-THROTTLED = 0.05  # from this share of what is sent on, an endpoint's refusals hold the stage up
+CLEAR_SHARE = 0.6  # one server is named alone from this share of the wait on
+FULL = 0.75  # a limit holds requests back if more than this share of it is used
+IDLE = 0.15  # a few stragglers hold everybody up if less than this share of a batch is in flight
+THROTTLED = 0.05  # an endpoint's refusals hold the stage up from this share of what is sent on
 
 
 @dataclass(frozen=True)
 class StageUse:
-    """One stage over the time that was spent waiting for it."""
+    """How one stage was used over the time that the trainer waited for it."""
 
-    in_flight: float  # mean requests
-    queued: float  # mean requests that waited for their turn
-    limit: int  # the stage's own, or what its servers let in where that is less
-    slots: int | None = None  # what its servers generate at once, all together, where it generates and that is known
-    asked_per_s: float | None = None  # requests that came in
-    latency_s: float | None = None  # mean of a request, from its turn to its answer
-    throttled_share: float = 0.0  # of what was sent: refused for now (429, 503)
+    in_flight: float  # mean number of requests
+    queued: float  # mean number of requests that waited for their turn
+    limit: int  # the stage's own, or what its servers let in if that is less
+    slots: int | None = None  # how many requests its servers generate at once; None if unknown, or it does not generate
+    asked_per_s: float | None = None  # rate at which requests came in
+    latency_s: float | None = None  # mean time of a request from its turn to its answer
+    throttled_share: float = 0.0  # share of what was sent that was refused for now (429, 503)
     is_limit_of_servers: bool = False
 
     @property
     def needed(self) -> int | None:
-        """Requests in flight that would keep the queue from growing: Little's law."""
+        """The requests in flight that would keep the queue from growing, by Little's law."""
         if self.asked_per_s is None or self.latency_s is None:
             return None
         return math.ceil(self.asked_per_s * self.latency_s)
@@ -59,32 +60,32 @@ class StageUse:
 
 @dataclass(frozen=True)
 class ServerUse:
-    """The servers of one role at the end of the time that is judged."""
+    """The servers of one role, at the end of the time that is looked at."""
 
     replicas: int
-    down: int  # of them, serve nothing
-    let_in: int  # requests that they are sent at a time at most, by what they showed that they can take
-    held: int = 0  # of them, asked to be left alone
-    held_s: float = 0.0  # for this long at least
+    down: int  # how many of them serve nothing
+    let_in: int  # most requests that all of them get at a time, by their concurrency limits
+    held: int = 0  # how many of them asked for a pause
+    held_s: float = 0.0  # the shortest of these pauses
 
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Seconds of a whole run, or of any part of it."""
+    """Where the time of a run, or of a part of it, went."""
 
     wait_s: float
     train_s: float
     update_s: float
-    waited_for_s: Mapping[str, float] = field(default_factory=dict)  # wait_s by stage
+    waited_for_s: Mapping[str, float] = field(default_factory=dict)  # `wait_s` by stage
     stages: Mapping[str, StageUse] = field(default_factory=dict)
     batch_size: int = 1
-    servers: Mapping[str, ServerUse] = field(default_factory=dict)  # by role, where it is known
-    roles_with_room: Collection[str] = ()  # whose servers leave cores or machines for more of them
+    servers: Mapping[str, ServerUse] = field(default_factory=dict)  # by role, as far as it is known
+    roles_with_room: Collection[str] = ()  # those that could have one more server
 
 
 @dataclass(frozen=True)
 class BottleneckVerdict:
-    """A sentence, and what would help, best first. The same in short, for a line now and then."""
+    """What holds a run up: a sentence, advice (the best first), and both in short for a line on the console."""
 
     sentence: str
     advice: tuple[str, ...] = ()
@@ -92,7 +93,7 @@ class BottleneckVerdict:
 
 
 def judge(times: RunTimes) -> BottleneckVerdict:
-    """What the run's time went into."""
+    """Return what held the run up."""
     total_s = times.wait_s + times.train_s + times.update_s
     if total_s <= 0:
         return BottleneckVerdict("No times were recorded, so nothing can be said about what held the run up.")
@@ -145,7 +146,8 @@ def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
     if "student" in bound:
         most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
         general.append(GENERATION_ADVICE[most_generated])
-    of_first = of_servers[STAGE_SERVERS[stages[0]]]  # which need not be the server that all stages wait for most
+    # The first stage's server, which need not be the one that all stages together waited for most.
+    of_first = of_servers[STAGE_SERVERS[stages[0]]]
     trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, of_first)
     advice = dict.fromkeys([*trouble, *finding.lines, *general])
     return BottleneckVerdict(
@@ -154,7 +156,7 @@ def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
 
 
 def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
-    """Servers that are down or asked for a pause, and refusals: what no limit of ours would help against."""
+    """Return what no limit of ours would help against: servers that are down or asked for a pause, and refusals."""
     server = STAGE_SERVERS[stage]
     servers, use = times.servers.get(server), times.stages.get(stage)
     found = []
@@ -165,7 +167,7 @@ def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
             f"{servers.held} of {servers.replicas} replicas of the {server} asked to be left alone, for another "
             f"{rough_time(servers.held_s)}: a higher rate limit there, or another endpoint in {server}.backend.url"
         )
-    if use is not None and use.throttled_share >= THROTTLED and server != "verifier":  # which is no endpoint
+    if use is not None and use.throttled_share >= THROTTLED and server != "verifier":  # the verifier is no endpoint
         let_in = f", which lets in {servers.let_in} at a time" if servers is not None else ""
         found.append(
             f"throttled by the endpoint{let_in} ({percent(use.throttled_share)} of what is sent is refused for now): "
@@ -175,7 +177,7 @@ def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
 
 
 class _Finding(NamedTuple):
-    """What the stage's own figures say, and what helps against that, best first."""
+    """What a stage's own use says, and what helps against that, best first."""
 
     why: str = ""
     in_short: str = ""
@@ -187,7 +189,7 @@ class _Finding(NamedTuple):
 
 
 def _brief(stage: str, times: RunTimes, share: float, trouble: tuple[str, ...], finding: _Finding) -> str:
-    """A wait in brief: how idle the trainer was, the stage's queue, and the first thing to change."""
+    """Return a wait in brief: how idle the trainer was, the stage's queue, and the first thing to change."""
     idle = f"trainer idle {percent(share)}"
     use = times.stages.get(stage)
     if use is None:
@@ -197,7 +199,7 @@ def _brief(stage: str, times: RunTimes, share: float, trouble: tuple[str, ...], 
 
 
 def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
-    """The stage's case. `of_server` is what makes its server faster."""
+    """Return what a stage's use says. `of_server` is the advice that makes its server faster."""
     use, server = times.stages.get(stage), STAGE_SERVERS[stage]
     if use is None:
         return _Finding()
@@ -246,9 +248,9 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
 
 
 def stage_load(busy_s: float, queued_s: float, over_s: float, limit: int) -> tuple[float, float]:
-    """Mean requests in flight and queued, from what all requests spent there together.
+    """Return the mean numbers of requests in flight and queued, from the seconds that all requests took together.
 
-    Requests of a stage run mostly while it is waited for; over that time, `over_s`, they are its load.
+    These are divided by `over_s`, the time that the trainer waited for the stage, since its requests mostly run then.
     """
     return min(busy_s / over_s, limit), queued_s / over_s
 

@@ -1,7 +1,7 @@
 """Keeps the best student that evaluations during a run have found.
 
-Best is the highest figure over all problems; of equal ones the earliest. It is picked on the problems it is
-measured on, so its figure is optimistic, and whoever shows it says so. Nothing is evaluated here.
+The best has the highest figure over all problems; of equal ones, it is the earliest. It is picked on the problems that
+it is measured on, so its figure is optimistic, and whoever shows it says so. Nothing is evaluated here.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class BestCheckpoint:
 
     iteration: int
     criterion: Criterion
-    samples: int  # responses per problem: the k of Avg@k and Pass@k
-    value: float  # of the criterion, in [0, 1]
+    samples: int  # responses per problem, which is the k of Avg@k and Pass@k
+    value: float  # its figure, in [0, 1]
     standard_error: float
 
 
 class EvaluationHistory:
-    """`RunObserver` that looks at the evaluations of a run. `best` is None before the first."""
+    """`RunObserver` that follows the evaluations of a run. `best` is None before the first."""
 
     def __init__(self, directory: RunDirectory, criterion: Criterion) -> None:
         self.best: BestCheckpoint | None = None
-        self._last: tuple[int, EvaluationResult] | None = None  # with the iteration after which it was made
+        self._last: tuple[int, EvaluationResult] | None = None  # (iteration before it, newest evaluation)
         self._directory = directory
         self._criterion = criterion
 
@@ -48,14 +48,14 @@ class EvaluationHistory:
         pass
 
     def result_after(self, iteration: int) -> EvaluationResult | None:
-        """The newest evaluation, if that was made after `iteration`."""
+        """Return the newest evaluation if it was made after `iteration`, else None."""
         return self._last[1] if self._last is not None and self._last[0] == iteration else None
 
     def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
-        """Take note of an evaluation of `weights`; keeps them when they are the best."""
+        """Take note of an evaluation of `weights`, and keep them if they are the best so far."""
         self._last = (iteration, evaluation)
         figures = evaluation.figures()
-        if figures.avg is None:  # nothing was judged: none is better
+        if figures.avg is None:  # nothing was judged, so no student is better than another
             return
         estimate = figures.avg if self._criterion == "avg" else figures.pass_at[figures.samples]
         if self.best is None or estimate.value > self.best.value:

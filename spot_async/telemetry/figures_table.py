@@ -1,4 +1,4 @@
-"""The table that `spot-async eval` prints of an `evaluation.json`, and the notes that belong below it."""
+"""Makes the table that `spot-async eval` prints of an `evaluation.json`, and the notes below it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spot_async.evaluation.figures import BenchmarkFigures, Estimate, Evaluation
 from spot_async.types import Verdict
 
 NOT_JUDGED = (Verdict.TIMEOUT, Verdict.ERROR)
-COUNTED = (Verdict.NO_ANSWER, *NOT_JUDGED)  # the other classes follow from the accuracy
+COUNTED = (Verdict.NO_ANSWER, *NOT_JUDGED)  # verdicts with a column; the accuracy tells the others
 
 
 def figures_table(figures: EvaluationFigures) -> RenderableType:
-    """Accuracy, and below it what the responses were like: one row per benchmark, several in the mean.
+    """Return the table of accuracies, with their notes, and the table of what the responses were like below it.
 
-    Of an only benchmark its tiers have rows of their own.
+    Each benchmark has a row; several have one more for their mean. If there is only one, its tiers have rows too.
     """
     return Group(
         _title(f"Percent ± standard error over the n problems of a {kind_of_row(figures)}"),
@@ -34,7 +34,8 @@ def figures_table(figures: EvaluationFigures) -> RenderableType:
 
 
 def accuracy_table(figures: EvaluationFigures) -> Table:
-    ks = sorted({k for each in figures.benchmarks.values() for k in each.pass_at if k > 1})  # Pass@1 is Avg@n
+    # Pass@1 is Avg@n, which has a column already.
+    ks = sorted({k for each in figures.benchmarks.values() for k in each.pass_at if k > 1})
     ns = {each.samples for each in figures.benchmarks.values() if each.avg is not None}
     average = f"Avg@{ns.pop()}" if len(ns) == 1 else "Avg"
     table = _table(kind_of_row(figures), "n", average, *(f"Pass@{k}" for k in ks))
@@ -70,12 +71,12 @@ def responses_table(figures: EvaluationFigures) -> Table:
 
 
 def kind_of_row(figures: EvaluationFigures) -> str:
-    """What rows are: the tiers of a single benchmark, or benchmarks."""
+    """Return what a row is: a tier of a single benchmark, or a benchmark."""
     return "tier" if len(figures.benchmarks) == 1 else "benchmark"
 
 
 def _title(words: str) -> Text:
-    """Above a table: one of its own would be as narrow as the table."""
+    """Return a line to stand above a table, since rich would wrap a table's own title to the table's width."""
     return Text(words, style="bold")
 
 
@@ -100,7 +101,7 @@ def _counts(responses: int, tokens: int, truncated: float, verdicts: Mapping[str
 
 
 def notes(figures: EvaluationFigures) -> Iterator[str]:
-    """What the figures are not comparable without."""
+    """Return the notes that people need to compare the figures."""
     for name, each in figures.benchmarks.items():
         if each.note is not None:
             yield f"* {name}: {each.note}"
@@ -113,7 +114,7 @@ def notes(figures: EvaluationFigures) -> Iterator[str]:
 
 
 def estimate_words(estimate: Estimate | None) -> str:
-    """A figure in percent with its error; nothing where nothing was judged."""
+    """Return a figure in percent with its error; an empty text if nothing was judged."""
     return "" if estimate is None else with_error(estimate.value, estimate.standard_error)
 
 

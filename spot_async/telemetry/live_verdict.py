@@ -1,7 +1,7 @@
-"""What holds a run up right now: measures the time since it was last asked, for the judge that the report uses too.
+"""Says now and then what holds a running run up.
 
-`judge` decides (`bottleneck.py`); here counters become its measurements. Requests that have not ended count
-for the part of the time that they were there, so a window may be shorter than a request.
+It measures the time since it last said so, and leaves the judgement to `bottleneck.py`, as the report does. Requests
+that have not ended count for the part of that time in which they were there, so it may be shorter than a request.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from spot_async.stages.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan
 from spot_async.telemetry.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.telemetry.replica_metrics import Pool
 
-DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # serves nothing
+DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # states in which a replica serves nothing
 
 
 def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaStatus]]:
-    """The replicas of those backends that are pools, by role."""
+    """Return the replicas of those backends that are pools, by role."""
     return {role: each.replicas for role, each in backends.items() if isinstance(each, Pool)}
 
 
 def replica_lines(backends: Mapping[str, object]) -> list[str]:
-    """A line on each replica, for people."""
+    """Return a line about each replica, for people."""
     return [
         f"{each.name}: {each.state}, {each.in_flight} of {each.limit} in flight"
         + (f", restarted {each.restarts} x" if each.restarts else "")
@@ -45,11 +45,11 @@ def replica_lines(backends: Mapping[str, object]) -> list[str]:
 
 
 class TrainerClock:
-    """What the trainer does, and what it waits for, also of a phase that has not ended. A `Timeline`."""
+    """Measures what the trainer does and what it waits for, including the phase that goes on. It is a `Timeline`."""
 
     def __init__(self, stages: Sequence[Stage[Any]], now_s: float) -> None:
         self._waits = WaitClock(stages)
-        self._since_s = now_s  # up to here everything was counted
+        self._since_s = now_s  # everything before is counted
         self._phases: dict[Phase, float] = defaultdict(float)
         self._waited_for: dict[str, float] = defaultdict(float)
 
@@ -66,14 +66,17 @@ class TrainerClock:
         self._count(span.name, max(span.started_s, self._since_s), span.ended_s)
 
     def take(self, phase: Phase, now_s: float) -> tuple[Mapping[Phase, float], Mapping[str, float]]:
-        """Seconds by phase and, of the wait, by stage since this was last asked; `phase` is the one that goes on."""
+        """Return the seconds since the last call: by phase, and those of the wait by stage.
+
+        `phase` is the one that goes on.
+        """
         self._count(phase, self._since_s, now_s)
         phases, waited_for = self._phases, self._waited_for
         self._phases, self._waited_for, self._since_s = defaultdict(float), defaultdict(float), now_s
         return phases, waited_for
 
     def _count(self, phase: Phase, started_s: float, ended_s: float) -> None:
-        if ended_s <= started_s:  # the moment was asked for already
+        if ended_s <= started_s:  # `take` has counted it already
             return
         self._phases[phase] += ended_s - started_s
         if phase == "wait for batch":
@@ -84,7 +87,7 @@ class TrainerClock:
 
 @dataclass(frozen=True)
 class StageReading:
-    """A stage's totals at one moment, those of open requests included."""
+    """A stage's totals at one moment, including those of open requests."""
 
     asked: int
     answered: int
@@ -112,7 +115,7 @@ class StageReading:
 
 
 class LiveVerdict:
-    """The verdict on the time since the last one, said every `every_s` while a run trains."""
+    """Says every `every_s` seconds, while a run trains, what held it up since the last time."""
 
     def __init__(
         self,
@@ -125,8 +128,10 @@ class LiveVerdict:
         slots: Callable[[str, int], int | None] = lambda stage, down: None,
         roles_with_room: Collection[str] = (),
     ) -> None:
-        """`replicas` by role, as their pools have them now; `slots` says what a stage's servers
-        take at once without so many that are down; `roles_with_room` as `RunTimes` has them. Made on the running loop.
+        """Begin to measure. Call it on the running loop.
+
+        `replicas` returns those of each role as they are now. `slots(stage, down)` returns how many requests the
+        stage's servers generate at once while `down` of them are down. `roles_with_room` is that of `RunTimes`.
         """
         now_s = asyncio.get_running_loop().time()
         self._orchestrator = orchestrator
@@ -142,7 +147,7 @@ class LiveVerdict:
         orchestrator.report_to(self._clock)
 
     async def speak(self) -> None:
-        """Runs beside the run; returns at once where no verdict is wanted."""
+        """Run beside the run; return at once if `every_s` is 0."""
         while self._every_s:
             await asyncio.sleep(self._every_s)
             verdict = self.judge()
@@ -151,7 +156,7 @@ class LiveVerdict:
                 structlog.get_logger().info("bottleneck", verdict=verdict.sentence, advice=verdict.advice)
 
     def judge(self) -> BottleneckVerdict:
-        """The verdict on the time since the last one."""
+        """Return what held the run up since the last call."""
         now_s = asyncio.get_running_loop().time()
         phases, waited_for = self._clock.take(self._orchestrator.state.phase, now_s)
         before, after = self._readings, self._read(now_s)
@@ -206,7 +211,7 @@ class LiveVerdict:
 
 
 def server_use(replicas: Sequence[ReplicaStatus]) -> ServerUse:
-    """How one role's servers are used, all together."""
+    """Return how one role's servers are used, all together."""
     up = [each for each in replicas if each.state not in DOWN]
     held_s = [each.held_s for each in up if each.held_s > 0]
     return ServerUse(

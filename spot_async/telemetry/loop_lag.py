@@ -1,8 +1,8 @@
-"""How late the event loop is: what every request, timer and reply of a run waits for besides servers.
+"""Measures how late the event loop is. Every request, timer and reply of a run waits for it.
 
-A timer that should fire every `INTERVAL_S` is measured against the clock. A blocked loop would be one late timer
-however long it was blocked; all the timers that would have fired meanwhile are counted too, so the figures are those of
-an event that comes at any moment.
+A timer that should fire every `INTERVAL_S` is compared with the clock. While the loop is blocked, only one timer is
+late, however long that takes. So all the timers that would have fired meanwhile are counted too. The metrics are thus
+those of an event that comes at any moment.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 INTERVAL_S = 0.05
-RESOLUTION_S = 1e-5  # less is no lag
-GROWTH = 1.1  # of a bucket's bound over the one below: percentiles are within 5 %
+RESOLUTION_S = 1e-5  # a shorter lag counts as none
+GROWTH = 1.1  # ratio of a bucket's bound to the one below, so that percentiles are within 5 %
 
 
 class LagHistogram:
-    """Counts of lags in buckets that grow by a tenth. Pure."""
+    """Counts lags in buckets that grow by a tenth. Pure."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self.max_s = 0.0
 
     def add(self, lag_s: float, interval_s: float) -> None:
-        """A timer was late; so would have been those due every `interval_s` after it."""
+        """Count a late timer, and those that would have been due every `interval_s` while it was late."""
         self.max_s = max(self.max_s, lag_s)
         while lag_s > 0:
             self._counts[max(0, math.ceil(math.log(max(lag_s, RESOLUTION_S) / RESOLUTION_S, GROWTH)))] += 1
             lag_s -= interval_s
 
     def quantile_s(self, share: float) -> float:
-        """The seconds that at most `share` of all events exceeded; 0 without events."""
+        """Return the lag that a `share` of all events did not exceed; 0 without events."""
         wanted, seen = share * self._counts.total(), 0
         for bucket, count in sorted(self._counts.items()):
             seen += count
@@ -49,7 +49,7 @@ class LoopLag:
         self._histogram = LagHistogram()
 
     def take(self) -> dict[str, float]:
-        """The metrics `loop/...` since this was last asked."""
+        """Return the metrics `loop/...` of the time since the last call."""
         taken, self._histogram = self._histogram, LagHistogram()
         return {
             "loop/lag_p50_s": taken.quantile_s(0.5),
@@ -59,7 +59,7 @@ class LoopLag:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Enter it on the loop that is measured."""
+        """Measure while inside. Enter it on the loop that is to be measured."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 

@@ -1,4 +1,4 @@
-"""What each server of a role did in an iteration, as the metrics `replica/<name>/...`."""
+"""Makes the metrics `replica/<name>/...`: what each replica did in an iteration."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from spot_async.replicas.replica import ReplicaStatus
 
 @runtime_checkable
 class Pool(Protocol):
-    """A backend that stands for several servers, as far as it is read here and by `live_verdict`."""
+    """What telemetry reads of a backend that stands for several servers."""
 
     @property
     def replicas(self) -> Sequence[ReplicaStatus]: ...
 
 
 class ReplicaMetrics:
-    """Metrics of all pools among the backends of a run, once they were entered."""
+    """Makes the metrics of all pools among the backends of a run. The backends must have been entered."""
 
     def __init__(self, backends: Mapping[str, object]) -> None:
         self._pools = [each for each in backends.values() if isinstance(each, Pool)]
         self._last = self._now()
 
     def take(self, elapsed_s: float) -> dict[str, float]:
-        """The metrics since they were last taken, `elapsed_s` ago."""
+        """Return the metrics of the time since the last call, `elapsed_s` ago."""
         now, last = self._now(), self._last
         self._last = now
         metrics: dict[str, float] = {}
@@ -48,6 +48,6 @@ def _figures(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[
     if elapsed_s > 0:
         figures["mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
     prompt_tokens = now.traffic.prompt_tokens - last.traffic.prompt_tokens
-    if prompt_tokens and now.traffic.cached_tokens:  # a server that never names any may just not say
+    if prompt_tokens and now.traffic.cached_tokens:  # a server that never states any may just not count them
         figures["cached_share"] = (now.traffic.cached_tokens - last.traffic.cached_tokens) / prompt_tokens
     return figures

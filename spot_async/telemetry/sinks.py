@@ -1,6 +1,6 @@
-"""Other places for an iteration's metrics: TensorBoard, Weights & Biases, a Prometheus endpoint.
+"""Sends an iteration's metrics to TensorBoard, Weights & Biases and Prometheus.
 
-All are off by default, and get the very figures of `metrics.jsonl` under the same names (docs/metrics.md).
+All are off by default. They get the metrics of `metrics.jsonl` and no others, under the same names (docs/metrics.md).
 Packages are imported only when their sink is asked for.
 """
 
@@ -28,7 +28,7 @@ class MetricSink(Protocol):
 
 
 def check_packages(config: TelemetryConfig) -> None:
-    """Raises ConfigError, with what to install, when a sink is asked for whose package is missing."""
+    """Raise ConfigError, which says what to install, if a sink is asked for whose package is missing."""
     wanted = {"tensorboard": ("tensorboardX", config.tensorboard), "wandb": ("wandb", config.wandb is not None)}
     for extra, (package, is_wanted) in wanted.items():
         if is_wanted and importlib.util.find_spec(package) is None:
@@ -39,7 +39,7 @@ def check_packages(config: TelemetryConfig) -> None:
 
 @contextmanager
 def open_sinks(config: Config, directory: Path, stages: Sequence[Stage[Any]]) -> Iterator[list[MetricSink]]:
-    """The sinks that a run asks for, closed on leaving. Raises ConfigError for one that cannot be opened."""
+    """Open the sinks that a run asks for, and close them on leaving. Raises ConfigError if one cannot be opened."""
     telemetry = config.telemetry
     sinks: list[AbstractContextManager[MetricSink]] = []
     if telemetry.prometheus_port is not None:
@@ -54,7 +54,7 @@ def open_sinks(config: Config, directory: Path, stages: Sequence[Stage[Any]]) ->
 
 @contextmanager
 def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
-    """Event files: a scalar per metric, the iteration as its step."""
+    """Write TensorBoard's event files: a scalar for each metric, with the iteration as its step."""
     from tensorboardX import SummaryWriter
 
     class Sink:
@@ -69,7 +69,7 @@ def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
 
 @contextmanager
 def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> Iterator[MetricSink]:
-    """A run of Weights & Biases with the resolved configuration. Raises ConfigError when it cannot be started."""
+    """Open a run of Weights & Biases with the resolved configuration. Raises ConfigError if it cannot be started."""
     import wandb
 
     try:
@@ -80,7 +80,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
             mode=config.mode,
             dir=str(directory),
             config=run_config,
-            settings=wandb.Settings(silent=True, console="off"),  # the screen is the console's
+            settings=wandb.Settings(silent=True, console="off"),  # only our own console writes to the screen
         )
     except wandb.errors.Error as error:
         raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set mode: offline)") from None
@@ -91,7 +91,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
 
     try:
         yield Sink()
-    except BaseException:  # its own `__exit__` would print the trace; the command says in a line what it was
+    except BaseException:  # W&B's own `__exit__` would print the trace, where our command prints one line
         run.finish(exit_code=1)
         raise
     run.finish()
@@ -99,9 +99,9 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
 
 @contextmanager
 def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[MetricSink]:
-    """`http://127.0.0.1:port/metrics`: the newest iteration's metrics, and what the stages hold right now.
+    """Serve `http://127.0.0.1:port/metrics`: the newest iteration's metrics, and what the stages hold right now.
 
-    Raises ConfigError when the port is taken.
+    Raises ConfigError if the port is taken.
     """
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
     from prometheus_client.core import GaugeMetricFamily, Metric
@@ -114,7 +114,7 @@ def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[Met
             newest = (iteration, metrics)
 
         def collect(self) -> Iterator[Metric]:
-            """Called for each scrape, in the server's thread; reads whole numbers that only the loop writes."""
+            """Return what a scrape gets. Runs in the server's thread, so it reads only plain numbers of the loop's."""
             iteration, metrics = newest
             yield GaugeMetricFamily("spot_async_iteration", "iterations finished", value=iteration)
             gauge = GaugeMetricFamily(
@@ -148,7 +148,10 @@ def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[Met
 
 
 def _for_this_machine(app: WsgiApp) -> WsgiApp:
-    """Answers no request for another host: a web page that had its own name mean this machine could read the reply."""
+    """Return the app with a guard that refuses requests whose `Host` is another machine's name.
+
+    Otherwise a web page could let its own name point to this machine (DNS rebinding), and read the reply.
+    """
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST", "")

@@ -1,8 +1,8 @@
-"""`spending.jsonl`: what a run was billed so far, by endpoint.
+"""Writes `spending.jsonl`: what a run was billed so far, by endpoint.
 
-A row for each endpoint of each account, cumulative, written after every iteration, after the start and every RESPONSES
-of an evaluation by itself, and when the run ends, however it does: what was spent is known after a kill, but for what
-came since.
+Rows are cumulative, one for each endpoint of each account. They are written after the start, after every iteration,
+after every `RESPONSES` of a stand-alone evaluation, and when the run ends, however it ends. So after a kill, only what
+was spent since the last rows is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spot_async.spending.records import metered
 from spot_async.types import Prompt
 
 FILE = "spending.jsonl"
-RESPONSES = 64  # between two rows of an evaluation by itself
+RESPONSES = 64  # between two rows of a stand-alone evaluation
 
 
 class _Row(SpendingLedger, kw_only=True):
@@ -45,12 +45,12 @@ class SpendingLog:
         pass
 
     def response_judged(self, finished: int, total: int) -> None:
-        """Told of every judged response of an evaluation by itself."""
+        """Count a judged response of a stand-alone evaluation."""
         if finished % RESPONSES == 0:
             self.write(0)
 
     def go_on(self) -> None:
-        """Continue the figures of a run that was stopped. Raises DataError for a damaged file."""
+        """Continue the counts of a run that was stopped. Raises DataError for a damaged file."""
         path = self._directory.path / FILE
         data = path.read_bytes() if self._accounts and path.exists() else b""
         whole_bytes = data.rfind(b"\n") + 1
@@ -73,7 +73,7 @@ class SpendingLog:
                 self._accounts[row.role].ledgers[row.server] = SpendingLedger(**found)
 
     def write(self, iteration: int | None = None) -> None:
-        """Write a row for each endpoint; an iteration of None stands for the end of the run."""
+        """Write a row for each endpoint. An iteration of None stands for the end of the run."""
         rows = [
             {"time": time.time(), "iteration": iteration, "role": role, "server": server}
             | msgspec.structs.asdict(ledger)

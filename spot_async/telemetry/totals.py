@@ -1,6 +1,6 @@
-"""Sums a run up for its report: what samples have in common, and where the time went.
+"""Sums a run up for its report: statistics of its samples, and where its time went.
 
-One pass over the samples, which may be many; figures of iterations are few and held together.
+Samples may be many, so they are read once, one at a time. Rows of metrics are few, and all held in memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, stage_load
 
 RELATIVE_BINS = 20
-GENERATING = ("rollout", "probe", "teacher_response")  # stages whose requests take slots; scores are batched by tokens
+GENERATING = ("rollout", "probe", "teacher_response")  # stages whose requests take slots; scores take none
 
 Rows = Sequence[Mapping[str, float]]
 
 
 class SampleStatistics:
-    """What is summed up over all samples, one at a time."""
+    """Statistics of all samples, which are added one at a time."""
 
     def __init__(self) -> None:
-        self.iterations: set[int] = set()  # that have samples
+        self.iterations: set[int] = set()  # those with samples
         self.score_sums = [0.0] * RELATIVE_BINS
         self.score_counts = [0] * RELATIVE_BINS
         self.selected = [0] * RELATIVE_BINS
@@ -49,9 +49,9 @@ class SampleStatistics:
 
 
 def run_times(rows: Rows, config: Mapping[str, Any], cores: int | None = None) -> RunTimes:
-    """Sums over all iterations; stages by what they held while the trainer waited for them.
+    """Return where the time of all iterations went, and how each stage was used while the trainer waited for it.
 
-    `cores` that the run could use, where that is known.
+    `cores` is how many the run could use, if that is known.
     """
     waited_for = {
         stage: total(rows, f"wait/{stage}_s")
@@ -83,21 +83,21 @@ def run_times(rows: Rows, config: Mapping[str, Any], cores: int | None = None) -
 
 
 def training_s(row: Mapping[str, float]) -> float:
-    """An iteration's time without evaluation."""
+    """Return an iteration's time without evaluation."""
     return row.get("time/iteration_s", 0.0) - row.get("time/evaluate_s", 0.0)
 
 
 def stage_names(rows: Rows) -> list[str]:
-    """Stages that had requests, in the order in which they are recorded."""
+    """Return the stages that had requests, in the order in which they are recorded."""
     names = dict.fromkeys(name.split("/")[1] for row in rows for name in row if name.startswith("stage/"))
     return [name for name in names if total(rows, f"stage/{name}/requests")]
 
 
 def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | None:
-    """What the stage's servers generate at once, all together but for those that are `down`.
+    """Return how many requests the stage's servers generate at once, all together, while `down` of them are down.
 
-    None of stages that do not generate, and where the configuration does not say: servers at a `url` were started with
-    slots of their own.
+    None for a stage that does not generate, and where the configuration does not say: servers at a `url` were started
+    with a number of slots that it does not know.
     """
     if stage not in GENERATING:
         return None
@@ -109,15 +109,16 @@ def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | N
 
 
 def effective_limit(rows: Rows, config: Mapping[str, Any], stage: str) -> int:
-    """The stage's own limit, or what its servers let in where that is less."""
+    """Return the stage's own limit, or what its servers let in if that is less."""
     own, let_in = stage_limit(config, stage), servers_let_in(rows, stage)
     return own if let_in is None else min(own, max(1, round(let_in)))
 
 
 def limit_use(row: Mapping[str, float], config: Mapping[str, Any], stage: str) -> float | None:
-    """Mean share of its limit that a stage had in flight while an iteration's batch was waited for, 0 to 1.
+    """Return the mean share of its limit that a stage had in flight while a batch was waited for, 0 to 1.
 
-    Requests run while a batch is waited for, so their mean over the iteration is made one over that part of it.
+    The metric is a mean over the whole iteration. Requests run only while a batch is waited for, so it is scaled to
+    that part.
     """
     in_flight, wait_s = row.get(f"stage/{stage}/mean_in_flight"), row.get("time/wait_for_batch_s")
     if in_flight is None or not wait_s:
@@ -126,17 +127,17 @@ def limit_use(row: Mapping[str, float], config: Mapping[str, Any], stage: str) -
 
 
 def servers_let_in(rows: Rows, stage: str) -> float | None:
-    """Requests that the stage's servers were sent at a time at most, all together: the mean over iterations."""
+    """Return the most requests that the stage's servers let in at a time, all together, as a mean over iterations."""
     name = re.compile(rf"replica/{STAGE_SERVERS[stage]}(-\d+)?/limit")
     limits = [sum(found) for row in rows if (found := [row[key] for key in row if name.fullmatch(key)])]
     return sum(limits) / len(limits) if limits else None
 
 
 def roles_with_room(config: Mapping[str, Any], cores: int | None) -> frozenset[str]:
-    """The roles for which one more server could have a machine, a device or a core to itself.
+    """Return the roles that could have one more server, with a machine, a device or cores to itself.
 
-    Those at a `url` and on devices may: what else there is nobody knows here. Of our own on CPUs there is room for as
-    many threads as there are more cores than their servers use.
+    Roles at a `url` or on a device count, since nobody here knows how many more machines or devices there are. A role
+    of our own servers on the CPU counts if enough cores are left for the threads of one more.
     """
     backends = {role: (config.get(role) or {}).get("backend") or {} for role in ("student", "teacher", "reference")}
     ours = {
