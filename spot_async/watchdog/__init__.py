@@ -1,6 +1,5 @@
-"""Notices that a run no longer gets anywhere, says what it waits for, and ends it.
+"""Notices that a run makes no progress any more, says what it waits for, and ends it. It retries and repairs nothing.
 
-What counts as getting anywhere is `progress.py`, for how long a run may get nowhere `limits.py`, whose fault it is
-`culprit.py`, what the report shows `report.py` and `stacks.py`. `monitor.py` is the shell with clock, thread and
-file. Nothing here retries or repairs: that is the stages' and the pools' business.
+`progress.py` decides what counts as progress, `limits.py` for how long a run may go without, and `culprit.py` who is at
+fault. `report.py` and `stacks.py` write the report. `monitor.py` is the shell with clock, thread and file.
 """

@@ -1,7 +1,7 @@
-"""Names what a silent run waits for, in one line. Pure: it is given a look at the run.
+"""Names in one line what a silent run waits for. Pure: a `RunLook` is passed in.
 
-In a trainer's phase it is whoever has the word. While supervision is waited for, it is the oldest request that a stage
-sent; a prompt that is at no stage although its coroutine runs waits inside the policy's own code.
+In a phase of the trainer's it is whoever has to act then. While a batch is waited for, it is the oldest request that a
+stage sent. A prompt that is at no stage, although its coroutine runs, waits inside the policy's own code.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ OF_TRAINER: dict[Phase | None, str] = {
 
 @dataclass(frozen=True)
 class RunLook:
-    """What is known of a run at one moment."""
+    """What the watchdog knows of a run at one moment."""
 
     now_s: float
     silence_s: float
-    step: str  # of the run, as the console shows it
-    phase: Phase | None = None  # of the iteration that goes on; None before and after training
+    step: str  # the step of the run, as the console shows it
+    phase: Phase | None = None  # the phase of the iteration that goes on; None before and after training
     open: Mapping[str, Sequence[OpenRequest]] = field(default_factory=dict)  # by stage
-    limits: Mapping[str, int] = field(default_factory=dict)  # requests in flight that each stage allows
-    problems: Mapping[int, str] = field(default_factory=dict)  # ids of the problems of running prompts, by ordinal
+    limits: Mapping[str, int] = field(default_factory=dict)  # how many requests in flight each stage allows
+    problems: Mapping[int, str] = field(default_factory=dict)  # problem ids of running prompts, by ordinal
     tasks: Sequence[TaskView] = ()
     blocked_at: str | None = None  # the line that blocks the event loop
 
 
 def name_culprit(look: RunLook) -> str:
-    """Who or what the run waits for."""
+    """Return who or what the run waits for."""
     if look.blocked_at is not None:
         return f"the event loop is blocked at {look.blocked_at}"
     if look.phase in OF_TRAINER:
@@ -56,7 +56,7 @@ def name_culprit(look: RunLook) -> str:
     idle = _outside_stages(look)
     if idle is not None:
         return f"{_prompt(look, idle)} waits in the policy's own code, at {_place(look, f'prompt {idle}')}"
-    if oldest is not None:  # younger than the silence: requests come and go, and nothing comes of them
+    if oldest is not None:  # requests come and go, since none is as old as the silence, but none leads to a commit
         return f"requests are answered but no prompt finishes; of the open ones, {describe_request(look, *oldest[1:])}"
     waiting = [(each.asked_s, stage, each) for stage, requests in look.open.items() for each in requests]
     if waiting:
@@ -68,7 +68,7 @@ def name_culprit(look: RunLook) -> str:
 
 
 def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:
-    """One open request in words: where, for whom, for how long, how often it was sent."""
+    """Return an open request in words: where, for whom, for how long, how often it was sent."""
     server = SERVERS.get(stage, "server")
     at = f" ({request.replica})" if request.replica not in (None, "", server) else ""
     whose = _prompt(look, request.priority[0]) if stage in STAGE_SERVERS else f"problem {request.priority[0]}"
@@ -88,7 +88,7 @@ def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:
 
 
 def _outside_stages(look: RunLook) -> int | None:
-    """The first running prompt, in admission order, that is at no stage."""
+    """Return the first running prompt, in admission order, that is at no stage."""
     at_stages = {request.priority[0] for requests in look.open.values() for request in requests}
     return min((ordinal for ordinal in look.problems if ordinal not in at_stages), default=None)
 

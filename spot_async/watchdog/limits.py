@@ -1,10 +1,13 @@
-"""How long a run may commit nothing before it counts as stalled. Pure arithmetic on its configuration.
+"""Computes how long a run may commit nothing before it counts as stalled. Pure arithmetic on its configuration.
 
-One rule: silence is legal for as long as the deadlines of what is being done allow, and everything that is done has
-one. Supervision is silent for at most the deadlines of a prompt's stages, one after the other, and the time that a role
-without any server is given to get one back, which comes on top of a request's deadline; training, a weight update, an
-evaluation and the start-up each have a time-out that ends them with an error of its own, which must come first. So
-whoever is silent for longer has missed its own deadline, and nothing else will end the run.
+Everything that a run does has a deadline. Silence is legal for as long as the deadlines of what it is doing allow:
+
+* Supervision: the deadlines of a prompt's stages, one after the other. On top comes the time that a role without any
+  server has to get one back, since it does not count for a request's deadline.
+* Training, a weight update, an evaluation and the start: the time-out of each. It ends them with an error of its own,
+  which must come before the watchdog's.
+
+So whoever is silent for longer has missed its own deadline, and nothing else will end the run.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from spot_async.errors import ConfigError
 from spot_async.stages.timeline import Phase
 from spot_async.types import PolicyNeeds
 
-MARGIN_S = 60.0  # by which a deadline comes before the watchdog
+MARGIN_S = 60.0  # how much later than a deadline the watchdog comes
 
 
 @dataclass(frozen=True)
 class SilenceLimits:
-    """Seconds without a commit from which on a run is stalled, by what it is doing."""
+    """The seconds without a commit after which a run counts as stalled, by what it is doing."""
 
     supervision_s: float
     training_s: float
@@ -33,7 +36,7 @@ class SilenceLimits:
     start_s: float
 
     def of(self, phase: Phase | None) -> float:
-        """The limit in a phase of an iteration; None stands for before and after training."""
+        """Return the limit in a phase of an iteration; None stands for before and after training."""
         match phase:
             case None:
                 return self.start_s
@@ -48,9 +51,9 @@ class SilenceLimits:
 
 
 def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
-    """None when `run.stall_timeout_s` is 0, which turns the watchdog off.
+    """Return the limits of a run; None if `run.stall_timeout_s` is 0, which turns the watchdog off.
 
-    Raises ConfigError when it is shorter than what the stages' own deadlines allow.
+    Raises ConfigError if it is shorter than what the stages' own deadlines allow.
     """
     timeout_s = config.run.stall_timeout_s
     if timeout_s == 0:
@@ -73,7 +76,8 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     start_s = max(start_timeouts(config.model_dump()), default=0.0)
     return SilenceLimits(
         supervision_s=supervision_s,
-        # Around training, student servers that share its devices sleep and wake; each has a weight update's time.
+        # Student servers that share devices with the trainer sleep before it trains, and wake after. Each may take as
+        # long as a weight update.
         training_s=at_least(training_s + 2 * WEIGHT_UPDATE_TIMEOUT_S),
         weight_update_s=at_least(WEIGHT_UPDATE_TIMEOUT_S + recovery_s),
         evaluation_s=at_least(evaluation_s + recovery_s),
@@ -82,7 +86,7 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
 
 
 def prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
-    """The deadlines that one prompt may use up in a row, in seconds, by the key that sets each."""
+    """Return the deadlines that one prompt may use up one after the other, in seconds, by the key that sets each."""
     used = {
         "rollout": True,
         "teacher_response": needs.teacher_responses,
@@ -96,7 +100,7 @@ def prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
 
 
 def _longest_recovery(config: Config) -> dict[str, float]:
-    """The longest time that any role may take to get a server back, under its key."""
+    """Return the longest time that any role may take to get a server back, under its key."""
     roles = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
     times = {
         f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s
@@ -108,7 +112,10 @@ def _longest_recovery(config: Config) -> dict[str, float]:
 
 
 def start_timeouts(tree: Any) -> Iterator[float]:
-    """The start time-outs of everything that the run may start: backends name them alike, wherever they stand."""
+    """Return the start time-outs of everything that the run may start.
+
+    Backends all call them `start_timeout_s`, at different depths of their settings, so the whole tree is searched.
+    """
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             if name == "start_timeout_s" and isinstance(value, int | float):

@@ -1,10 +1,11 @@
-"""Progress as a pure state machine: what was committed when, and whether the silence since is too long.
+"""Remembers a run's last commits, and tells whether the silence since is too long. A pure state machine.
 
-A commit is work that will not be done again: a prompt's supervision is in the queue, a batch is trained, all
-servers confirmed the weights, a held-out response is judged, a step of start or end is done. No heartbeat is: a
-ping, a retry, an admitted prompt, a reply that is thrown away and a prompt that is given up can all go on for ever
-in a run that trains nothing. Replies that a policy uses are no commits either: they become one with the last of
-their prompt.
+A commit is work that will not be done again: a prompt's supervision is in the queue, a batch is trained, all servers
+confirmed the weights, a held-out response is judged, or a step of start or end is done.
+
+Signs of life are no commits. A ping, a retry, an admitted prompt, a reply that is thrown away and a prompt that is
+given up can go on for ever in a run that trains nothing. Replies that a policy uses are no commits either: their prompt
+commits once, when it is done.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import StrEnum
 
 
 class Commit(StrEnum):
-    """What counts as progress."""
+    """The kinds of work that count as progress."""
 
     STEP = "steps of the run done"
     PROMPT_QUEUED = "prompts queued"
@@ -31,11 +32,11 @@ class LastCommit:
     kind: Commit
     detail: str
     at_s: float
-    count: int  # of this kind so far
+    count: int  # commits of this kind so far
 
 
 class Progress:
-    """Commits so far, and the silence since the last one. All times are on one clock that the caller reads."""
+    """Commits so far, and the silence since the last one. All times are of one clock, which the caller reads."""
 
     def __init__(self, now_s: float) -> None:
         self._counts: Counter[Commit] = Counter()
@@ -44,7 +45,7 @@ class Progress:
 
     @property
     def since_s(self) -> float:
-        """When the silence began: the last commit, or the start."""
+        """When the silence began: at the last commit, or at the start."""
         return self._since_s
 
     def commit(self, kind: Commit, detail: str, now_s: float) -> None:
@@ -53,7 +54,7 @@ class Progress:
         self._since_s = now_s
 
     def forgive(self, gap_s: float, now_s: float) -> None:
-        """Nobody could commit for `gap_s`, since this process did not run (Ctrl-Z, a debugger): do not count it."""
+        """Do not count `gap_s` of silence, in which this process did not run (Ctrl-Z, a debugger)."""
         self._since_s = min(self._since_s + gap_s, now_s)
 
     def silence_s(self, now_s: float) -> float:
@@ -64,5 +65,5 @@ class Progress:
         return self.silence_s(now_s) >= limit_s
 
     def last(self) -> list[LastCommit]:
-        """The newest commit of each kind, newest first."""
+        """Return the newest commit of each kind, newest first."""
         return sorted(self._last.values(), key=lambda commit: -commit.at_s)

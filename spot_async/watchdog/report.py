@@ -1,7 +1,7 @@
-"""The stall report as text: everything that a person needs in order to see what a run waits for, in one file.
+"""Writes the stall report: everything that a person needs to see what a run waits for, in one file of text.
 
-Pure but for the thread stacks, which only the interpreter can write. Nothing that models wrote and no request's
-contents are in it.
+It has nothing that models wrote, and no contents of requests. It is pure but for the thread stacks, which only the
+interpreter can write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
 from spot_async.watchdog.progress import LastCommit
 from spot_async.watchdog.stacks import grouped
 
-NAMES_SHOWN = 12  # of tasks that stand at the same place
+NAMES_SHOWN = 12  # how many tasks at the same place are named
 LOG_LINES = 8
 COMMAND_CHARACTERS = 200
 SECRET_OPTION = re.compile(r"^--?[\w-]*(api-?key|auth-?token|hf-?token|password|secret)s?$", re.IGNORECASE)
@@ -32,19 +32,19 @@ STATES = {"T": "STOPPED by a signal", "Z": "ended", "D": "waits for a disk", "R"
 
 @dataclass(frozen=True)
 class ReportContents:
-    """What the report is made of besides the look that names the culprit."""
+    """Everything that the report is made of."""
 
     title: str
     look: RunLook
     limit_s: float
     commits: Sequence[LastCommit] = ()
-    counts: Mapping[str, str] = field(default_factory=dict)  # queue, credits, ledger: what, and its figures
-    replicas: Sequence[str] = ()  # a line per replica of the pools
-    logs: Sequence[Path] = ()  # of children
+    counts: Mapping[str, str] = field(default_factory=dict)  # of queue, credits and ledger, in words by name
+    replicas: Sequence[str] = ()  # a line about each replica
+    logs: Sequence[Path] = ()  # those of child processes
 
 
 def write_report(path: Path, contents: ReportContents) -> None:
-    """Write it anew: only the last one counts. Raises OSError."""
+    """Write the report in place of an earlier one. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
         for line in report_lines(contents):
             file.write(f"{line}\n")
@@ -101,18 +101,18 @@ def _oldest(look: RunLook) -> Iterator[str]:
 
 
 def _processes() -> Iterator[str]:
-    """Every living descendant with its state: a server that somebody stopped is seen at once."""
+    """Return a line about every living descendant. Its state shows whether somebody stopped it."""
     tree = guard.process_tree(os.getpid())
     for pid, fields in sorted(tree.items()):
         if pid != os.getpid():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # the process ended meanwhile
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 command = " ".join([Path(arguments[0]).name, *without_secrets(arguments[1:])])
                 yield f"{pid} {STATES.get(fields[0], fields[0])}: {command[:COMMAND_CHARACTERS]}"
 
 
 def without_secrets(arguments: Iterable[str]) -> Iterator[str]:
-    """A command line without what follows an option that is called a key, a token or a password."""
+    """Return a command line without the values of options that are called a key, a token or a password."""
     is_secret = False
     for argument in arguments:
         option, is_joined, _ = argument.partition("=")

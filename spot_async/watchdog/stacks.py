@@ -1,7 +1,7 @@
-"""Where asyncio tasks stand: whole chains of awaits, not only the outermost coroutine, and for how long they exist.
+"""Shows where asyncio tasks are, down whole chains of awaits, and how old they are.
 
-asyncio keeps neither a task's age nor, in `Task.get_stack`, what a suspended task awaits inside. So ages are
-those since a task was first seen, and stacks follow the coroutines' own links.
+asyncio itself does not keep a task's age, and `Task.get_stack` shows only the outermost coroutine of a suspended task.
+So ages count from when a task was first seen, and stacks follow the coroutines' own links.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TaskView:
 
     name: str
     seen_since_s: float
-    stack: tuple[str, ...]  # `file:line in function`, what awaits first
-    awaits: str  # what the innermost coroutine waits for, where that is no coroutine
+    stack: tuple[str, ...]  # lines `file:line in function`, the outermost coroutine first
+    awaits: str  # what the innermost coroutine waits for
 
     @property
     def place(self) -> str:
@@ -36,7 +36,7 @@ class TaskView:
 
 
 class TaskBook:
-    """Remembers since when each task is there. `look` must be called now and then."""
+    """Remembers when each task was first seen. Call `look` now and then."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -47,7 +47,7 @@ class TaskBook:
             self._seen.setdefault(task, now_s)
 
     def views(self, now_s: float) -> list[TaskView]:
-        """All tasks, oldest first. May be called from any thread."""
+        """Return all tasks, oldest first. May be called from any thread."""
         views = [
             TaskView(task.get_name(), self._seen.get(task, now_s), *await_chain(task.get_coro()))
             for task in asyncio.all_tasks(self._loop)
@@ -56,10 +56,10 @@ class TaskBook:
 
 
 def await_chain(awaitable: object) -> tuple[tuple[str, ...], str]:
-    """Lines from a coroutine down to what it waits for in the end, and that as text."""
+    """Return the lines from a coroutine down to the innermost one, and what that one waits for as text."""
     lines: list[str] = []
     while True:
-        for kind in ("cr", "gi", "ag"):  # coroutine, generator-based, asynchronous generator
+        for kind in ("cr", "gi", "ag"):  # attributes of coroutines, generator-based ones and asynchronous generators
             frame: FrameType | None = getattr(awaitable, f"{kind}_frame", None)
             if frame is not None:
                 lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
@@ -71,7 +71,7 @@ def await_chain(awaitable: object) -> tuple[tuple[str, ...], str]:
 
 
 def grouped(views: Iterable[TaskView]) -> list[list[TaskView]]:
-    """Tasks that stand at the same place together, oldest first."""
+    """Return tasks in groups that are at the same place, the group of the oldest first."""
     groups: dict[tuple[str, ...], list[TaskView]] = {}
     for view in views:
         groups.setdefault(view.stack, []).append(view)
@@ -79,7 +79,7 @@ def grouped(views: Iterable[TaskView]) -> list[list[TaskView]]:
 
 
 def thread_place(ident: int) -> str:
-    """The line that a thread is at; of the loop's thread what blocks the loop, when it is blocked."""
+    """Return the line that a thread is at. While the loop is blocked, its thread is at the line that blocks it."""
     frame = sys._current_frames().get(ident)
     if frame is None:
         return "no line of Python"
