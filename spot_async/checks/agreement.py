@@ -1,7 +1,6 @@
-"""Whether the servers of one role are one to their callers: the same model, and the same numbers for the same rows.
+"""Checks that the servers of one role agree: the same model, and the same numbers for the same rows.
 
-Asks servers that are running; what follows for a run is said in the words of `diagnosis`, which does the asking of
-single servers.
+It asks servers that are running. `diagnosis` asks each server by itself, and puts the findings together.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.types import Capabilities
 
 TOP_K = 16
-NOISY_NATS = 0.05  # bfloat16 is within it
-OTHER_ROWS_NATS = 1.0  # more than rounding makes of one row: these are other rows
+NOISY_NATS = 0.05  # rounding of bfloat16 makes no larger differences
+OTHER_ROWS_NATS = 1.0  # no rounding makes such differences: the rows are of other weights
 
 
 @dataclass
 class Agreement:
-    """What was found of one role's servers, together."""
+    """What was found by comparing the servers of one role."""
 
-    together: Capabilities  # what all of them offer, the noise between them included
-    largest_nats: float | None = None  # difference between servers; None where there is one, or it cannot be asked for
+    together: Capabilities  # what all of them offer, including the noise between them
+    largest_nats: float | None = None  # largest difference between servers; None if they were not compared
     refusals: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 def servers_of(role: str, backend: Backend) -> Mapping[str, Backend]:
-    """The servers of a role by name. A backend that does not stand for several is its role's only server."""
+    """Return the servers of a role by name. A backend that does not stand for several is the role's only server."""
     return backend.backends if isinstance(backend, Replicated) else {role: backend}
 
 
 async def agreement(role: str, servers: Mapping[str, Any], said: Mapping[str, Capabilities], asked: Asked) -> Agreement:
-    """Whether `servers` of a role, by name, agree. `said` is what each says of itself."""
+    """Compare the `servers` of a role, by name. `said` is what each says of itself."""
     found = Agreement(combined([said[name] for name in servers]))
     if len(servers) < 2:
         return found

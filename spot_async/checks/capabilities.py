@@ -1,6 +1,6 @@
-"""Whether running backends offer what a run asks of them. Pure: what they said of themselves is given.
+"""Checks that running backends offer what a run needs. Pure: what they say of themselves is passed in.
 
-`plan.py` looks at what files say before anything starts, `diagnosis.py` asks the servers.
+`plan.py` checks what files say before anything starts; `diagnosis.py` asks the servers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def check_capabilities(
     sums_ends: bool = False,
     common_tokens: int | None = None,
 ) -> None:
-    """Whether running backends, by role, offer what the policy needs. Raises ConfigError with the key to change.
+    """Raise ConfigError, with the key to change, unless running backends offer what the policy needs.
 
-    `sums_ends` is what `sums_ends` says of the run; `common_tokens` how many ids all models know, if not all.
+    `found` has what they offer, by role. `sums_ends` is what the function `sums_ends` says of the run. `common_tokens`
+    is how many token ids all models know; None if that is all.
     """
     student, teacher = found["student"], found.get("teacher")
     for role, other in found.items():
@@ -62,7 +63,7 @@ def check_capabilities(
 
 
 def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
-    """What endpoints that take only text, or only write it, cannot be used for."""
+    """Return the complaints about endpoints that only take text, or only write text, each with whether it applies."""
     student, teacher, reference = found["student"], found.get("teacher"), found.get("reference")
     return [
         (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
@@ -94,7 +95,7 @@ def _too_few_candidates(config: Config, needs: PolicyNeeds, teacher: Capabilitie
 def _at_another_temperature(
     config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]
 ) -> list[tuple[bool, str]]:
-    """Log-probabilities that would be at temperature 1 beside rollouts at another."""
+    """Return the complaints about log-probabilities at temperature 1 beside rollouts at another, likewise."""
     temperature = config.sampling.temperature
     given = [("student", found["student"].generation_temperature, "sampled tokens")]
     if needs.teacher_top_k > 0 and "teacher" in found:
@@ -127,7 +128,10 @@ def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> lis
 
 
 def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles | None) -> bool:
-    """Whether the teacher is asked for further end tokens: not where it spells the student's in the same way."""
+    """Whether the teacher is asked for the probability of all its end tokens.
+
+    That is not needed if it ends responses with the student's end token.
+    """
     if teacher is None or needs.teacher_top_k == 0:
         return False
     ends = (student.vocabulary.end_token_ids, teacher.vocabulary.end_token_ids)

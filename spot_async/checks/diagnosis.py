@@ -1,7 +1,7 @@
-"""Whether the services of a run fit each other and what the run asks of them: what `doctor` shows and `train` checks.
+"""Finds out whether the servers of a run fit each other and the run. `doctor` shows it, `train` refuses what is unsafe.
 
-Asks services that are running already; starts nothing and prints nothing. How something is probed is `discovery.py`,
-what a policy may not go without is `plan.py`. A fact that could not be asked for is None, never a guess.
+It asks servers that are running already; it starts nothing and prints nothing. `discovery.py` knows how to ask,
+`capabilities.py` what a policy needs. A fact that could not be asked for is None, never a guess.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, and what follows from it. Every line names the key to change."""
+    """What was found of a run's servers, and what follows from it. Every line names the key to change."""
 
-    capabilities: dict[str, Capabilities]  # by role: what all its servers offer
-    roles: dict[str, dict[str, Fact]]  # facts by server: a role's name, numbered where it has several
+    capabilities: dict[str, Capabilities]  # what all servers of a role offer, by role
+    roles: dict[str, dict[str, Fact]]  # facts by server; a role with several servers has them numbered
     refusals: list[str]
     warnings: list[str]
 
     def raise_if_unsafe(self) -> None:
-        """Raises ConfigError, a line for each refusal."""
+        """Raise ConfigError, with a line for each refusal, if there are any."""
         if self.refusals:
             raise ConfigError("\n".join(self.refusals))
 
 
 async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backend]) -> Diagnosis:
-    """Ask every server of a run. Raises a `RequestError` when one does not answer at all."""
+    """Ask every server of a run, and return what was found. Raises a `RequestError` if one does not answer at all."""
     servers = {role: servers_of(role, backend) for role, backend in backends.items()}
     every = {name: backend for each in servers.values() for name, backend in each.items()}
     said = dict(zip(every, await gather(capabilities(backend) for backend in every.values()), strict=True))
@@ -81,7 +81,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
         for name, backend in each.items()
     ]
     await gather(each.run() for each in diagnoses)
-    for each in diagnoses:  # one after the other: they would wait for each other's processors
+    for each in diagnoses:  # one after the other, since servers that share processors would slow each other down
         await each.time()
         if len(servers[each.role]) > 1:
             each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
@@ -97,9 +97,9 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
 async def compare_students(
     plan: TrainPlan, student: Backend, found: Capabilities, warn: Callable[[str], None]
 ) -> Capabilities:
-    """What the student's servers offer together, once this run's weights are on all of them.
+    """Return what the student's servers offer together, once they hold this run's weights.
 
-    Servers that may have held any weights could not be compared before. Raises ConfigError where they differ by more
+    They could not be compared before, if nobody knew which weights they held. Raises ConfigError if they differ by more
     than noise.
     """
     servers = servers_of("student", student)
@@ -121,7 +121,7 @@ async def capabilities(backend: Backend) -> Capabilities:
 
 
 def plan_warnings(plan: TrainPlan) -> list[str]:
-    """What can be seen of prompts and tokenizers before anything is started."""
+    """Return the warnings about prompts and tokenizers of a run, which need no server."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
@@ -132,7 +132,7 @@ def plan_warnings(plan: TrainPlan) -> list[str]:
 
 
 def evaluation_warnings(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
-    """What can be seen of prompts and tokenizers before an evaluation by itself is started; see `plan_warnings`."""
+    """Return the warnings about prompts and tokenizers of a stand-alone evaluation, which need no server."""
     dated = [DATE_WARNING] if any(benchmark.reads_clock for benchmark in benchmarks) else []
     return dated + _of_benchmarks(benchmarks, vocabulary)
 
@@ -147,7 +147,7 @@ def _of_benchmarks(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> l
 
 
 def _seen_in_training(plan: TrainPlan) -> list[str]:
-    """A line for each set of held-out problems of which some are trained on."""
+    """Return a line for each set of held-out problems of which some are trained on."""
     return [
         f"{benchmark.key}: {seen} of {counted(len(benchmark.problems), 'problem')} are in data.train too, word for "
         "word: figures on them say nothing about new problems; take them out of one of the two"
@@ -157,7 +157,7 @@ def _seen_in_training(plan: TrainPlan) -> list[str]:
 
 
 def _unknown_tokens(key: str, vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> list[str]:
-    """A line about prompts, read from `key`, that hold text which the tokenizer has no token for."""
+    """Return a line about the prompts of `key` if much of their text is unknown to the tokenizer."""
     share = unknown_share(vocabulary, prompts)
     if share <= UNKNOWN_SHARE:
         return []
@@ -168,7 +168,7 @@ def _unknown_tokens(key: str, vocabulary: Vocabulary, prompts: Sequence[IntArray
 
 
 def unknown_share(vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> float:
-    """Share of the prompts' tokens, special ones left out, that stand for text the tokenizer has no token for."""
+    """Return the share of the prompts' tokens that stand for text unknown to the tokenizer, without special tokens."""
     unknown = vocabulary.tokenizer.unk_token_id
     if unknown is None:
         return 0.0
@@ -179,7 +179,7 @@ def unknown_share(vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> float:
 
 
 async def _asked(plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
-    """Prompts of the run, each with a response of the student."""
+    """Return prompts of the run, each with a response of the student."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS)]
     asked = Asked(prompts, [prompt[-RESPONSE_TOKENS:] for prompt in prompts], plan.stop_token_ids, plan.common.limit)
     if not said.generation:
@@ -252,10 +252,11 @@ class _ServerDiagnosis:
         }
 
     def _judge_model(self) -> None:
-        """A server that runs already may have been started with another model, such as the student's.
+        """Warn of a server that serves another model than the role's.
 
-        Where vocabularies are equal nothing else shows it. A student's server is sent its weights; servers elsewhere
-        name nothing that could be compared.
+        A server that runs already may have been started with the student's model, say. If the vocabularies are equal,
+        nothing else shows that. The student's server is left out, since it is sent its weights; so are servers
+        elsewhere, whose model is no directory on this machine.
         """
         served, meant = self.said.model, self._model.model
         if self.role == "student" or not os.path.isdir(served) or os.path.samefile(served, meant):  # noqa: PTH112, PTH121
@@ -337,7 +338,7 @@ class _ServerDiagnosis:
             )
 
     def _judge_temperatures(self) -> None:
-        """Compare what servers say of temperatures with what was seen. It only matters where the run's is not 1."""
+        """Compare what servers say of temperatures with what was seen. It is unsafe only if the run's is not 1."""
         temperature = self.config.sampling.temperature
         for name in ("score_temperature", "generation_temperature"):
             said, seen = self.facts[name], self.facts.get(f"{name}_probed")
@@ -352,7 +353,7 @@ class _ServerDiagnosis:
                 self.warnings.append(f"{line}: keep sampling.temperature at 1")
 
     async def _ask(self, what: str, asking: Awaitable[T]) -> T | None:
-        """The answer; None with a warning when the service refuses to give it."""
+        """Return the answer; None, with a warning, if the request fails."""
         try:
             return await asking
         except RequestError as error:
@@ -361,7 +362,7 @@ class _ServerDiagnosis:
 
     @property
     def section(self) -> str:
-        """Where its settings stand, for messages."""
+        """The key of the server's settings, for messages."""
         return backend_section(self.role, self.name)
 
     @property
@@ -370,12 +371,12 @@ class _ServerDiagnosis:
 
     @property
     def _samples(self) -> bool:
-        """A teacher may have no such method, and forget to say so."""
+        """Whether it generates. A teacher's backend may have no such method, and yet say that it can."""
         return self.said.generation and isinstance(self.backend, Generator) and not self._is_replayed
 
     @property
     def _is_replayed(self) -> bool:
-        """Nobody is there to be asked: what was found when somebody was is all that is known."""
+        """Whether there is no server to ask, only what was found when there was one."""
         return isinstance(self.backend, ReplayedTeacher)
 
     @property
@@ -385,7 +386,7 @@ class _ServerDiagnosis:
 
     @property
     def _files(self) -> ModelFiles:
-        """What the role's model directory says; a reference is a student."""
+        """The role's model directory; a reference has the student's."""
         return self.plan.teacher if self.role == "teacher" and self.plan.teacher is not None else self.plan.student
 
 

@@ -1,7 +1,7 @@
-"""What a running service does, found by asking it: small requests whose answers are compared with each other.
+"""Discovers what a running server does, by small requests whose answers are compared with each other.
 
-Nothing here knows a server's dialect, a run or what is good: each function asks through the protocols and returns
-what it saw, or None where that could not be seen. Failed requests are the caller's to handle.
+It knows no server's dialect and no run, and does not judge. Each function asks through the protocols and returns what
+it saw, or None if that could not be seen. Failed requests are the caller's to handle.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from spot_async.types import (
     TokenScores,
 )
 
-COOL = 0.5  # a temperature that log-probabilities at 1 differ from
-NOISE_MARGIN = 2.0  # a short probe sees less noise than a long run
-VISIBLE_NATS = 0.05  # differences that no server's rounding makes
+COOL = 0.5  # a temperature at which log-probabilities differ clearly from those at 1
+NOISE_MARGIN = 2.0  # times the noise that was seen, since a few requests see less of it than a long run
+VISIBLE_NATS = 0.05  # no server's rounding makes larger differences
 REPEATS = 4
 TOGETHER = 8
 ROUND_TRIPS = 5
@@ -37,12 +37,13 @@ SEED = 20_240_229
 
 @dataclass(frozen=True)
 class Asked:
-    """What requests are made of: prompts of the run, a response to each, and where responses end."""
+    """What the requests are made of: prompts of the run, a response to each, and where responses end."""
 
     prompts: Sequence[IntArray]
     responses: Sequence[IntArray]
     stop_token_ids: tuple[int, ...]
-    vocab_limit: int | None = None  # of sampling: responses are scored by models that may know no more ids
+    # Sampling is limited to ids below this, since the responses are scored by models that may know no more.
+    vocab_limit: int | None = None
     timeout_s: float = 120.0
 
     def deadline(self) -> float:
@@ -51,10 +52,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Noise:
-    """Largest differences between computations of the same rows, nats."""
+    """The largest differences between repeated computations of the same rows, in nats."""
 
     alone: float
-    together: float  # while as many others were asked for
+    together: float  # when several were asked for at once
 
     @property
     def largest(self) -> float:
@@ -62,7 +63,7 @@ class Noise:
 
 
 async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list[IntArray]:
-    """One response to each prompt."""
+    """Return one response to each prompt."""
     replies = await gather(
         _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
         for n, prompt in enumerate(asked.prompts)
@@ -71,7 +72,7 @@ async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list
 
 
 async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise:
-    """Noise of scores: of the response's tokens, and of the top-k."""
+    """Return the noise of scores: of the response's tokens, and of the top-k."""
 
     async def read() -> FloatArray:
         return _values(await _score(scorer, asked, 0, top_k=top_k))
@@ -80,7 +81,7 @@ async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise:
 
 
 async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> Noise:
-    """Noise of the distribution after a prompt, as it is served with a sampled token."""
+    """Return the noise of the distribution after a prompt, as the server sends it with a sampled token."""
 
     async def read() -> FloatArray:
         reply = await _generate(generator, asked.prompts[0], asked, seed=SEED, max_tokens=1, top_k=top_k)
@@ -92,8 +93,11 @@ async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> No
 
 
 async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_top_k: int) -> list[FloatArray]:
-    """Rows to compare with another server's of the same model: scores of the responses, and the distributions after
-    the prompts as they come with a sampled token. A top-k of 0 leaves them out. Unknown positions are NaN."""
+    """Return rows to compare with those of another server of the same model.
+
+    They are the scores of the responses, (tokens, 1 + top-k), and the distributions after the prompts, (1, top-k), as
+    the server sends them with a sampled token. A top-k of 0 leaves either out. Unknown positions are NaN.
+    """
     rows = []
     for n in range(len(asked.prompts)):
         if score_top_k:
@@ -110,13 +114,13 @@ async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_to
 
 
 def largest_difference_nats(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> float:
-    """Between two servers' `readings`; 0 where they have no position in common."""
+    """Return the largest difference between two servers' `readings`; 0 if they have no position in common."""
     differences = np.concatenate([np.abs(one - two).ravel() for one, two in zip(first, other, strict=True)])
     return float(np.nanmax(differences, initial=0.0))
 
 
 async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature | None:
-    """Which temperature scores are at, by asking at two; a refusal of the second means 1."""
+    """Return the temperature of scores, by asking at two; if the server refuses the second, it is 1."""
     at_one = _values(await _score(scorer, asked, 0, top_k=1))
     try:
         cool = _values(await _score(scorer, asked, 0, top_k=1, temperature=COOL))
@@ -126,7 +130,7 @@ async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature 
 
 
 async def generation_temperature(generator: Generator, asked: Asked) -> LogprobTemperature | None:
-    """The same of sampled tokens, by the likeliest token after a few prompts."""
+    """Return the temperature of sampled tokens' log-probabilities, by the likeliest token after a few prompts."""
     best: list[float] = []
     cool: list[float] = []
     for temperature, found in ((1.0, best), (COOL, cool)):
@@ -138,7 +142,7 @@ async def generation_temperature(generator: Generator, asked: Asked) -> LogprobT
 
 
 async def honours_seeds(generator: Generator, asked: Asked, max_tokens: int) -> bool | None:
-    """Whether a seed decides the tokens; None where different seeds give the same ones as well."""
+    """Return whether a seed decides the tokens; None if different seeds give the same tokens as well."""
     prompt = asked.prompts[0]
 
     async def sample(seed: int) -> tuple[int, ...]:
@@ -152,7 +156,7 @@ async def honours_seeds(generator: Generator, asked: Asked, max_tokens: int) -> 
 
 
 async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, max_tokens: int) -> float:
-    """Between the log-probabilities that one server gives tokens as it samples them and as it scores them."""
+    """Return the largest difference between the log-probabilities of tokens as they are sampled and as scored."""
     largest = 0.0
     for n, prompt in enumerate(asked.prompts):
         reply = await _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
@@ -163,7 +167,7 @@ async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, 
 
 
 async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float:
-    """Mean distance of the entropy's bounds."""
+    """Return the mean distance between the bounds of the entropy; NaN if no position is known."""
     widths = []
     for n in range(len(asked.prompts)):
         scores = await _score(scorer, asked, n, top_k=top_k)
@@ -174,7 +178,7 @@ async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float:
 
 
 async def generation_round_trip_s(generator: Generator, asked: Asked) -> float:
-    """Median of small requests."""
+    """Return the median time of small requests."""
     return await _median_s(lambda: _generate(generator, asked.prompts[0], asked, seed=SEED, max_tokens=1))
 
 
@@ -212,14 +216,14 @@ def _largest(first: FloatArray, others: Sequence[FloatArray]) -> float:
 
 
 def _convention(at_one: FloatArray, cool: FloatArray) -> LogprobTemperature | None:
-    """None where the rows are so sure of a token that no temperature changes it."""
+    """Return the temperature that rows are at; None if they are so sure of a token that no temperature shows."""
     if not at_one.size or float(at_one.min()) > -VISIBLE_NATS:
         return None
     return "request" if float(np.abs(at_one - cool).max()) > VISIBLE_NATS else "one"
 
 
 def _values(scores: TokenScores) -> FloatArray:
-    """Everything that should repeat, of known positions."""
+    """Return all values of known positions that should repeat."""
     known = slice(None) if scores.valid is None else scores.valid
     return np.concatenate([scores.logprobs[known], scores.topk_logprobs[known].ravel()])
 

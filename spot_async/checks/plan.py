@@ -1,7 +1,7 @@
 """Checks a run before anything starts, and prepares what it needs of models and data.
 
-Everything here is read from files: no server, no GPU, and of processes only the interpreters of servers to start, which
-say whether the server is installed. What only running backends can say is checked by `capabilities.py`.
+It only reads files, and needs no server and no GPU. The one kind of process that it starts is a server's interpreter,
+to see whether the server is installed. `capabilities.py` checks what only running backends can say.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from spot_async.watchdog.limits import SilenceLimits, silence_limits, start_time
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """A training run that can start."""
+    """A training run that has passed all checks and can start."""
 
     student: ModelFiles
     teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
-    served: Mapping[str, ModelConfig]  # what must be served, by role: student, teacher, reference
+    served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teacher, reference
     renderer: PromptRenderer
     schedule: PromptSchedule
     problems: int
     rows: Mapping[str, int]  # what became of the rows of data.train: read, dropped, mended
-    filtered: int  # problems whose prompts are too long
+    filtered: int  # how many problems have prompts that are too long
     policy: Policy
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
-    seen: Mapping[str, int]  # held-out problems that stand in data.train too, by the key of their set; without zeros
-    silence: SilenceLimits | None  # how long nothing may be committed; None: for ever
-    common: CommonVocabulary  # of all models that the configuration names
+    seen: Mapping[str, int]  # how many held-out problems are in data.train too, by the key of their set; no zeros
+    silence: SilenceLimits | None  # how long the run may commit nothing; None: for ever
+    common: CommonVocabulary  # the token ids that all models of the configuration know
 
     @property
     def reference(self) -> ModelConfig | None:
-        """What to serve as the frozen reference; None when the policy asks for none."""
+        """The model to serve as the frozen reference; None if the policy asks for none."""
         return self.served.get("reference")
 
     @property
@@ -63,13 +63,13 @@ class TrainPlan:
 
     @property
     def reads_clock(self) -> bool:
-        """Whether prompts, of training or of evaluation, have today's date in them."""
+        """Whether prompts of training or evaluation contain today's date."""
         in_training = self.renderer.reads_clock(next(iter(self.schedule)).problem)
         return in_training or any(benchmark.reads_clock for benchmark in self.evaluation)
 
 
 def plan_training(config: Config) -> TrainPlan:
-    """Raises ConfigError or DataError, one line each, for everything that would fail later."""
+    """Return the plan of a training run. Raises ConfigError or DataError for what would fail later."""
     check_packages(config.telemetry)
     student = read_model("student", config.student.model)
     teacher = read_model("teacher", config.teacher.model) if config.teacher is not None else None
@@ -135,7 +135,7 @@ def plan_training(config: Config) -> TrainPlan:
 
 
 def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
-    """The held-out problems, rendered with the student's own chat template."""
+    """Return the benchmarks of an evaluation, rendered with the student's own chat template."""
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
@@ -147,7 +147,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
 
 
 def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | None = None) -> Policy:
-    """The configured policy; `model` is the teacher, or the student in a run without one."""
+    """Return the configured policy. `model` is the teacher, or the student in a run without a teacher."""
     context = msgspec.structs.replace(
         model.policy_context,
         vocab_limit=None if common is None else common.limit,
@@ -163,7 +163,7 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
 
 
 def _check_roles(config: Config, needs: PolicyNeeds) -> None:
-    """Whether every model that the policy asks for is given, with a backend that can do what it asks."""
+    """Raise ConfigError unless every model that the policy needs is given, with a backend that can do what it asks."""
     kind = config.policy.kind
     if needs.teacher and config.teacher is None:
         raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
@@ -193,12 +193,12 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
 
 
 def _offers(model: ModelConfig, protocol: type) -> bool:
-    """Whether the model's kind of backend has the methods."""
+    """Whether the model's kind of backend has the methods of `protocol`."""
     return issubclass(registry.load("backends", model.backend.kind), protocol)
 
 
 def check_places(config: Config, needs: PolicyNeeds) -> None:
-    """Whether every server that is needed has a place of its own, and this machine what its settings name."""
+    """Raise ConfigError unless each needed server has its own address, and this machine what its settings name."""
     fixed = next(filter(None, places(config.student)), None)
     if needs.reference and config.reference is None and fixed is not None:
         raise ConfigError(
@@ -222,7 +222,10 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
 
 
 def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
-    """What must be served, by role: a replay's teacher is not, and a reference is the initial student by default."""
+    """Return the models to serve, by role.
+
+    A replay serves no teacher. The reference is the initial student unless the configuration names another.
+    """
     is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
     models = {
         "student": config.student,
@@ -233,7 +236,7 @@ def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
 
 
 def _check_recovery(role: str, model: ModelConfig) -> None:
-    """Whether a server of ours that ended has the time to start again before the run is given up for want of it."""
+    """Raise ConfigError unless a server of ours that ended has time to start again before the run is given up."""
     if all(place is not None and place.is_attached for place in places(model)):
         return
     start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
@@ -246,12 +249,12 @@ def _check_recovery(role: str, model: ModelConfig) -> None:
 
 
 def places(model: ModelConfig) -> Sequence[Place | None]:
-    """Where each of the model's servers listens; None for one whose settings do not say."""
+    """Return where each of the model's servers listens; None for a server whose settings do not say."""
     return [each.place for each in model.backend.servers()]
 
 
 def _check_sleep(config: Config) -> None:
-    """Whether the server that is to make room for the trainer is the student's, and has nothing to do meanwhile."""
+    """Raise ConfigError unless any server that sleeps for the trainer is the student's, in a strict run."""
     for role, model in (("teacher", config.teacher), ("reference", config.reference)):
         if model is not None and sleeps_while_training(model):
             raise ConfigError(
@@ -266,12 +269,12 @@ def _check_sleep(config: Config) -> None:
 
 
 def sleeps_while_training(model: ModelConfig) -> bool:
-    """Whether the model's server gives its memory to the trainer while that trains; a key of backends that can."""
+    """Whether the model's server gives its memory to the trainer while that trains. Only some backends have the key."""
     return bool(getattr(model.backend, "sleep_while_training", False))
 
 
 def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
-    """Whose tokenizer renders training prompts; a Jinja file is rendered with the student's."""
+    """Return the model whose tokenizer renders training prompts. A Jinja file is rendered with the student's."""
     if config.prompt.template != "teacher":
         return student
     if teacher is None:
@@ -294,7 +297,7 @@ def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) ->
 
 
 def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
-    """What an evaluation samples from is what training does, as far as the other models' directories are here."""
+    """Return the ids that an evaluation samples from: the same as training's, if the other models' files are here."""
     others = {"teacher": config.teacher, "reference": config.reference}
     names = {role: Path(model.model) for role, model in others.items() if model is not None}
     widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
@@ -302,7 +305,7 @@ def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
 
 
 def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> None:
-    """Whether every model that may be asked to end a response has a row for the token that does."""
+    """Raise ConfigError unless all models have a row for every model's end tokens."""
     for role, model in models.items():
         for token_id in model.vocabulary.end_token_ids:
             if common.limit is not None and token_id >= common.limit:
@@ -313,7 +316,7 @@ def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> N
 
 
 def _check_prompt_tokens(common: CommonVocabulary, sources: Sequence[PromptSource]) -> None:
-    """Whether every model can read every prompt."""
+    """Raise ConfigError unless every model can read every prompt."""
     for source in sources:
         if common.limit is not None and (largest := int(source.token_ids.max())) >= common.limit:
             raise ConfigError(
