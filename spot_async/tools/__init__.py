@@ -1,1 +1,1 @@
-"""Commands beside a run. They read files or ask servers, and nothing outside this room but `cli/` imports them."""
+"""Holds the commands beside a run. They read files or ask servers; only `cli/` imports them, and no run needs them."""

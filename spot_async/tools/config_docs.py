@@ -1,7 +1,7 @@
 """Writes `docs/configuration.md` from the schema: `python -m spot_async.tools.config_docs > docs/configuration.md`.
 
-The page says nothing of its own: keys, types and defaults are those of `config/schema.py` and of the plug-ins that
-spot-async itself registers, meanings are the fields' descriptions. A test compares the page with this.
+Everything on the page comes from `config/schema.py` and from the plug-ins that spot-async itself registers: keys,
+types, defaults, and meanings, which are the fields' descriptions. A test compares the page with what this writes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ with another method takes that one's keys away, and the same goes for backends a
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     return "\n".join([INTRODUCTION, *_core_sections(), *_plugin_sections()]).rstrip() + "\n"
 
 
@@ -80,7 +80,7 @@ def _core_sections() -> Iterator[str]:
 
 
 def _about(name: str, field: FieldInfo) -> str:
-    """What a top-level section is for, and whether it may be left out."""
+    """Return what a top-level section is for, and whether it may be left out."""
     if field.is_required():
         presence = "required"
     else:
@@ -99,7 +99,7 @@ def _plugin_sections() -> Iterator[str]:
 
 
 def _own_plugins(group: registry.Group) -> list[str]:
-    """Names that spot-async registers: what else is installed is documented by those who wrote it."""
+    """Return the plug-ins that spot-async registers. Others that are installed have their own documentation."""
     points = entry_points(group=f"spot_async.{group}")
     return sorted(point.name for point in points if point.value.startswith("spot_async."))
 
@@ -107,7 +107,7 @@ def _own_plugins(group: registry.Group) -> list[str]:
 def _rows(
     schema: type[BaseModel], instance: BaseModel | None = None, prefix: str = "", only: set[str] | None = None
 ) -> Iterator[Sequence[str]]:
-    """Key, type, default, unit and meaning of each field; sections inside are flattened to dotted keys."""
+    """Return key, type, default, unit and meaning of each field. Sections inside become dotted keys."""
     properties = schema.model_json_schema()["properties"]
     defaults = _defaults(schema) if instance is None else {name: getattr(instance, name) for name in properties}
     for name, field in schema.model_fields.items():
@@ -132,7 +132,7 @@ def _rows(
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The plain section that a field holds; None for values and for plug-ins' settings."""
+    """Return the plain section that a field holds; None for values and for plug-ins' settings."""
     for candidate in _types(field.annotation):
         if isinstance(candidate, type) and issubclass(candidate, Section) and not issubclass(candidate, PluginSettings):
             return candidate
@@ -144,12 +144,12 @@ def _may_be_list(field: FieldInfo) -> bool:
 
 
 def _is_mapping(field: FieldInfo) -> bool:
-    """Whether it holds a section for each of some names."""
+    """Whether the field maps names, which users choose, to sections."""
     return get_origin(field.annotation) is dict
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """An annotation and all that it is made of."""
+    """Return an annotation and all annotations inside it."""
     yield annotation
     for part in get_args(annotation):
         yield from _types(part)
@@ -185,7 +185,7 @@ def _type_text(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
 
 
 def _schema_text(schema: dict[str, Any]) -> str:
-    """A JSON schema in words: `integer > 0`, `"a" or "b"`, `number or null`."""
+    """Return a JSON schema in words: `integer > 0`, `"a" or "b"`, `number or null`."""
     for alternatives in ("anyOf", "oneOf"):
         if alternatives in schema:
             return " or ".join(dict.fromkeys(_schema_text(each) for each in schema[alternatives]))

@@ -1,4 +1,4 @@
-"""`spot-async doctor`: starts or attaches a run's services, asks them, and shows what was found as a table or JSON."""
+"""`spot-async doctor`: starts or attaches a run's servers, asks them, and shows what it found as a table or JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Facts = Mapping[str, Fact]
 
 
 async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
-    """Everything but the trainer, for as long as it takes to ask; logs go under `directory`."""
+    """Open everything but the trainer, ask, and close it again. Logs go under `directory`."""
     backends = make_backends(config, plan, RunDirectory(directory))
     async with running(*backends.by_role().values()):
         return await diagnose_servers(config, plan, backends)
 
 
 def show(screen: Console, diagnosis: Diagnosis) -> None:
-    """The table, then what follows from it."""
+    """Print the table, then what follows from it."""
     by_role: dict[str, dict[str, Facts]] = {}
     for name, facts in diagnosis.roles.items():
         by_role.setdefault(str(facts["role"]), {})[name] = facts
@@ -50,7 +50,7 @@ def show(screen: Console, diagnosis: Diagnosis) -> None:
 
 
 def _cell(said: Mapping[str, str]) -> str:
-    """What all of a role's servers have in common, or a line for each thing that only some have."""
+    """Return what all of a role's servers say alike, or else a line for each different answer."""
     names: dict[str, list[str]] = {}
     for name, words in said.items():
         names.setdefault(words, []).append(name)
@@ -60,13 +60,13 @@ def _cell(said: Mapping[str, str]) -> str:
 
 
 def as_json(diagnosis: Diagnosis) -> str:
-    """For machines: facts by server (null where unknown), refusals and warnings."""
+    """Return for machines: facts by server (null if unknown), refusals and warnings."""
     found = {"roles": diagnosis.roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
 
 def examine_and_show(screen: Console, config: Config, plan: TrainPlan, directory: Path, *, json: bool) -> bool:
-    """Whether the run is safe to start."""
+    """Examine a run, print what was found, and return whether the run is safe to start."""
     if json:
         diagnosis = asyncio.run(examine(config, plan, directory))
         screen.print_json(as_json(diagnosis), highlight=False)

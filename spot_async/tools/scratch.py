@@ -1,4 +1,4 @@
-"""Where commands that leave no run behind (doctor, conformance) write: logs, weights to try."""
+"""Gives a directory for logs and trial weights to commands that leave no run behind (doctor, conformance)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spot_async.telemetry.run_log import log_events_to
 
 @contextlib.contextmanager
 def working_directory(given: Path | None) -> Iterator[Path]:
-    """`given`, kept, or a temporary directory; with `logs/` in it, to which this process' events go as well.
+    """Make `given`, or a temporary directory that is deleted afterwards. This process's events go to `logs/` in it.
 
-    Raises ConfigError when it cannot be made, StorageError when a temporary one cannot.
+    Raises ConfigError if `given` cannot be made, and StorageError if a temporary directory cannot.
     """
     with contextlib.ExitStack() as stack:
         path = given or stack.enter_context(private_directory("spot-async-"))

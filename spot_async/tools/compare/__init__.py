@@ -1,1 +1,1 @@
-"""Several evaluations beside each other: tables, intervals, curves and what each method computed."""
+"""`spot-async compare`: puts evaluations beside each other, in tables, intervals and curves. It evaluates nothing."""

@@ -1,4 +1,4 @@
-"""`spot-async compare`: reads, computes, prints and writes; each of these is elsewhere."""
+"""`spot-async compare`: puts reading, computing, printing and writing together."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from spot_async.tools.compare.reading import (
 from spot_async.tools.compare.statistics import Comparison, compare, pass_curves
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
-NAME_WIDTH = 12  # that names are folded to on a narrow screen, at least
-BETWEEN = 3  # columns of the screen, between those of a table
+NAME_WIDTH = 12  # names are not folded to fewer characters, however narrow the screen is
+BETWEEN = 3  # characters between two columns of a table
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of the command line, which has checked the counts."""
+    """The options of the command. The command line has checked their ranges."""
 
-    baseline: str | None = None  # name of a row; default: the first
+    baseline: str | None = None  # a row's name; default: the first
     benchmarks: Sequence[str] = ()  # default: those that count for the first run's mean
     pass_k: int | None = None
     draws: int = 10_000
@@ -46,7 +46,7 @@ class CompareOptions:
 
 
 def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> None:
-    """Raises DataError, one line, for what cannot be compared."""
+    """Compare runs, and print and write the comparison. Raises DataError for what cannot be compared."""
     runs = [read_evaluated(argument) for argument in arguments]
     benchmarks = paired(runs, options.benchmarks)
     methods = [run.name for run in runs]
@@ -76,7 +76,7 @@ def write(
     notes: Sequence[str],
     computed: Sequence[tuple[str, Compute]],
 ) -> list[str]:
-    """All files of a comparison. Returns what people should be told."""
+    """Write all files of a comparison; return what people should be told."""
     curves = pass_curves(benchmarks)
     texts = {
         "comparison.md": tables.markdown(comparison, notes, compute_rows(computed)),
@@ -96,7 +96,7 @@ def write(
 def show(
     screen: Console, comparison: Comparison, notes: Sequence[str], computed: Sequence[tuple[str, Compute]]
 ) -> None:
-    """The paper's columns, a table for each metric so that a terminal holds them."""
+    """Print the paper's columns, in one table for each metric so that they fit a terminal."""
     ranks = tables.marks(comparison.values)
     for metric in comparison.metrics:
         places = [i for i, column in enumerate(comparison.columns) if column.metric == metric]
@@ -112,7 +112,7 @@ def show(
             _show_table(screen, title, ["benchmark", *comparison.metrics], rows)
     if computed:
         headings, of_methods = compute_rows(computed)
-        _, *lines = zip(headings, *of_methods, strict=True)  # methods side by side: there are fewer than figures
+        _, *lines = zip(headings, *of_methods, strict=True)  # methods become columns, since they are fewer than figures
         rows = [[*map(plain, line)] for line in lines]
         _show_table(screen, "Compute of training", ["", *(name for name, _ in computed)], rows)
     for note in notes:
@@ -120,7 +120,7 @@ def show(
 
 
 def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
-    """In as many parts as the screen is too narrow for: names are folded, figures neither cut nor folded."""
+    """Print a table, in parts if the screen is too narrow. Names are folded; figures are neither cut nor folded."""
     names, *columns = (
         [plain(heading), *cells] for heading, cells in zip(headings, zip(*rows, strict=True), strict=True)
     )
@@ -143,7 +143,7 @@ def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequ
 
 
 def plain(text: str) -> Text:
-    """What files and arguments hold goes to the terminal without the power to command it."""
+    """Return text from files or arguments for the terminal, so that it cannot command it."""
     return Text(visible(text))
 
 
@@ -156,14 +156,14 @@ def _baseline(methods: Sequence[str], wanted: str | None) -> int:
 
 
 def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
-    """What each run's training took, by name, where its training run is still there."""
+    """Return what each run's training took, by name, if its training run is still there."""
     found = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
     return [(name, compute) for name, compute in found if compute is not None]
 
 
 def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:
     sizes = ", ".join(f"{each.name} {len(each.correct)}" for each in benchmarks)
-    if len(benchmarks) == 1:  # which the table names
+    if len(benchmarks) == 1:  # the table's heading names it already
         sizes = str(len(benchmarks[0].correct))
     names = [each.name for each in benchmarks]
     judges = f", judged by {judged}" if (judged := judged_by(runs, names)) else ""

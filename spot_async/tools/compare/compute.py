@@ -1,7 +1,7 @@
-"""What training a method took, as far as its run directory recorded it.
+"""Sums up what the training of a method took, as its run directory recorded it.
 
-Sums over the iterations that led to the evaluated student; evaluation is left out, of money not. Request-seconds
-are the time that requests spent at servers, all together: a server that answers 64 at once spends 64 of them a second.
+The sums are over the iterations that led to the evaluated student, without evaluations; only money includes those.
+Request-seconds are the time that all requests spent at servers. A server that answers 64 at once spends 64 a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.telemetry.totals import Rows, stage_names, total, training_s
 
 METRICS_FILE = "metrics.jsonl"
-MID_OR_AFTER = re.compile(r"evaluation-(?:after|(\d+))\.json")  # of the run's own student, after all iterations or some
+# Files with figures of the run's own student, after all iterations or after some.
+MID_OR_AFTER = re.compile(r"evaluation-(?:after|(\d+))\.json")
 PUBLISHED = re.compile(r"(?:step|best)-(\d+)")
 
 
@@ -27,19 +28,19 @@ class Compute:
 
     iterations: int
     generated_tokens: float  # by rollouts, probes and the teacher's responses
-    probe_tokens: float  # of these, by probes
-    scored_tokens: float  # of responses, by the teacher; prompts are not counted
+    probe_tokens: float  # the part of these by probes
+    scored_tokens: float  # tokens of responses that the teacher scored, without prompts
     trained_tokens: float
-    hours: float  # of wall time
+    hours: float  # wall time
     trainer_s: float
-    request_s: Mapping[str, float]  # by role: student, teacher, reference
-    money: Mapping[str, float]  # by currency; empty where nothing had a price
+    request_s: Mapping[str, float]  # request-seconds by role: student, teacher, reference
+    money: Mapping[str, float]  # by currency; empty if nothing had a price
 
 
 def read_compute(figures: Path, model: Path) -> Compute | None:
-    """What it took to train the `model` that the file `figures` is about; None where no run here trained it.
+    """Return what it took to train the `model` that the file `figures` is about; None if no run here trained it.
 
-    Raises DataError for damaged files, and those of newer programs.
+    Raises DataError for damaged files, and for those of newer programs.
     """
     found = MID_OR_AFTER.fullmatch(figures.name)
     place, iteration = (figures.parent, found[1]) if found else (model, None)
@@ -48,14 +49,14 @@ def read_compute(figures: Path, model: Path) -> Compute | None:
         return None
     if not found:
         of_run = PUBLISHED.fullmatch(model.resolve().name)
-        if of_run is None:  # which of the run's students it is, nothing says
+        if of_run is None:  # nothing says which of the run's students it is
             return None
         iteration = of_run[1]
     return _until(run, None if iteration is None else int(iteration))
 
 
 def _until(run: Path, iteration: int | None) -> Compute | None:
-    """What the run took until `iteration`, or altogether. None where the directory is no training run any more."""
+    """Return what the run took until `iteration`, or altogether; None if the training run is gone from there."""
     if not (run / "run.json").is_file():
         return None
     files = RunFiles(run)
@@ -67,7 +68,7 @@ def _until(run: Path, iteration: int | None) -> Compute | None:
 
 
 def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
-    """What lines of metrics.jsonl add up to, with the money paid by then."""
+    """Return the sums over lines of metrics.jsonl, with the money that was paid by then."""
     request_s: dict[str, float] = {}
     for stage in stage_names(rows):
         role = STAGE_SERVERS.get(stage)
@@ -92,7 +93,7 @@ def _response_tokens(row: Mapping[str, float]) -> float:
 
 
 def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict[str, float]:
-    """Money by currency, from lines of spending.jsonl, whose figures are running totals of an endpoint."""
+    """Return money by currency from lines of spending.jsonl, which are running totals of each endpoint."""
     last = {
         (row["role"], row["server"]): row
         for row in spending
@@ -105,7 +106,7 @@ def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict
 
 
 def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row of words for each method."""
+    """Return headings, and a row of texts for each method."""
     currencies = list(dict.fromkeys(currency for _, each in computed for currency in each.money))
     roles = list(dict.fromkeys(role for _, each in computed for role in each.request_s))
     headings = ["method", "iterations", "tokens generated", "by probes", "scored", "trained", "hours", "trainer s"]
@@ -129,5 +130,5 @@ def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], li
 
 
 def _rounded(amount: float) -> str:
-    """Three digits, or all before the point."""
+    """Return an amount with three digits, or with all digits before the point."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

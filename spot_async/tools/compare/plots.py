@@ -1,7 +1,7 @@
-"""Pass@k curves as files: SVG by our own drawing, PNG by matplotlib where that is installed.
+"""Writes Pass@k curves to files: SVG by our own drawing, PNG by matplotlib if it is installed.
 
-A PNG needs something that draws text; matplotlib brings its own font, so it also works on servers that have none. It is
-an extra (`spot-async[plots]`), because nothing else here needs it.
+A PNG needs something that draws text. Matplotlib brings its own font, so this works on machines without any. It is an
+extra (`spot-async[plots]`), because nothing else here needs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MISSING = "no PNG curves: they need matplotlib (pip install 'spot-async[plots]')
 
 
 def write_curves(directory: Path, methods: Sequence[str], curves: Sequence[PassCurves]) -> list[str]:
-    """`pass-at-k-<benchmark>` in both formats. Returns what people should be told."""
+    """Write `pass-at-k-<benchmark>` in both formats; return what people should be told."""
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     earlier = set(directory.glob("pass-at-k-*"))
     for each in curves:
@@ -56,7 +56,7 @@ def write_png(path: Path, methods: Sequence[str], curves: PassCurves) -> None:
 
 
 def _points(methods: Sequence[str], curves: PassCurves) -> list[tuple[str, list[tuple[float, float]]]]:
-    """The curves' points to show: k at the powers of two, and at all responses."""
+    """Return the points to show of each curve: k at the powers of two, and at the number of responses."""
     ks = sorted({2**i for i in range(curves.samples.bit_length()) if 2**i <= curves.samples} | {curves.samples})
     return [(name, [(float(k), float(curves.values[k - 1, i])) for k in ks]) for i, name in enumerate(methods)]
 

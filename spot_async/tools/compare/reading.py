@@ -1,6 +1,6 @@
-"""Finds and pairs what evaluations wrote: which problems, and how often each method solved each.
+"""Reads the figures of evaluations and pairs them by problem: how often did each method solve each? No statistics.
 
-Everything that would make a difference between two methods meaningless is refused here, in one line. No statistics.
+It refuses, in one line, everything that would make a difference between two methods meaningless.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from spot_async.run_directory.layout import refuse_newer
 from spot_async.types import Int64Array
 
 AFTER_TRAINING = "evaluation-after.json"
-FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # of `eval` and of `train`
+FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # what `eval` and `train` write
 PRESET = "evaluation.preset"
 BENCHMARKS = "evaluation.benchmarks."
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One row of the table."""
+    """One row of the table: an evaluation under its name."""
 
     name: str
-    path: Path  # of the file
+    path: Path  # the figures file
     figures: EvaluationFigures
 
 
 @dataclass(frozen=True)
 class PairedBenchmark:
-    """Counts of correct responses of the same problems by every method."""
+    """How many responses to each problem of a benchmark were correct, by every method."""
 
     name: str
     samples: int
@@ -44,7 +44,7 @@ class PairedBenchmark:
 
 
 def read_evaluated(argument: str) -> Evaluated:
-    """`RUN` or `NAME=RUN`, where RUN is a run directory or one of its figures files. Raises DataError."""
+    """Read `RUN` or `NAME=RUN`, where RUN is a run directory or one of its figures files. Raises DataError."""
     name, separator, where = argument.partition("=")
     path = Path(where if separator else argument)
     if path.is_dir():
@@ -66,7 +66,7 @@ def read_evaluated(argument: str) -> Evaluated:
 
 
 def impossible(name: str, figures: BenchmarkFigures) -> str | None:
-    """What no evaluation writes, so that a table of it would mislead."""
+    """Return what is wrong with figures that no evaluation could have written; None if nothing is."""
     if name in RESERVED_NAMES:
         return "is what results call their own rows"
     if figures.samples < 1:
@@ -82,10 +82,10 @@ def impossible(name: str, figures: BenchmarkFigures) -> str | None:
 
 
 def paired(runs: Sequence[Evaluated], names: Sequence[str] = ()) -> list[PairedBenchmark]:
-    """The benchmarks `names`, by default all that count for the first run's mean.
+    """Return the benchmarks `names`, paired; by default all that count for the first run's mean.
 
-    Raises DataError unless all runs have them with the same problems and as many responses to each, and unless runs
-    have different names.
+    Raises DataError unless all runs have them, with the same problems and equally many responses to each, and unless
+    all runs have different names.
     """
     twice = sorted({run.name for run in runs if [each.name for each in runs].count(run.name) > 1})
     if twice:
@@ -108,16 +108,16 @@ def macro_names(run: Evaluated) -> list[str]:
 
 
 def different_settings(runs: Sequence[Evaluated], names: Sequence[str]) -> list[str]:
-    """Every setting that decides figures of the benchmarks `names` and is not the same for all runs, in words."""
+    """Return in words every setting that differs between runs and decides figures of the benchmarks `names`."""
     decide = [_that_decide(run.figures.settings, names) for run in runs]
     values = {key: [_words(settings.get(key)) for settings in decide] for settings in decide for key in settings}
     different = [key for key, each in values.items() if len(set(each)) > 1]
-    alike: dict[str, list[str]] = {}  # what differs in the same way is said once
+    alike: dict[str, list[str]] = {}  # keys by how they differ: those that differ in the same way share a line
     for key in different:
         kind = f"{key.rpartition('.')[0]}.kind"
-        if kind in different and key != kind:  # other verifiers have other settings
+        if kind in different and key != kind:  # different verifiers have different settings anyway
             continue
-        if key.endswith(".prompts"):  # a fingerprint, which says nothing to people
+        if key.endswith(".prompts"):  # its values are fingerprints, which say nothing to people
             said = "(or answers) are not the same for all"
         else:
             having: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ def different_settings(runs: Sequence[Evaluated], names: Sequence[str]) -> list[
 
 
 def same_measurements(runs: Sequence[Evaluated], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of runs that evaluated the same weights with the same settings."""
+    """Return the pairs of runs that evaluated the same weights with the same settings."""
     return [
         (one.name, other.name)
         for one, other in itertools.combinations(runs, 2)
@@ -139,7 +139,7 @@ def same_measurements(runs: Sequence[Evaluated], names: Sequence[str]) -> list[t
 
 
 def judged_by(runs: Sequence[Evaluated], names: Sequence[str]) -> str | None:
-    """The verifiers of the benchmarks `names`; None where runs differ in them, which the warning says."""
+    """Return the verifiers of the benchmarks `names` in words; None if runs differ in them, since a warning says so."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         found = {_kind(run.figures.settings, name) for run in runs}
@@ -157,13 +157,13 @@ def _kind(settings: Mapping[str, Any], name: str) -> str | None:
 
 
 def _that_decide(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Without the other benchmarks, and without the preset: it only says which values others must have."""
+    """Return the settings without other benchmarks', and without the preset, which only fixes others' values."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         owner = key.rpartition(".")[0]
         if key == PRESET or (owner.startswith(BENCHMARKS) and owner.removeprefix(BENCHMARKS) not in names):
             continue
-        if isinstance(value, dict):  # a verifier's
+        if isinstance(value, dict):  # a verifier's settings
             found |= {f"{key}.{name}": each for name, each in value.items()}
         else:
             found[key] = value
@@ -205,5 +205,5 @@ def _paired(name: str, found: Sequence[tuple[str, BenchmarkFigures]]) -> PairedB
 
 
 def ids_apart(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Ids that only one of both has."""
+    """Return the ids that only one of the two has."""
     return sorted(set(ours) ^ set(theirs))

@@ -1,6 +1,7 @@
-"""The figures of a comparison: each method's, with intervals, and its difference from the baseline, paired.
+"""Computes a comparison: each method's figures, and their paired differences from the baseline, with intervals.
 
-Columns are metric by metric (Avg@n, then Pass@k), benchmark by benchmark, the unweighted mean over benchmarks last.
+Columns are metric by metric (Avg@n, then Pass@k). Within a metric they are benchmark by benchmark, with the unweighted
+mean over benchmarks last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from spot_async.types import Float64Array
 
 
 class Column(NamedTuple):
-    """What a column holds."""
+    """Which figure a column holds."""
 
     metric: str
     benchmark: str
@@ -28,7 +29,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """All shares are in [0, 1]; arrays (methods, columns)."""
+    """Figures of all methods. All are shares in [0, 1], in arrays (methods, columns)."""
 
     methods: Sequence[str]
     baseline: int
@@ -37,7 +38,7 @@ class Comparison:
     k: int
     values: Float64Array
     intervals: Interval
-    differences: Float64Array  # from the baseline, 0 in its own row
+    differences: Float64Array  # from the baseline; 0 in its own row
     difference_intervals: Interval
     confidence: float
     draws: int
@@ -62,7 +63,7 @@ def compare(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> Comparison:
-    """`k` is that of Pass@k, by default the number of responses. Raises DataError when there are fewer."""
+    """Compare methods. `k` is that of Pass@k, by default the number of responses; DataError if they are fewer."""
     samples = benchmarks[0].samples
     k = samples if k is None else k
     if not 1 <= k <= samples:
@@ -103,7 +104,10 @@ def compare(
 
 
 def metric_names(samples: int, k: int) -> tuple[str, str]:
-    """Pass@k of more responses than k says so: the paper generates k responses for each k anew."""
+    """Return the names of both metrics.
+
+    Pass@k from more than k responses says so, since the paper generates k new responses for each k.
+    """
     return f"Avg@{samples}", f"Pass@{k}" if k == samples else f"Pass@{k} (unbiased, from {samples})"
 
 
@@ -113,11 +117,11 @@ class PassCurves:
 
     benchmark: str
     samples: int
-    values: Float64Array  # (samples, methods), k - 1 the row
+    values: Float64Array  # (samples, methods); row k - 1 is Pass@k
 
 
 def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
-    """The Pass@k curves of each benchmark, and of their mean where there are several."""
+    """Return the Pass@k curves of each benchmark, and of their mean if there are several."""
     samples = benchmarks[0].samples
     curves = [
         np.stack([pass_at_k_of_counts(each.correct, samples, k).mean(axis=0) for k in range(1, samples + 1)])

@@ -1,7 +1,7 @@
-"""A comparison as Markdown, LaTeX and CSV, and its cells for the terminal. Pure: text in, text out.
+"""Writes a comparison as Markdown, LaTeX and CSV, and its cells for the terminal. Pure.
 
-The layout is the paper's: a row for each method, Avg@n of each benchmark and their mean, then Pass@k likewise; in
-percent, the best of a column bold, the second underlined. Values that look the same rank the same.
+The layout is the paper's. A row for each method has Avg@n of each benchmark and of their mean, then Pass@k likewise.
+Values are in percent; the best of a column is bold, the second underlined. Values that look the same rank the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LATEX = str.maketrans({c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslas
 
 
 def marks(values: Float64Array) -> list[list[Mark]]:
-    """The best and the second of each column of `values` (methods, columns). A single method is marked as neither."""
+    """Return which values (methods, columns) are the best and the second of their column; of one method, none is."""
     shown = rounded(values)
     found: list[list[Mark]] = [[""] * shown.shape[1] for _ in shown]
     if len(shown) == 1:
@@ -38,7 +38,10 @@ def marks(values: Float64Array) -> list[list[Mark]]:
 
 
 def rounded(shares: npt.ArrayLike) -> Float64Array:
-    """Percent at `DECIMALS`, halves upwards: eighths of few problems often end in 5, which floats round either way."""
+    """Return shares in percent, rounded to `DECIMALS` with halves upwards.
+
+    Shares of few problems, in eighths, often end in 5, which floats would round either way.
+    """
     scale = 10.0**DECIMALS
     return np.asarray(np.floor(100 * np.asarray(shares) * scale + 0.5 + 1e-6) / scale)
 
@@ -48,13 +51,13 @@ def percent(share: float) -> str:
 
 
 def change(difference: float, low: float, high: float) -> str:
-    """A difference with its interval, and a star where the interval leaves 0 out."""
+    """Return a difference with its interval, and a star if the interval leaves 0 out."""
     star = "*" if low > 0 or high < 0 else ""
     return f"{100 * difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]{star}"
 
 
 def difference_rows(comparison: Comparison, method: int) -> list[list[str]]:
-    """The rows of one method: a benchmark, then its difference in each metric."""
+    """Return the rows of one method: a benchmark, then its difference in each metric."""
     low, high = comparison.difference_intervals
     at = {column: number for number, column in enumerate(comparison.columns)}
     return [
@@ -72,7 +75,7 @@ def difference_rows(comparison: Comparison, method: int) -> list[list[str]]:
 def markdown(
     comparison: Comparison, notes: Sequence[str], compute: tuple[Sequence[str], Sequence[Sequence[str]]]
 ) -> str:
-    """The whole comparison as one document."""
+    """Return the whole comparison as one document."""
     wrap = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
     columns = [f"{column.metric} {column.benchmark}" for column in comparison.columns]
     rows = [
@@ -92,7 +95,7 @@ def markdown(
 
 
 def latex(comparison: Comparison, notes: Sequence[str]) -> str:
-    r"""A `tabular` for `booktabs`; the notes are comments above it."""
+    r"""Return a `tabular` for `booktabs`, with the notes as comments above it."""
     wrap = {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}
     each = len(comparison.benchmarks)
     spans = [(metric, 2 + number * each, 1 + (number + 1) * each) for number, metric in enumerate(comparison.metrics)]
@@ -114,7 +117,7 @@ def latex(comparison: Comparison, notes: Sequence[str]) -> str:
 
 
 def long_csv(comparison: Comparison) -> str:
-    """A line for each method, metric and benchmark; shares, not percent."""
+    """Return a line for each method, metric and benchmark, with shares, not percent."""
     rows = [
         (name, *column, *(
             repr(float(values[m, c]))
@@ -130,7 +133,7 @@ def long_csv(comparison: Comparison) -> str:
 
 
 def curves_csv(methods: Sequence[str], curves: Sequence[PassCurves]) -> str:
-    """A line for each benchmark, k and method."""
+    """Return a line for each benchmark, k and method."""
     rows = [
         (each.benchmark, k, method, repr(float(value)))
         for each in curves

@@ -1,1 +1,1 @@
-"""The contract that every backend passes, as checks that run against a live one (`spot-async conformance`)."""
+"""`spot-async conformance`: checks a running backend against the contract of all backends. It trains nothing."""

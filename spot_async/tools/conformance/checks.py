@@ -1,6 +1,6 @@
-"""What a check is, and running many of them. Knows nothing of what is checked.
+"""Defines what a check is, and runs many of them. It knows nothing of what is checked.
 
-Whatever comes out of a check that is no finding (`findings.py`) is the backend's failure too: it is third-party code.
+An unexpected exception from a check counts as the backend's failure, since the backend is third-party code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from spot_async.tools.conformance.findings import Finding, NotOffered, Violation
 from spot_async.tools.conformance.subject import Subject
 from spot_async.types import Capabilities
 
-# Times the tolerance. In float32 rounding alone takes one log-probability of some 200,000 beyond 2e-5 nats (2.4e-5 is
-# the largest seen), and some checks compare 8,000. What is really wrong is far off, or a little off every time.
+# A difference up to this many times the tolerance is looked at once more. In float32, rounding alone takes one of some
+# 200,000 log-probabilities beyond 2e-5 nats (2.4e-5 is the largest seen), and some checks compare 8,000. A real error
+# is far off, or a little off every time.
 A_LITTLE = 2.5
 
 Status = Literal["passed", "failed", "not offered", "not checked"]
@@ -23,7 +24,7 @@ Status = Literal["passed", "failed", "not offered", "not checked"]
 
 @dataclass(frozen=True)
 class Feature:
-    """What a backend may leave out, if its capabilities say so."""
+    """A part of the contract that a backend may leave out, if its capabilities say so."""
 
     is_offered: Callable[[Capabilities], bool]
     otherwise: str
@@ -31,17 +32,17 @@ class Feature:
 
 @dataclass(frozen=True)
 class Check:
-    """One clause of the contract. It is not run when one that it builds on did not pass."""
+    """One clause of the contract. It is left out if a check that it builds on did not pass."""
 
     name: str
     run: Callable[[Subject], Awaitable[Finding]]
-    of: Feature | None = None  # None: of every backend
+    of: Feature | None = None  # the feature that it checks; None if every backend must have it
     after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row of the table."""
+    """How a check ended: a row of the table."""
 
     name: str
     status: Status
@@ -52,7 +53,7 @@ class Outcome:
 async def run_checks(
     subject: Subject, checks: Iterable[Check], on_outcome: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
-    """Every check's outcome, in order; `on_outcome` hears of each at once."""
+    """Run checks in order and return their outcomes; `on_outcome` is called after each."""
     outcomes: dict[str, Outcome] = {}
     for check in checks:
         broken = [
@@ -70,7 +71,7 @@ async def run_checks(
 
 
 async def _outcome(check: Check, subject: Subject) -> Outcome:
-    """What is only a little beyond the tolerance is looked at once more, with samples of its own."""
+    """Run a check, and run it again on new samples if it is only a little beyond the tolerance."""
     outcome = await _run(check, subject)
     nats = outcome.nats
     if outcome.status != "failed" or nats is None or nats > A_LITTLE * subject.tolerance_nats:

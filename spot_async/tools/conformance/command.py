@@ -1,4 +1,4 @@
-"""What `spot-async conformance` does: settings from its arguments, a table from the outcomes."""
+"""`spot-async conformance`: makes settings from its arguments, and a table from the outcomes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLE: dict[Status, str] = {"passed": "green", "failed": "bold red", "not offere
 def read_settings(
     kind: str, model: str, url: str | None, launch_python: str | None, settings: Sequence[str]
 ) -> ModelConfig:
-    """The backend that the arguments describe. Raises ConfigError with the key at fault."""
+    """Return the backend that the arguments describe. Raises ConfigError, which names the key at fault."""
     backend: dict[str, Any] = {"kind": kind}
     shortcuts = [("url", url), ("launch.python", launch_python)]
     for setting in [*(f"{key}={value}" for key, value in shortcuts if value is not None), *settings]:
@@ -36,7 +36,7 @@ def read_settings(
 def run(
     screen: Console, config: ModelConfig, directory: Path | None, *, role: str, tolerance_nats: float, device: str
 ) -> bool:
-    """Check, print the table, and say whether a check failed."""
+    """Check, print the table, and return whether a check failed."""
     outcomes: list[Outcome] = []
     with working_directory(directory) as path, screen.status("starting") as status:
 

@@ -1,4 +1,4 @@
-"""How served log-probabilities are compared with exact ones. Pure numpy.
+"""Compares served log-probabilities with exact ones. Pure numpy.
 
 Axes: T response positions, K served top-k, V vocabulary.
 """
@@ -13,29 +13,29 @@ import numpy.typing as npt
 from spot_async.tools.conformance.findings import Violation
 from spot_async.types import BoolArray, Float64Array, Int64Array, TokenScores
 
-Rows = Float64Array  # (T, V) exact log-probabilities
+Rows = Float64Array  # exact log-probabilities (T, V)
 
-INNER = slice(1, -1)  # rows with neighbours in the same response; the first and the last have checks of their own
+INNER = slice(1, -1)  # all rows but the first and the last, which have checks of their own
 ENDS = [0, -1]
 
 
 def of_tokens(exact: Rows, token_ids: npt.ArrayLike) -> Float64Array:
-    """(T,) or (T, K): the exact log-probabilities of token ids of that shape."""
+    """Return the exact log-probabilities of token ids (T,) or (T, K), in the same shape."""
     ids = np.asarray(token_ids)
     return np.take_along_axis(exact, ids.reshape(len(exact), -1), axis=1).reshape(ids.shape)
 
 
 def largest(served: npt.ArrayLike, exact: npt.ArrayLike) -> float:
-    """Largest absolute difference in nats; infinite where one is no number. 0 of nothing."""
+    """Return the largest absolute difference in nats: infinite if there is a NaN, 0 for empty arrays."""
     with np.errstate(invalid="ignore"):
         difference = np.abs(np.asarray(served, np.float64) - np.asarray(exact, np.float64))
     return float(np.where(np.isnan(difference), math.inf, difference).max(initial=0.0))
 
 
 def largest_of_topk(exact: Rows, topk_ids: npt.ArrayLike, topk_logprobs: npt.ArrayLike) -> float:
-    """`largest` for a top-k (T, K): of the values of the ids served, and of the ids that should have been.
+    """Return `largest` for a top-k (T, K): for the served ids, and for the ids that should have been served.
 
-    Which of two tokens with the same probability comes first is nobody's business, so ids are judged by their values.
+    The order of two tokens with the same probability does not matter, so ids are judged by their log-probabilities.
     """
     served = np.asarray(topk_logprobs)
     best = -np.sort(-exact, axis=1)[:, : served.shape[1]]
@@ -43,12 +43,12 @@ def largest_of_topk(exact: Rows, topk_ids: npt.ArrayLike, topk_logprobs: npt.Arr
 
 
 def known(scores: TokenScores) -> BoolArray:
-    """(T,) positions that the server could be asked about: a text endpoint may tokenise others differently."""
+    """Return which positions (T,) the server could score; an endpoint that reads text may tokenise some differently."""
     return np.ones(len(scores.logprobs), np.bool_) if scores.valid is None else scores.valid
 
 
 def inner(scores: TokenScores) -> Int64Array:
-    """`known` positions that have neighbours on both sides; the ends have checks of their own."""
+    """Return the `known` positions but the first and the last, which have checks of their own."""
     positions = np.flatnonzero(known(scores))
     return positions[(positions > 0) & (positions < len(scores.logprobs) - 1)]
 
@@ -63,14 +63,14 @@ def require_close(nats: float, tolerance_nats: float, what: str) -> None:
 
 
 def nucleus_mass_before(exact: Rows, token_ids: npt.ArrayLike) -> Float64Array:
-    """(T,) probability of all tokens that are likelier than the sampled one: below top_p where sampling kept to it."""
+    """Return the probability (T,) of all tokens likelier than the sampled one, which is below `top_p` if honoured."""
     own = of_tokens(exact, token_ids)
     mass: Float64Array = np.where(exact > own[:, None], np.exp(exact), 0.0).sum(axis=1)
     return mass
 
 
 def log_kept_mass(exact: Rows, top_p: float) -> Float64Array:
-    """(T,) log of the probability that sampling with `top_p` leaves."""
+    """Return the log of the probability that sampling with `top_p` leaves, (T,)."""
     ordered = -np.sort(-np.exp(exact), axis=1)
     before = ordered.cumsum(axis=1) - ordered
     kept: Float64Array = np.log(np.where(before < top_p, ordered, 0.0).sum(axis=1))
@@ -78,6 +78,6 @@ def log_kept_mass(exact: Rows, top_p: float) -> Float64Array:
 
 
 def entropy(exact: Rows) -> Float64Array:
-    """(T,) nats."""
+    """Return the entropy of each row in nats, (T,)."""
     values: Float64Array = -(np.exp(exact) * np.where(np.isneginf(exact), 0.0, exact)).sum(axis=1)
     return values

@@ -1,4 +1,4 @@
-"""The contract: every check, in the order in which they run. A failed one leaves out those that build on it."""
+"""Lists the contract: every check, in the order of running. If one fails, those that build on it are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check says: it returns a `Finding`, or raises `Violation` or `NotOffered`."""
+"""Defines how a check ends: it returns a `Finding`, or raises `Violation` or `NotOffered`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check that held has seen."""
+    """What a check that passed has seen."""
 
     note: str
-    nats: float | None = None  # largest difference to what it should be
+    nats: float | None = None  # the largest difference to the exact values
 
 
 class Violation(Exception):
-    """The contract is broken. The message is one line for the table."""
+    """Raised when the contract is broken. The message is one line for the table."""
 
     def __init__(self, note: str, nats: float | None = None) -> None:
         super().__init__(note)
@@ -22,4 +22,4 @@ class Violation(Exception):
 
 
 class NotOffered(Exception):
-    """The backend's capabilities say that it does not do this."""
+    """Raised when the backend's capabilities say that it does not do this."""

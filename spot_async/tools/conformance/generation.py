@@ -1,4 +1,4 @@
-"""Checks of sampling: the log-probabilities that come with tokens, and that tokens are drawn as was asked."""
+"""Checks sampling: are log-probabilities right, and are tokens drawn as was asked?"""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from spot_async.tools.conformance.subject import COOL, PROMPT_TOKENS, Subject
 from spot_async.types import Generation, IntArray
 
 PROMPTS = 8
-COLD = 0.01  # the lowest that common servers take as it is
-COLD_MARGIN_NATS = 0.3  # at COLD the second best token is then exp(30) times less likely
+COLD = 0.01  # the lowest temperature that common servers do not replace by greedy decoding
+COLD_MARGIN_NATS = 0.3  # with this margin, the second best token is exp(30) times less likely at COLD
 TOP_P = 0.5
 DRAWS = 128
-LIMIT_Z = 5.0  # of a mean of DRAWS draws: an honest server exceeds it once in a million times
+LIMIT_Z = 5.0  # standard errors of a mean over DRAWS draws; an honest server exceeds it once in a million times
 TAIL_TOKENS = 8
-MOST_BANNED = 512  # ids; vLLM's GPU runner takes 1,024 in a request
-STOPS = 8  # of 4, a server that ignores seeds would draw none the second time once in 2,500 times
+MOST_BANNED = 512  # ids that may be banned; vLLM's GPU runner takes at most 1,024 in a request
+STOPS = 8  # stop tokens; of 4, a server that ignores seeds would sample none the second time once in 2,500 times
 
 
 async def parity(subject: Subject) -> Finding:
@@ -49,7 +49,7 @@ async def parity(subject: Subject) -> Finding:
 
 
 async def boundary(subject: Subject) -> Finding:
-    """The same at the first token after the prompt and at the last one; one row off would be seen."""
+    """The same at the first and the last token of the response, where an error by one row shows."""
     nats, one_off = 0.0, 0.0
     for prompt, reply in await _sample(subject):
         exact = await subject.exact(prompt, reply.token_ids)
@@ -64,7 +64,7 @@ async def boundary(subject: Subject) -> Finding:
 
 
 async def temperature(subject: Subject) -> Finding:
-    """Log-probabilities are at the temperature that the capabilities say."""
+    """Log-probabilities of sampled tokens are at the temperature that the capabilities say."""
     convention = subject.capabilities.generation_temperature
     nats, other = 0.0, 0.0
     for prompt, reply in await _sample(subject, temperature=COOL):
@@ -80,14 +80,14 @@ async def temperature(subject: Subject) -> Finding:
 
 
 async def distribution(subject: Subject) -> Finding:
-    """First tokens are drawn from the model's distribution at the temperature asked for.
+    """First tokens are drawn from the model's distribution at the temperature that was asked for.
 
-    Looked at through the probability of what was drawn, whose mean and variance are known; unlike its logarithm it is
-    bounded, so that one rare token cannot decide.
+    The statistic is the mean probability of the tokens that were drawn. Its expectation and variance are known, and it
+    is bounded, unlike a log-probability, so that one rare token cannot decide.
     """
     prompts = [subject.prompt(i % PROMPTS) for i in range(DRAWS)]
     replies = await gather(subject.generate(prompt, max_tokens=1, temperature=COOL) for prompt in prompts)
-    excess, variance = 0.0, 1.0  # one draw's worth more, for rows where all mass is on one token
+    excess, variance = 0.0, 1.0  # 1 and not 0, for rows that have all their mass on one token
     for i in range(PROMPTS):
         drawn = [reply.token_ids[0] for reply in replies[i::PROMPTS]]
         row = np.exp((await subject.exact(prompts[i], np.zeros(1, np.int32), temperature=COOL))[0])
@@ -101,7 +101,7 @@ async def distribution(subject: Subject) -> Finding:
 
 
 async def low_temperature(subject: Subject) -> Finding:
-    """Close to temperature 0 the likeliest token comes, wherever one is clearly ahead."""
+    """Close to temperature 0, the likeliest token is drawn, if it is clearly ahead."""
     clear, wrong = 0, 0
     for prompt, reply in await _sample(subject, temperature=COLD):
         exact = await subject.exact(prompt, reply.token_ids)
@@ -115,7 +115,7 @@ async def low_temperature(subject: Subject) -> Finding:
 
 
 async def top_p(subject: Subject) -> Finding:
-    """Only the nucleus is sampled; log-probabilities are of what the capabilities say: all tokens, or those left."""
+    """Only the nucleus is sampled. Log-probabilities are over all tokens or the nucleus, as the capabilities say."""
     truncated = subject.capabilities.logprob_convention == "truncated"
     nats, mass = 0.0, 0.0
     for prompt, reply in await _sample(subject, top_p=TOP_P):
@@ -132,7 +132,7 @@ async def top_p(subject: Subject) -> Finding:
 
 
 async def vocab_limit(subject: Subject) -> Finding:
-    """Ids from a limit on are not sampled; log-probabilities stay those of all tokens, where they are trained on."""
+    """Ids from the limit on are not sampled. A student's log-probabilities are still those over all tokens."""
     width = subject.capabilities.vocab_size
     free = max(int(reply.token_ids.max()) for _, reply in await _sample(subject))
     limit = max(free, width - MOST_BANNED)
@@ -148,7 +148,7 @@ async def vocab_limit(subject: Subject) -> Finding:
 
 
 async def stop_tokens(subject: Subject) -> Finding:
-    """A response ends with its first stop token, which is part of it, and by nothing else before its length."""
+    """A response ends with its first stop token, which is part of it, or else at its full length."""
     sampled = np.concatenate([reply.token_ids for _, reply in await _sample(subject)])
     tokens, counts = np.unique(sampled, return_counts=True)
     stops = (*map(int, tokens[np.argsort(-counts, kind="stable")[:STOPS]]), *subject.end_token_ids)
@@ -182,7 +182,7 @@ async def immediate_stop(subject: Subject) -> Finding:
 
 
 async def seed_repeats(subject: Subject) -> Finding:
-    """The same seed gives the same tokens, alone and among others; another seed others."""
+    """The same seed gives the same tokens, alone and among other requests, and another seed gives others."""
     if not subject.capabilities.seeds:
         raise NotOffered("the server does not honour seeds: runs do not repeat, and each seed is still its own sample")
     prompt, seeds = subject.prompt(0), range(7000, 7008)
@@ -202,7 +202,7 @@ async def seed_repeats(subject: Subject) -> Finding:
 
 
 async def samples_differ(subject: Subject) -> Finding:
-    """Requests with different seeds are samples of their own: a server with one seed for all would train on copies."""
+    """Requests with different seeds are different samples. With one seed for all, a run would train on copies."""
     replies = await gather(subject.generate(subject.prompt(0)) for _ in range(PROMPTS))
     different = len({_tokens(reply) for reply in replies})
     require(different == len(replies), f"{len(replies)} seeds at once gave only {different} different responses")
@@ -210,9 +210,9 @@ async def samples_differ(subject: Subject) -> Finding:
 
 
 async def longest_response(subject: Subject) -> Finding:
-    """Prompt and response may fill the context exactly; one token more is never cut off without a word.
+    """Prompt and response may fill the context exactly, and one token more is never silently cut off.
 
-    It is refused, or served in full by a server that holds more than it says.
+    It is refused, or served in full by a server whose context is longer than it says.
     """
     context = subject.capabilities.max_context_tokens
     prompt = subject.tokens(context - TAIL_TOKENS, seed=1)
@@ -227,7 +227,7 @@ async def longest_response(subject: Subject) -> Finding:
 
 
 async def _is_refused(subject: Subject, prompt: IntArray, max_tokens: int) -> bool:
-    """Raises `Violation` when the response is shorter than was asked for."""
+    """Return whether the request is refused. Raises `Violation` if the response is shorter than was asked for."""
     try:
         reply = await subject.generate(prompt, max_tokens=max_tokens)
     except PermanentError:
@@ -241,7 +241,7 @@ async def _is_refused(subject: Subject, prompt: IntArray, max_tokens: int) -> bo
 
 
 async def _sample(subject: Subject, **settings: float | tuple[int, ...]) -> list[tuple[IntArray, Generation]]:
-    """Prompts with a response to each."""
+    """Return prompts, each with a response."""
     prompts = [subject.prompt(i, PROMPT_TOKENS + i) for i in range(PROMPTS)]
     replies = await gather(
         subject.generate(prompt, top_k=subject.generation_top_k, **settings)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""The model that is served, once more: a plain float32 forward of transformers that shares no code with any backend.
+"""Computes exact log-probabilities of the served model: a plain float32 forward that shares no code with any backend.
 
-Also makes the second set of weights that an update is checked with, and the broken ones that must be refused.
-The only module of the checks that loads torch.
+It also makes the weights that an update is checked with, and broken weights, which must be refused. No other module of
+the checks loads torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from spot_async.tools.conformance.comparison import Rows
 from spot_async.types import IntArray
 
 WEIGHTS = "*.safetensors"
-PERTURBATION = 0.2  # times each tensor's standard deviation: changes log-probabilities by more than any tolerance
+PERTURBATION = 0.2  # times each tensor's standard deviation; changes log-probabilities by more than any tolerance
 
 
 class Reference:
     """Log-probabilities of a model directory, computed in this process."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
-        """Raises `DataError` for a directory that transformers cannot load."""
+        """Load the model. Raises `DataError` if transformers cannot."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
@@ -41,13 +41,13 @@ class Reference:
         self._one_at_a_time = asyncio.Lock()
 
     async def logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float = 1.0) -> Rows:
-        """(T, V) float64: row t is the distribution that decides `response_ids[t]`."""
+        """Return (T, V) float64, where row t is the distribution that decides `response_ids[t]`."""
         async with self._one_at_a_time:
             return await asyncio.to_thread(self._logprobs, prompt_ids, response_ids, temperature)
 
     @torch.no_grad()
     def _logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float) -> Rows:
-        # Without the last token, which decides nothing, the last T outputs are exactly those that decide a token.
+        # The last token decides nothing. Without it, the last T outputs are those that decide the response's tokens.
         read = np.concatenate([prompt_ids, response_ids])[:-1]
         ids = torch.from_numpy(read.astype(np.int64))[None].to(self._model.device)
         logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=len(response_ids)).logits[0]
@@ -56,7 +56,7 @@ class Reference:
 
 
 def write_changed(source: Path, target: Path, seed: int = 1) -> Path:
-    """A copy of a model directory with other weights: what training might have made of it."""
+    """Write a copy of a model directory with changed weights, as training might have left them."""
     shutil.copytree(source, target)
     draw = torch.Generator().manual_seed(seed)
     for path in _weight_files(target):
@@ -70,7 +70,7 @@ def write_changed(source: Path, target: Path, seed: int = 1) -> Path:
 
 
 def write_broken(source: Path, target: Path) -> dict[str, Path]:
-    """Copies of a model directory that no server may take, by what is wrong with them."""
+    """Write copies of a model directory that no server may take; return them by what is wrong with each."""
     broken = {name: target / name.replace(" ", "-") for name in ("a file cut off", "a wrong shape", "a tensor missing")}
     for path in broken.values():
         shutil.copytree(source, path, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""Starts or attaches one backend, checks it, and leaves it with the weights that it had."""
+"""Starts or attaches a backend, checks it, and leaves it with the weights that it had."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def check_backend(
     Logs and the weights to update to are written under `directory`, where the server must be able to read.
     Raises ConfigError or DataError for what cannot be started, ProcessDiedError when the server ends.
     """
-    read_model(role, config.model)  # before anything is started
+    read_model(role, config.model)  # raises for a bad directory before anything is started
     backend = registry.load("backends", config.backend.kind)(
         config.backend, role=role, model=config.model, run_directory=directory
     )
@@ -69,7 +69,7 @@ async def make_subject(
     tolerance_nats: float = 2e-5,
     device: str = "cpu",
 ) -> Subject:
-    """A running backend, ready to be checked. One that may hold any weights is sent the model's own first."""
+    """Return a running backend, ready to be checked. If it may hold other weights, it is sent the model's own first."""
     from spot_async.tools.conformance.reference import Reference  # imports torch
 
     files = await asyncio.to_thread(read_model, role, model)

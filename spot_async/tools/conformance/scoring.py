@@ -1,4 +1,4 @@
-"""Checks of scores and candidate log-probabilities: given tokens, not sampled ones."""
+"""Checks scores and candidates: log-probabilities of tokens that are given, not sampled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def parity(subject: Subject) -> Finding:
 
 
 async def boundary(subject: Subject) -> Finding:
-    """The same at the response's first and last token, and for responses of one; one row off would be seen."""
+    """The same at the first and the last token, and for responses of one token, where an error by one row shows."""
     nats, one_off = 0.0, 0.0
     ends = 0
     for (_, response), scores, exact in await _score(subject):
@@ -61,7 +61,7 @@ async def boundary(subject: Subject) -> Finding:
 
 
 async def top_k(subject: Subject) -> Finding:
-    """The likeliest tokens and their log-probabilities, in order; as many as the capabilities say."""
+    """The likeliest tokens and their log-probabilities come in order, as many as the capabilities say."""
     nats = 0.0
     for _, scores, exact in await _score(subject):
         here = known(scores)
@@ -75,7 +75,7 @@ async def top_k(subject: Subject) -> Finding:
 
 
 async def entropies(subject: Subject) -> Finding:
-    """Bounds that hold the exact entropy; equal to it where the capabilities call it exact."""
+    """The bounds hold the exact entropy, and are equal to it if the capabilities call it exact."""
     outside, width, nats = 0.0, 0.0, 0.0
     for _, scores, exact in await _score(subject):
         here = known(scores)
@@ -91,7 +91,7 @@ async def entropies(subject: Subject) -> Finding:
 
 
 async def positions_again(subject: Subject) -> Finding:
-    """Single positions in more detail: their top-K, and bounds that hold the exact entropy."""
+    """Single positions can be asked for again with a wider top-K, and bounds that hold the exact entropy."""
     said = subject.capabilities
     prompt, response, positions, _ = _candidates(subject)
     served = await subject.backend.score_at(
@@ -131,7 +131,7 @@ async def temperature(subject: Subject) -> Finding:
 
 
 async def empty_response(subject: Subject) -> Finding:
-    """A response of no tokens has no rows, or is refused; the server lives on."""
+    """A response of no tokens has no rows, or is refused, and the server lives on."""
     try:
         scores = await subject.score(subject.prompt(0), EMPTY)
     except PermanentError:
@@ -145,9 +145,10 @@ async def empty_response(subject: Subject) -> Finding:
 
 
 async def longest(subject: Subject) -> Finding:
-    """Prompt and response may fill the context exactly; one token more is refused.
+    """Prompt and response may fill the context exactly, and one token more is refused.
 
-    Of a student, which runs only sample from, one token less will do: some servers sample a token behind every score.
+    For a student, which runs only sample from, one token less is enough, since some servers sample a token after every
+    score.
     """
     context = subject.capabilities.max_context_tokens
     response = subject.tokens(RESPONSE_TOKENS, seed=2)
@@ -184,7 +185,7 @@ async def candidates(subject: Subject) -> Finding:
 
 
 async def candidate_temperature(subject: Subject) -> Finding:
-    """Candidates are at the temperature that rollouts are at, or they could not be compared with them."""
+    """Candidates are at the temperature of rollouts. Otherwise the two could not be compared."""
     convention = subject.capabilities.generation_temperature
     prompt, response, positions, ids = _candidates(subject)
     try:
@@ -199,7 +200,7 @@ async def candidate_temperature(subject: Subject) -> Finding:
 
 
 async def candidate_version(subject: Subject) -> Finding:
-    """Candidates asked of other weights than those being served are refused as just that."""
+    """Candidates that are asked of weights that are not served are refused, with an error that says so."""
     if subject.version is None:
         raise NotOffered("nobody knows which weights the server holds, and it takes no others")
     other = WeightVersion(subject.version.lineage + 7, subject.version.step + 7)
@@ -219,7 +220,7 @@ def _responses(subject: Subject) -> list[tuple[IntArray, IntArray]]:
 
 
 async def _score(subject: Subject) -> list[tuple[tuple[IntArray, IntArray], TokenScores, Rows]]:
-    """Given responses with their scores and the exact rows."""
+    """Return responses with their scores and the exact rows."""
     given = _responses(subject)
     scores = await gather(subject.score(prompt, response) for prompt, response in given)
     exact = [await subject.exact(prompt, response) for prompt, response in given]
@@ -227,7 +228,7 @@ async def _score(subject: Subject) -> list[tuple[tuple[IntArray, IntArray], Toke
 
 
 def _candidates(subject: Subject) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """A prompt, a response, positions (N,) with both ends among them, and candidates (N, k)."""
+    """Return a prompt, a response, positions (N,) with both ends among them, and candidates (N, k)."""
     prompt, response = subject.prompt(3), subject.tokens(RESPONSE_TOKENS, seed=3)
     draw = np.random.default_rng(3)
     inner = 1 + draw.choice(RESPONSE_TOKENS - 2, CANDIDATE_POSITIONS - 2, replace=False)

@@ -1,4 +1,4 @@
-"""Checks of a backend as a service: what it says of itself, many requests at once, deadlines, hang-ups, refusals."""
+"""Checks a backend as a service: what it says of itself, many requests at once, deadlines, hang-ups, refusals."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from spot_async.tools.conformance.subject import PROMPT_TOKENS, Subject
 
 REQUESTS = 64
 SHORT_DEADLINE_S = 0.05
-ABANDONED = 128  # requests: more than most servers run at once
-ABANDONED_AFTER = 0.25  # of the time that one of them takes alone
-SERVED_AGAIN_WITHIN = 0.5  # of that time
-SERVED_AGAIN_WITHIN_S = 0.5  # where that time is too short to tell anything by
+ABANDONED = 128  # so many requests are given up at once: more than most servers run at a time
+ABANDONED_AFTER = 0.25  # when they are given up, as a share of the time that one of them takes alone
+SERVED_AGAIN_WITHIN = 0.5  # the next request must be answered within this share of that time,
+SERVED_AGAIN_WITHIN_S = 0.5  # or within these seconds, if that is too short to tell
 ABORT_ATTEMPTS = 2
 
 
 async def capabilities(subject: Subject) -> Finding:
-    """What the backend says it offers can be true: of the model's files and of the methods it has."""
+    """What the backend says of itself agrees with the model's files and with the methods that it has."""
     said, files = subject.capabilities, subject.files
     methods = [
         (said.generation, Generator, "generation"),
@@ -92,7 +92,7 @@ async def abort(subject: Subject) -> Finding:
         raise NotOffered("the server finishes what it began, also when nobody waits")
     alone_s = await _seconds(subject, subject.long_response_tokens)
     limit_s = max(SERVED_AGAIN_WITHIN_S, SERVED_AGAIN_WITHIN * alone_s)
-    for _ in range(ABORT_ATTEMPTS):  # a machine that is busy otherwise may be slow once
+    for _ in range(ABORT_ATTEMPTS):  # a busy machine may be slow once
         waited_s = await _wait_behind_abandoned(subject, ABANDONED_AFTER * alone_s)
         if waited_s < limit_s:
             break
@@ -102,7 +102,7 @@ async def abort(subject: Subject) -> Finding:
 
 
 async def _wait_behind_abandoned(subject: Subject, abandoned_after_s: float) -> float:
-    """Seconds that a short request takes after many long ones were given up."""
+    """Return the seconds that a short request takes after many long ones were given up."""
     tokens = subject.long_response_tokens
     try:
         async with asyncio.timeout(abandoned_after_s):
@@ -119,7 +119,7 @@ async def _seconds(subject: Subject, max_tokens: int) -> float:
 
 
 async def refused_ids(subject: Subject) -> Finding:
-    """Token ids out of the vocabulary are refused, and the server lives on: some servers die of them."""
+    """Token ids outside the vocabulary are refused, and the server lives on. Some servers die of them."""
     response, refused = subject.tokens(3, seed=1), 0
     for wrong in (subject.capabilities.vocab_size, 2**31 - 1, -1):
         bad = np.array([response[0], wrong, response[1]], np.int32)
@@ -135,7 +135,7 @@ async def refused_ids(subject: Subject) -> Finding:
 
 
 async def refused_shapes(subject: Subject) -> Finding:
-    """So are an empty prompt, positions beyond the response and more log-probabilities than are served."""
+    """An empty prompt, positions beyond the response and a top-k larger than is served are refused likewise."""
     prompt, response, refused = subject.prompt(0), subject.tokens(3, seed=1), 0
     empty = np.zeros(0, np.int32)
     said = subject.capabilities
@@ -156,7 +156,7 @@ async def refused_shapes(subject: Subject) -> Finding:
 
 
 async def _refused(subject: Subject, request: Awaitable[Any], what: str) -> int:
-    """1; raises `Violation` when the request is answered or the server does not live on."""
+    """Return 1 if the request is refused. Raises `Violation` if it is answered, or if the server does not live on."""
     try:
         await request
     except PermanentError:
@@ -171,7 +171,7 @@ async def _refused(subject: Subject, request: Awaitable[Any], what: str) -> int:
 
 
 async def _generated(subject: Subject, number: int) -> float:
-    """Largest difference, in nats, of a generation of its own."""
+    """Generate once, and return the largest difference to the exact log-probabilities, in nats."""
     prompt = subject.prompt(100 + number, PROMPT_TOKENS + number % 7)
     reply = await subject.generate(prompt, max_tokens=8 + number % 23)
     exact = await subject.exact(prompt, reply.token_ids)

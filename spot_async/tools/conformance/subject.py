@@ -1,6 +1,6 @@
-"""The backend under check as the checks see it: requests with sensible defaults, and what must come of them.
+"""Shows checks the backend under check: requests with sensible defaults, and the exact values to compare with.
 
-Holds the reference model and the weights to update to; judges nothing itself.
+It holds the reference model and the weights to update to, and judges nothing itself.
 """
 
 from __future__ import annotations
@@ -30,32 +30,35 @@ if TYPE_CHECKING:
     from spot_async.tools.conformance.comparison import Rows
     from spot_async.tools.conformance.reference import Reference
 
-COOL = 0.6  # a temperature that tells the conventions apart
+COOL = 0.6  # a temperature at which log-probabilities differ clearly from those at 1
 PROMPT_TOKENS = 12
 RESPONSE_TOKENS = 24
-LONG_RESPONSE_TOKENS = 2048  # long against a round trip on any server
+LONG_RESPONSE_TOKENS = 2048  # takes much longer than a round trip on any server
 
 
 @dataclass
 class Subject:
-    """A running backend. Its attributes change when its weights do."""
+    """A running backend under check. `reference` and `version` change when its weights do."""
 
-    backend: Any  # a protocols.Backend, and as much of the others as its capabilities say
+    backend: Any  # a `protocols.Backend`, with the further protocols that its capabilities say
     capabilities: Capabilities
     files: ModelFiles
-    reference: Reference  # of the weights being served
-    version: WeightVersion | None  # of the weights being served; None where nobody can know
-    scratch: Path  # for weights to update to
+    reference: Reference  # computes with the weights being served
+    version: WeightVersion | None  # the weights being served; None if nobody can know
+    scratch: Path  # the directory for weights to update to
     tolerance_nats: float = 2e-5
-    timeout_s: float = 120.0  # of a request
-    device: str = "cpu"  # of the reference
+    timeout_s: float = 120.0  # deadline of a request
+    device: str = "cpu"  # the reference's
     _seeds: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def deadline(self, timeout_s: float | None = None) -> float:
         return asyncio.get_running_loop().time() + (self.timeout_s if timeout_s is None else timeout_s)
 
     def prompt(self, number: int, length: int = PROMPT_TOKENS) -> IntArray:
-        """The `number`-th prompt: ordinary tokens that the tokenizer makes of their own text, where it does."""
+        """Return the `number`-th prompt of ordinary tokens.
+
+        If possible, the tokenizer makes the same tokens of the prompt's text, for endpoints that take only text.
+        """
         ids = self.tokens(length, seed=1000 + number)
         tokenizer = self.files.vocabulary.tokenizer
         again = tokenizer(tokenizer.decode(ids.tolist()), add_special_tokens=False)["input_ids"]
@@ -63,7 +66,7 @@ class Subject:
         return np.array(again, np.int32) if stable else ids
 
     def tokens(self, count: int, seed: int) -> IntArray:
-        """(count,) ids of ordinary tokens, none of them special."""
+        """Return ids of ordinary tokens, none of them special, (count,)."""
         tokenizer = self.files.vocabulary.tokenizer
         special = {*tokenizer.all_special_ids, *self.end_token_ids}
         size = min(len(tokenizer), self.capabilities.vocab_size)
@@ -72,7 +75,7 @@ class Subject:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The model's own, which are among the stop tokens of every run: some servers stop there anyway."""
+        """The model's end tokens. Every request has them as stop tokens, since some servers stop there anyway."""
         return self.files.vocabulary.end_token_ids
 
     @property
@@ -100,7 +103,7 @@ class Subject:
         vocab_limit: int | None = None,
         timeout_s: float | None = None,
     ) -> Generation:
-        """Without a `seed`, one that no other request has."""
+        """Ask for a response. Without a `seed`, the request has one that no other request has."""
         sampling = SamplingSettings(
             temperature=temperature,
             top_p=top_p,
@@ -155,15 +158,15 @@ class Subject:
         temperature: float = 1.0,
         convention: LogprobTemperature = "request",
     ) -> Rows:
-        """(T, V) of the weights being served, at the temperature that the served log-probabilities are at."""
+        """Return the exact rows (T, V), at the temperature that the served log-probabilities are at."""
         return await self.reference.logprobs(prompt_ids, response_ids, temperature if convention == "request" else 1.0)
 
     def snapshot(self, directory: Path, version: WeightVersion) -> WeightSnapshot:
-        """A snapshot under a name that a server which runs in another directory can read."""
+        """Return a snapshot with an absolute path, since the server may run in another directory."""
         return WeightSnapshot(directory=str(directory.absolute()), version=version)
 
     async def update(self, directory: Path, version: WeightVersion) -> None:
-        """Send weights, and compare with them from now on."""
+        """Send weights, and compare with them from then on."""
         from spot_async.tools.conformance.reference import Reference
 
         await self.backend.update_weights(self.snapshot(directory, version), deadline=self.deadline())

@@ -1,4 +1,4 @@
-"""Checks of weight updates: what is served afterwards, what happens to responses under way, what must be refused."""
+"""Checks weight updates: what is served afterwards, what happens to responses under way, and what must be refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spot_async.types import Generation, IntArray, WeightVersion
 
 IN_FLIGHT = 4
 MEETINGS = 3
-VISIBLE_NATS = 0.01  # weights that change log-probabilities by less than this cannot be told apart
+VISIBLE_NATS = 0.01  # weights whose log-probabilities differ by less cannot be told apart
 
 
 async def refused_snapshot(subject: Subject) -> Finding:
-    """Weights that are no good are refused, and the old ones serve on under their own version."""
+    """Broken weights are refused, and the old ones go on being served under their own version."""
     from spot_async.tools.conformance.reference import write_broken
 
     version = _known(subject)
@@ -41,7 +41,7 @@ async def refused_snapshot(subject: Subject) -> Finding:
 
 
 async def update(subject: Subject) -> Finding:
-    """After an update generations, scores and candidates are the new weights', and so is their version; and back."""
+    """After an update, generations, scores and candidates are the new weights', and say so; and back again."""
     old = _known(subject)
     original, changed = subject.files.directory, await _changed(subject)
     prompt, response = subject.prompt(0), subject.tokens(RESPONSE_TOKENS, seed=0)
@@ -59,9 +59,9 @@ async def update(subject: Subject) -> Finding:
 
 
 async def update_under_way(subject: Subject) -> Finding:
-    """A response that an update meets says which tokens are whose, and their log-probabilities agree."""
+    """A response that an update interrupts says which weights each token is of, and its log-probabilities agree."""
     tokens = subject.long_response_tokens
-    for _ in range(MEETINGS):  # an update may come late on a busy machine
+    for _ in range(MEETINGS):  # on a busy machine, an update may come too late to meet a response
         met = await _meet(subject, tokens)
         if met.switched:
             require_close(met.nats, subject.tolerance_nats, "log-probabilities of tokens before and after the switch")
@@ -72,11 +72,11 @@ async def update_under_way(subject: Subject) -> Finding:
 
 
 class _Met(NamedTuple):
-    """What became of responses that an update was to meet."""
+    """What happened to the responses during which an update was sent."""
 
-    switched: int  # with tokens of both
+    switched: int  # how many have tokens of both weights
     given_up: int
-    nats: float  # largest difference to the weights that each token says it is of
+    nats: float  # the largest difference to the weights that each token says it is of
 
 
 async def _meet(subject: Subject, tokens: int) -> _Met:
@@ -87,7 +87,7 @@ async def _meet(subject: Subject, tokens: int) -> _Met:
     prompts = [subject.prompt(200 + i) for i in range(IN_FLIGHT)]
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(_attempt(subject, prompt, tokens)) for prompt in prompts]
-        await subject.generate(prompts[0], max_tokens=1)  # behind them: they are being served now
+        await subject.generate(prompts[0], max_tokens=1)  # once this is answered, those sent before are under way
         await subject.update(changed, new)
     nats, switched, given_up = 0.0, 0, 0
     rows_of = {old: before, new: subject.reference}
@@ -129,7 +129,7 @@ async def _changed(subject: Subject) -> Path:
 
 
 async def _serves_only(subject: Subject, version: WeightVersion, when: str) -> float:
-    """Largest difference, in nats, to the reference's weights; raises `Violation` for other weights or versions."""
+    """Return the largest difference to the reference, in nats. Raises `Violation` for other weights or versions."""
     nats, seen = 0.0, set()
     prompts = [subject.prompt(i) for i in range(4)]
     for prompt, reply in zip(prompts, await gather(subject.generate(prompt) for prompt in prompts), strict=True):
@@ -167,7 +167,7 @@ async def _refuses_candidates_of(subject: Subject, version: WeightVersion) -> No
 
 
 def _known(subject: Subject) -> WeightVersion:
-    """The version being served: the runner sends the first weights, so that it is known."""
+    """Return the version being served. It is known, since `make_subject` has sent the first weights."""
     assert subject.version is not None
     return subject.version
 

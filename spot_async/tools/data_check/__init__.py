@@ -1,1 +1,1 @@
-"""`spot-async data check`: what there is to know of a problem set before a run learns from it."""
+"""`spot-async data check`: shows what a problem set holds before a run learns from it. It changes no file."""

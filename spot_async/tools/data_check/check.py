@@ -1,4 +1,4 @@
-"""What there is to know of a problem set before a run learns from it or is measured by it: figures, no printing."""
+"""Examines a problem set: lengths, repetitions, and answers that no verifier can find right. It prints nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TEXT = re.compile(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = r"[^\W\d_]{2,}"
 _THREE_WORDS = re.compile(rf"{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}")
-_NAME_WORDS = 4  # as long as a name may be before it is taken for prose
+_NAME_WORDS = 4  # an answer of more words is taken for prose, not for a name
 
 
 def answer_type(problem: Problem) -> str:
-    """A word for the form of the answer. It looks at the string only, and decides nothing."""
+    """Return a word for the form of the answer. It is only shown, and decides nothing."""
     answer = problem.answer.strip()
     if not answer:
         return "none"
@@ -47,7 +47,7 @@ def answer_type(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """How lengths spread: the median, the length that 5 % exceed, and the longest."""
+    """The spread of lengths: the median, the length that 5 % exceed, and the longest."""
 
     median: int
     p95: int
@@ -55,14 +55,14 @@ class Spread:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Spread:
-        """Each a length that occurs: the smallest that half, or 95 %, of them do not exceed."""
+        """Return the spread of `lengths`. Each value is one of them: the smallest that half, or 95 %, do not exceed."""
         median, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf")
         return cls(int(median), int(p95), max(lengths))
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Problems that others repeat but for white space; their rows are kept unless `duplicates: spacing`."""
+    """Problems that are equal but for white space. A run keeps their rows, unless `duplicates: spacing`."""
 
     groups: int
     rows: int  # beyond the first of each group
@@ -82,20 +82,20 @@ def find_repeated(problems: Sequence[Problem]) -> Repeated:
 class GoldCheck:
     """Whether answers would count as right if a model gave them."""
 
-    tried: int  # without those that are prose
-    unverifiable: tuple[tuple[Problem, Verdict], ...]  # not right even as they are spelled: no reward, whatever is said
-    spelling_only: tuple[Problem, ...]  # right as they are spelled, but not read as mathematics
-    prose: tuple[Problem, ...]  # right as they are spelled, which says nothing: no response repeats a sentence
+    tried: int  # how many were tried, without prose
+    unverifiable: tuple[tuple[Problem, Verdict], ...]  # not right even word for word, so that no response gets a reward
+    spelling_only: tuple[Problem, ...]  # right word for word, but not read as mathematics
+    prose: tuple[Problem, ...]  # sentences; these are right word for word, but no response would repeat them so
     oversized: int
-    have_choices: int  # of those tried
-    unclear_choices: tuple[Problem, ...]  # an empty choice, or two that are the same
+    have_choices: int  # how many of those tried have choices
+    unclear_choices: tuple[Problem, ...]  # with an empty choice, or two equal ones
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
-    r"""Verify every answer against itself: as it stands, and behind a `\displaystyle` that changes the spelling only.
+    r"""Verify every answer against itself: word for word, and behind a `\displaystyle`, which changes no meaning.
 
-    Where there are choices the answer must be the letter of one. Problems without an answer are left out. `verifier`
-    has been entered.
+    If there are choices, the answer must be the letter of one. Problems without an answer are left out. `verifier` must
+    have been entered.
     """
     tried = [problem for problem in problems if problem.answer]
     unverifiable: list[tuple[Problem, Verdict]] = []
@@ -135,11 +135,11 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
 
 
 def has_unclear_choices(problem: Problem) -> bool:
-    """Whether a choice is empty, or the same as another but for white space."""
+    """Whether a choice is empty, or equal to another but for white space."""
     choices = [" ".join(choice.split()) for choice in problem.choices]
     return "" in choices or len(set(choices)) < len(choices)
 
 
 def count_by(values: Sequence[str | None]) -> dict[str, int]:
-    """The commonest first; None does not count."""
+    """Return how often each value occurs, the commonest first. None is not counted."""
     return dict(Counter(value for value in values if value is not None).most_common())

@@ -1,4 +1,4 @@
-"""Behind `spot-async data check`: which sets it looks at, and how what it finds is shown. Figures are `check.py`'s."""
+"""`spot-async data check`: decides which sets to look at, and shows what `check.py` finds."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ SHOWN_CHARS = 400
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """What a training set is compared with."""
+    """A set of held-out problems that the training set is compared with."""
 
-    name: str  # its key of the configuration, or its path
+    name: str  # its configuration key, or its path
     problems: ProblemSetConfig
-    key: str = ""  # of the configuration, for messages
-    verifier: PluginSettings | None = None  # None where nothing is known to judge it
+    key: str = ""  # its configuration key, for messages
+    verifier: PluginSettings | None = None  # None if no verifier is known for it
 
 
 @dataclass(frozen=True)
 class Check:
     """What `data check` is asked to do."""
 
-    key: str  # of the configuration, for messages; empty where there is none
+    key: str  # its configuration key, for messages; empty without a configuration
     problems: ProblemSetConfig
     verifier: PluginSettings
     against: Sequence[EvaluationSet]
-    model: str | None  # whose tokenizer renders prompts
+    model: str | None  # the directory whose tokenizer renders prompts
     prompt: PromptConfig
     max_prompt_tokens: int | None
-    run: Config | None = None  # whose policy may need answers; None where there is no configuration
+    run: Config | None = None  # the configuration, whose policy may need answers; None if there is none
 
 
 def check_of_config(path: Path, overrides: Sequence[str], against: Sequence[str], verifier: str | None) -> Check:
-    """The training problems of a run, its verifier and its prompts, against its evaluation problems.
+    """Return the check of a run's training problems, with its verifier and prompts, against its evaluation problems.
 
-    `verifier` is instead of the run's; evaluation sets keep theirs.
+    `verifier` replaces the run's; evaluation sets keep their own.
     """
     config = load_config(path, overrides)
     owner = config.teacher if config.prompt.template == "teacher" and config.teacher else config.student
@@ -80,7 +80,7 @@ def check_of_config(path: Path, overrides: Sequence[str], against: Sequence[str]
 def check_of_file(
     path: str, settings: Sequence[str], against: Sequence[str], verifier: str | None, model: str | None
 ) -> Check:
-    """A file by itself; `settings` are KEY=VALUE of a problem set, such as `layout=math`."""
+    """Return the check of a file. `settings` are a problem set's KEY=VALUE, such as `layout=math`."""
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model: {no_directory(model)}")
     tree: dict[str, Any] = {"path": path}
@@ -112,7 +112,7 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
 
 
 def read_verifier(text: str) -> PluginSettings:
-    """`KIND`, or a section such as `{kind: math_verify, workers: 4}`."""
+    """Read a verifier's settings from `KIND`, or from a section such as `{kind: math_verify, workers: 4}`."""
     tree = parse_yaml(text, f"--verifier {text}")
     tree = {"kind": tree} if isinstance(tree, str) else tree
     if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
@@ -125,9 +125,9 @@ def read_verifier(text: str) -> PluginSettings:
 
 
 def run(screen: Console, check: Check) -> bool:
-    """Look, print what was found, and say whether every answer can be verified.
+    """Look, print what was found, and return whether every answer can be verified.
 
-    Raises ConfigError and DataError for what cannot be read.
+    Raises ConfigError or DataError for what cannot be read.
     """
     found = _load_training(check)
     others = [
@@ -156,7 +156,10 @@ def run(screen: Console, check: Check) -> bool:
 
 
 def _load_training(check: Check) -> ProblemSet:
-    """The problems as the run would read them. Whether its policy needs answers is asked only where some have none."""
+    """Return the problems as the run would read them.
+
+    The policy is loaded only if some problems have no answer, to ask whether it needs them.
+    """
     found = load_problem_set(check.problems, check.key, needs_answers=False)
     if check.run is None or all(problem.answer for problem in found.problems):
         return found
@@ -257,7 +260,7 @@ def _show_overlaps(screen: Console, found: Sequence[tuple[str, ProblemSet, Seque
 
 
 def shown(text: str) -> Text:
-    """What files hold goes to the terminal without the power to command it."""
+    """Return text from a file for the terminal, with control characters made visible, so that it cannot command it."""
     return Text(visible(text))
 
 

@@ -1,1 +1,1 @@
-"""Before a start: what a run will ask of endpoints and machines, and about how long it takes. Not measured."""
+"""Estimates before a start what a run asks of endpoints and machines, and about how long it takes. Measures nothing."""

@@ -1,6 +1,6 @@
-"""What a run keeps on each GPU while it samples and while it trains. Estimates from sizes; nothing is measured here.
+"""Estimates what a run keeps on each GPU while it samples and while it trains. It measures nothing.
 
-The trainer's ranks are on devices 0, 1, ...; each holds the whole student, or its part where the student is sharded.
+The trainer's ranks are on devices 0, 1, ... Each holds the whole student, or its part if the student is sharded.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from spot_async.tools.estimate.model_size import ModelSize, Precision
 
 GIB = float(1 << 30)
 DEVICE_GIB = 80.0  # of the GPUs that the recipes are for
-USABLE_GIB = 0.95 * DEVICE_GIB  # the allocator's gaps, the driver and what is not counted here have the rest
-CONTEXT_GIB = 0.8  # of a process on a device: CUDA, libraries, NCCL
-WORKSPACE_GIB = 2.0  # of a server beside weights and cache: activations, graphs
+USABLE_GIB = 0.95 * DEVICE_GIB  # the rest is for gaps of the allocator, the driver, and what is not counted here
+CONTEXT_GIB = 0.8  # of each process on a device: CUDA, libraries, NCCL
+WORKSPACE_GIB = 2.0  # of a server, besides weights and cache: activations, graphs
 LOGITS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
-STATE_BYTES = {"weights": 4, "gradients": 4, "optimiser": 8}  # a parameter, in float32: AdamW has two moments
-GATHERED_LAYERS = 2  # while a sharded trainer computes: this layer and the next one, which comes in meanwhile
+STATE_BYTES = {"weights": 4, "gradients": 4, "optimiser": 8}  # per parameter, in float32; AdamW has two moments
+GATHERED_LAYERS = 2  # a sharded trainer holds the layer that computes and the next one, which comes in meanwhile
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """What one trainer rank needs, GiB."""
+    """What one trainer rank needs, in GiB."""
 
     weights: float
     gradients: float
     optimiser: float
-    copies: float  # to compute with: all in bfloat16; or those gathered from other ranks, and gradients to sum
+    # What it computes with: all weights in bfloat16 or, if sharded, gathered layers and gradients to sum.
+    copies: float
     activations: float  # of one forward pass
 
     @property
@@ -48,15 +49,17 @@ def trainer_memory(
     shards: int | None = None,
     is_recomputed: bool = False,
 ) -> TrainerMemory:
-    """`longest_tokens`: a sequence longer than a micro-batch is one by itself.
+    """Return what one trainer rank needs.
 
-    `shards`: ranks that hold a part each; None where each holds the whole student.
+    `longest_tokens` matters since a sequence longer than `micro_batch_tokens` is a micro-batch by itself. `shards` is
+    how many ranks hold a part each; None if each holds the whole student.
     """
     tokens = max(micro_batch_tokens, longest_tokens)
     state = {name: size * student.parameters / (shards or 1) / GIB for name, size in STATE_BYTES.items()}
     width = 2 if is_bfloat16 else 4
     if shards is not None:
-        # Whole gradients, of the outer parameters and of a layer, and the float32 copies that are summed over ranks.
+        # Gradients are whole before they are summed over ranks: those of the outer parameters and of a layer, with
+        # float32 copies.
         gathered = student.outer_parameters + GATHERED_LAYERS * student.layer_parameters
         copies = width * gathered + (width + 4) * (student.outer_parameters + student.layer_parameters)
     else:
@@ -72,22 +75,22 @@ class ServerOnDevice:
 
     role: str
     device: int
-    gib: float  # that it takes: its share of the device
-    cache_gib: float  # of that, for keys and values
-    sleeps: bool  # while the trainer trains
+    gib: float  # what it takes in all: its share of the device
+    cache_gib: float  # the part of that for keys and values
+    sleeps: bool  # whether it sleeps while the trainer trains
 
 
 def server_on(
     role: str, device: int, size: ModelSize, *, memory_fraction: float, parallel: int, sleeps: bool
 ) -> ServerOnDevice:
-    """`parallel` devices share the model, in 16 bits."""
+    """Return a server's part of one device. `parallel` devices share the model, in 16 bits."""
     taken = memory_fraction * DEVICE_GIB
     return ServerOnDevice(role, device, taken, taken - 2 * size.parameters / parallel / GIB - WORKSPACE_GIB, sleeps)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device holds, GiB."""
+    """What one device holds, in GiB."""
 
     device: int
     sampling: float
@@ -99,7 +102,7 @@ class DeviceMemory:
 
 
 def per_device(servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int) -> list[DeviceMemory]:
-    """What every device holds that a server or a rank is on."""
+    """Return what each device holds, for all devices with a server or a rank."""
     found = []
     for device in sorted({each.device for each in servers} | set(range(ranks))):
         here = [each for each in servers if each.device == device]

@@ -1,7 +1,7 @@
-"""What a run will ask of an endpoint, before it starts: requests, tokens, money and time at the given limits.
+"""Estimates before a start what a run asks of an endpoint: requests, tokens, money, and time at the given rate limits.
 
-Prompts are known, token by token. How long responses get is not: at most as long as they may, and for the expected
-figure as long as those of an earlier run were, or half as long as they may.
+Prompts are known, token by token, but lengths of responses are not. The upper estimate takes the longest allowed. The
+expected one takes the lengths of an earlier run, or half of the longest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from spot_async.spending.prices import Usage
 from spot_async.spending.run_spending import RunSpending
 from spot_async.types import PolicyNeeds, Prompt
 
-ASSUMED_SHARE = 0.5  # of the longest response
-# Of an endpoint that scores, by its adapter and by the checks of the start together: see docs/remote-teachers.md.
+ASSUMED_SHARE = 0.5  # assumed length of a response, as a share of the longest
+# Requests to an endpoint that scores before the first prompt, by its adapter and by the checks of the start together;
+# see docs/remote-teachers.md.
 REQUESTS_AT_START = 60
 
 
@@ -37,13 +38,13 @@ class Estimate:
 
     requests: int
     used: Usage
-    money: float | None  # None without prices
-    minutes: float | None  # None without limits
+    money: float | None  # None if it has no prices
+    minutes: float | None  # None if it has no rate limits
 
 
 @dataclass(frozen=True)
 class RoleEstimate:
-    """`expected` and `at_most` differ in how long responses get."""
+    """What a role's endpoint is asked: with responses of expected length, and with the longest ones."""
 
     account: Account
     expected: Estimate
@@ -52,7 +53,7 @@ class RoleEstimate:
 
 
 def estimate_run(config: Config, plan: TrainPlan, earlier: Path | None = None) -> list[RoleEstimate]:
-    """Estimates for the roles whose requests cost or are limited. `earlier` is the directory of another run."""
+    """Return estimates for the roles whose requests cost money or are limited. `earlier` is another run's directory."""
     accounts = RunSpending(plan.served).accounts
     rows = () if earlier is None else RunFiles(earlier).metrics()
     longest = config.sampling.max_response_tokens
@@ -81,7 +82,7 @@ def estimate_run(config: Config, plan: TrainPlan, earlier: Path | None = None) -
 
 
 def mean_response_tokens(rows: Sequence[Mapping[str, Any]], *, of_teacher: bool) -> float | None:
-    """Over a run's iterations; None of a run that has none."""
+    """Return the mean length of responses over a run's iterations; None without iterations."""
     name = "teacher/tokens" if of_teacher else "rollout/tokens"
     found = [float(row[name]) for row in rows if name in row]
     return sum(found) / len(found) if found else None
@@ -91,7 +92,7 @@ def _estimate(
     role: str, needs: PolicyNeeds, prompts: Sequence[Prompt], response_tokens: float, account: Account
 ) -> Estimate:
     is_teacher = role == "teacher"
-    if is_teacher and needs.teacher_responses:  # one for each problem, whatever the epochs
+    if is_teacher and needs.teacher_responses:  # one response for each problem, however many epochs there are
         prompts = list({prompt.problem.id: prompt for prompt in prompts}.values())
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     requests = prompt_total = completion_total = 0.0
@@ -99,7 +100,7 @@ def _estimate(
         scored = len(prompts) * needs.samples_per_prompt
         requests += scored
         prompt_total += needs.samples_per_prompt * prompt_tokens + scored * response_tokens
-        completion_total += scored  # endpoints generate a token after what they score
+        completion_total += scored  # endpoints generate one token after each sequence that they score
     if is_teacher and needs.teacher_responses:
         requests += len(prompts)
         prompt_total += prompt_tokens
@@ -121,7 +122,7 @@ def _minutes(requests: float, used: Usage, account: Account) -> float | None:
 
 
 def evaluation_estimate(config: Config, benchmarks: Sequence[Benchmark]) -> str:
-    """A line about an evaluation by itself: responses, tokens, and money where the student's server has prices."""
+    """Return a line about a stand-alone evaluation: responses, tokens, and money if the student's server has prices."""
     responses = sum(len(each.sources) * each.samples for each in benchmarks)
     prompts = sum(each.samples * len(source.token_ids) for each in benchmarks for source in each.sources)
     generated = sum(len(each.sources) * each.samples * each.max_response_tokens for each in benchmarks)
@@ -142,7 +143,7 @@ def show_estimates(screen: Console, estimates: Sequence[RoleEstimate]) -> None:
 
 
 def estimate_table(each: RoleEstimate) -> Table:
-    """For people."""
+    """Return the table of a role, for people."""
     account = each.account
     table = Table(f"{account.role}: asked in the run", "expected", "at most", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:
@@ -159,7 +160,7 @@ def estimate_table(each: RoleEstimate) -> Table:
 
 
 def assumptions(each: RoleEstimate) -> str:
-    """What the table takes for granted, as one line."""
+    """Return what the table takes for granted, as one line."""
     line = (
         f"assumes {each.assumption}; nothing cached; not counted: about {REQUESTS_AT_START} small requests at the "
         "start, retries, hedges, and single positions asked for again"

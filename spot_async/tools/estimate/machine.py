@@ -1,7 +1,7 @@
-"""Before a start: whether a run on servers of its own fits its GPUs, how many tokens it moves, and about how long.
+"""Estimates whether a run fits its GPUs, how many tokens it moves, and about how long it takes.
 
-Only for runs that launch their servers: what the local engine or servers elsewhere take is not known here. Sizes come
-from `model_size`, memory from `device_memory`, tokens and times from `work`; here they are put together and shown.
+It is for runs that launch their servers; what the local engine or servers elsewhere take is not known here. Sizes come
+from `model_size`, memory from `device_memory`, tokens and times from `work`. Here they are put together and shown.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from spot_async.tools.estimate.work import (
     training_s,
 )
 
-SERVER_FRACTION = 0.9  # of the device that servers take when not told otherwise, about
+SERVER_FRACTION = 0.9  # about the share of a device that servers take by default
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a run asks of its machine when responses have one certain length."""
+    """What a run asks of its machine if all responses have a given length."""
 
     work: Work
     evaluation_tokens: float
@@ -69,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class MachineEstimate:
-    """`expected` and `at_most` differ in how long responses get."""
+    """What a run asks of its machine: with responses of expected length, and with the longest ones."""
 
     trainer: TrainerMemory
     devices: list[DeviceMemory]
@@ -82,7 +82,10 @@ class MachineEstimate:
 
 
 def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = None) -> MachineEstimate | None:
-    """None where nothing is launched on named devices, or a model's architecture is not sized."""
+    """Return the estimate of a run; None if it launches nothing on named devices, or an architecture is unknown.
+
+    `earlier` is the directory of a run whose lengths of responses are assumed.
+    """
     roles = {role: model for role, model in plan.served.items() if _launches(model)}
     sizes = {role: read_size(Path(model.model)) for role, model in roles.items()}
     student = read_size(plan.student.directory)
@@ -111,7 +114,7 @@ def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = Non
 
 
 def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens: int) -> TrainerMemory:
-    """What one rank needs to train with these settings; `longest_tokens` as in `trainer_memory`."""
+    """Return the memory that one rank needs to train with these settings; see `trainer_memory`."""
     return trainer_memory(
         student,
         micro_batch_tokens=training.micro_batch_tokens,
@@ -123,7 +126,7 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
 
 
 def _launches(model: ModelConfig) -> list[Any]:
-    """The launch settings, of servers that name their devices by number, as the trainer's ranks are."""
+    """Return the launch settings of those servers that name their devices by number, as the trainer's ranks are."""
     found = [getattr(each, "launch", None) for each in model.backend.servers()]
     named = [each for each in found if each is not None and each.devices is not None]
     return [each for each in named if all(device.strip().isdecimal() for device in each.devices.split(","))]
@@ -143,7 +146,7 @@ def _servers(role: str, model: ModelConfig, size: ModelSize) -> Iterator[ServerO
 
 
 class _Loads:
-    """What is the same for all lengths of responses."""
+    """Computes a run's load for any length of responses, from what is the same for all lengths."""
 
     def __init__(
         self, config: Config, plan: TrainPlan, sizes: dict[str, ModelSize], servers: list[ServerOnDevice]
@@ -171,7 +174,8 @@ class _Loads:
         in_flight = config.training.batch_size * needs.samples_per_prompt
         bulk_s = self._decoding_s("student", work.rollout + work.probe, context, in_flight)
         steps = config.sampling.max_response_tokens * (1 + (needs.probes_per_prompt > 0))
-        tail_s = self._decoding_s("student", steps, context, 1) if work.rollout else 0.0  # a batch's last response
+        # The batch's last response is waited for while nothing else is in flight.
+        tail_s = self._decoding_s("student", steps, context, 1) if work.rollout else 0.0
         sampling_s = max(bulk_s, iterations * tail_s)
         sampling_s += self._decoding_s(
             "teacher", work.teacher_written, context, config.stages.teacher_response.concurrency
@@ -201,7 +205,7 @@ class _Loads:
         )
 
     def _evaluated(self, share: float) -> float:
-        """Tokens of the evaluations before and after, and of those in between."""
+        """Return the tokens of all evaluations: before, after, and in between."""
         evaluation = self._config.evaluation
         if evaluation is None:
             return 0.0
@@ -220,7 +224,7 @@ class _Loads:
 
 
 def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
-    """For people; nothing where there is no estimate."""
+    """Print the estimate; nothing if there is none."""
     if estimate is None:
         return
     screen.print(work_table(estimate))
@@ -232,7 +236,7 @@ def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
 
 
 def misfits(estimate: MachineEstimate) -> list[str]:
-    """A line for the devices that are too small, one for all that are so alike."""
+    """Return a line for each kind of device that is too small; devices with the same need share a line."""
     alike: dict[str, list[int]] = {}
     for each in estimate.devices:
         if not each.fits:
@@ -244,7 +248,7 @@ def misfits(estimate: MachineEstimate) -> list[str]:
 
 
 def _remedies(device: DeviceMemory, training: TrainingConfig) -> Iterator[str]:
-    if device.device < training.ranks:  # it has one
+    if device.device < training.ranks:  # a trainer's rank is on it
         if training.sharding == "none" and training.ranks > 1:
             yield "set training.sharding=fsdp2"
         if device.training > USABLE_GIB and not training.recompute_layers:
@@ -286,7 +290,7 @@ def memory_table(estimate: MachineEstimate) -> Table:
 
 
 def assumptions(estimate: MachineEstimate) -> list[str]:
-    """What the tables are made of and take for granted, a line for each subject. The parts of a device add up."""
+    """Return what the tables take for granted, a line for each subject."""
     trainer = estimate.trainer
     alike: dict[tuple[str, float, float, bool], list[int]] = {}
     for each in estimate.servers:

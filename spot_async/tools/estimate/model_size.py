@@ -1,6 +1,6 @@
-"""How large a model is, from its config.json alone: parameters, cache, and what training keeps for the backward pass.
+"""Computes a model's size from its config.json: parameters, cache, and what training keeps for the backward pass.
 
-Exact for decoders like Qwen2, Qwen3, Llama and Mistral; others are not sized. Nothing here knows devices or runs.
+It is exact for decoders like Qwen2, Qwen3, Llama and Mistral, and refuses others. It knows no devices and no runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 SIZED = ("qwen2", "qwen3", "llama", "mistral")
-Precision = Literal["float32", "autocast", "bfloat16"]  # autocast: parameters and residuals in float32, products not
+Precision = Literal["float32", "autocast", "bfloat16"]  # autocast: only matrix products are in bfloat16
 
 
 class KeptBytes(NamedTuple):
-    """What a layer keeps of a token for the backward pass, in bytes a unit of each width."""
+    """The bytes that a layer keeps of a token for the backward pass, per unit of each width."""
 
     hidden: int  # residuals and norms
     feed_forward: int  # gate, up and their product
     head: int  # of queries and keys
-    head_norm: int  # of these, more where they have a norm
-    residual: int  # of the layer's input, in `hidden` already
+    head_norm: int  # of queries and keys, in addition if they have a norm
+    residual: int  # of the layer's input; counted in `hidden` already
 
 
 KEPT_BYTES: dict[Precision, KeptBytes] = {
@@ -35,7 +35,7 @@ KEPT_BYTES: dict[Precision, KeptBytes] = {
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Widths are numbers of a token's activations."""
+    """The shape of a model. Widths are numbers of activations of a token."""
 
     layers: int
     hidden: int
@@ -44,7 +44,7 @@ class ModelSize:
     keys: int  # key-value heads x head_dim
     head: int
     vocabulary: int
-    tied: bool  # embedding and output layer are one
+    tied: bool  # whether embedding and output layer share their weights
     has_query_bias: bool
     has_query_norm: bool
 
@@ -56,7 +56,7 @@ class ModelSize:
 
     @property
     def outer_parameters(self) -> int:
-        """Parameters of the embedding, the output layer and the last norm."""
+        """The parameters of the embedding, the output layer and the last norm."""
         return self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -65,15 +65,15 @@ class ModelSize:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Keys and values in 16 bits."""
+        """The bytes of a token's keys and values, in 16 bits."""
         return self.layers * 2 * self.keys * 2
 
     def activation_bytes_per_token(self, precision: Precision, *, is_recomputed: bool) -> int:
-        """What the trainer's forward pass keeps for the backward pass: of all layers or, where they are recomputed,
-        their inputs and one layer.
+        """Return the bytes per token that the trainer's forward pass keeps for the backward pass.
 
-        Coefficients measured from the tensors that autograd saved (transformers 5, torch 2.13, 257 tokens; varied one
-        width at a time).
+        Those are the activations of all layers or, if layers are recomputed, all layers' inputs and one layer's
+        activations. The coefficients were measured from the tensors that autograd saved (transformers 5, torch 2.13,
+        257 tokens; one width was varied at a time).
         """
         kept = KEPT_BYTES[precision]
         heads = (kept.head + kept.head_norm * self.has_query_norm) * (self.queries + self.keys)
@@ -82,12 +82,12 @@ class ModelSize:
 
 
 def read_size(directory: Path) -> ModelSize | None:
-    """The size of a directory's model; None for unknown architectures. It has a config.json (see `read_model`)."""
+    """Return the size of a directory's model; None for unknown architectures. The directory must have a config.json."""
     return size_of(msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any]))
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize | None:
-    """The size of a model by the values of its config.json; None for unknown architectures."""
+    """Return the size of a model by the values of its config.json; None for unknown architectures."""
     kind = config.get("model_type")
     if kind not in SIZED or config.get("mlp_bias") or (kind != "qwen2" and config.get("attention_bias")):
         return None

@@ -1,7 +1,7 @@
-"""How many tokens a run samples, scores and trains, and how long that takes at assumed speeds. Pure.
+"""Computes how many tokens a run samples, scores and trains, and how long that takes at assumed speeds. Pure.
 
-Times are for planning: the speeds are a GPU's data sheet times what programs usually reach of it, and a batch's last
-response is waited for. What overlaps is counted one after the other.
+Times are for planning. The speeds are those of a GPU's data sheet, times the share that programs usually reach. Work
+that overlaps in a run is counted as if it did not.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from spot_async.tools.estimate.model_size import ModelSize
 # NVIDIA A800 and A100, 80 GB (data sheet): dense bfloat16 operations and memory bytes per second.
 OPERATIONS_PER_S = 312e12
 BYTES_PER_S = 2.0e12
-TRAINING_SHARE = 0.3  # of the operations, with padding and without fused kernels
+TRAINING_SHARE = 0.3  # of the operations per second, with padding and without fused kernels
 SCORING_SHARE = 0.4
 DECODING_SHARE = 0.5  # of the bandwidth
 
 
 @dataclass(frozen=True)
 class Work:
-    """Over a whole run, tokens."""
+    """The tokens of a whole run."""
 
     prompt: float  # read by the student's servers for rollouts
     rollout: float
@@ -41,9 +41,11 @@ def run_work(
     student_writes: bool,
     teacher_problems: int,
 ) -> Work:
-    """`probes` a response go on from anywhere in it, half of its length on average; `prompt_tokens` of all prompts.
+    """Return the tokens of a run.
 
-    `teacher_problems` are those that the teacher writes a response to: once each, and then scores once each.
+    `prompt_tokens` are those of all `prompts` together. Each response has `probes`, which go on from anywhere in it and
+    so take half of its length on average. The teacher writes one response to each of `teacher_problems`, and scores it
+    once.
     """
     responses = prompts * samples
     sequences = samples * prompt_tokens + responses * response_tokens
@@ -60,7 +62,10 @@ def run_work(
 
 
 def decoding_s(tokens: float, size: ModelSize, *, at_once: float, context_tokens: float, servers: int) -> float:
-    """Each step reads the weights once, and every sequence's keys and values, in 16 bits."""
+    """Return the seconds to generate `tokens`.
+
+    Each step reads the weights and every sequence's keys and values once, in 16 bits.
+    """
     step_s = (2 * size.parameters + at_once * context_tokens * size.cache_bytes_per_token) / (
         DECODING_SHARE * BYTES_PER_S
     )
@@ -68,13 +73,16 @@ def decoding_s(tokens: float, size: ModelSize, *, at_once: float, context_tokens
 
 
 def scoring_s(tokens: float, size: ModelSize, *, servers: int) -> float:
-    """2 operations a parameter and token."""
+    """Return the seconds to score `tokens`, at 2 operations per parameter and token."""
     return 2 * size.parameters * tokens / (SCORING_SHARE * OPERATIONS_PER_S * servers)
 
 
 def training_s(
     tokens: float, size: ModelSize, *, ranks: int, recomputes_behavior: bool, recomputes_layers: bool
 ) -> float:
-    """6 operations a parameter and token, 2 more for the behaviour policy's forward pass, 2 more for layers' again."""
+    """Return the seconds to train on `tokens`, at 6 operations per parameter and token.
+
+    Recomputing the behaviour policy takes 2 more, and recomputing layers in the backward pass another 2.
+    """
     operations = 6 + 2 * recomputes_behavior + 2 * recomputes_layers
     return operations * size.parameters * tokens / (TRAINING_SHARE * OPERATIONS_PER_S * ranks)

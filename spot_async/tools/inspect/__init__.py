@@ -1,1 +1,1 @@
-"""`spot-async inspect` and `report`: what a run saw, sample by sample, and where its time went."""
+"""`spot-async inspect` and `report`: show what a run saw and where its time went. They only read its files."""

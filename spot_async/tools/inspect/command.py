@@ -1,4 +1,4 @@
-"""What the commands `inspect` and `report` do: which files to read, what to show, where pages go."""
+"""`spot-async inspect` and `report`: decide which files to read, what to show, and where pages go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
-    """Print the samples of one iteration, the last one when none is named. Raises DataError without any."""
+    """Print the samples of one iteration, by default the last. Raises DataError if there are none."""
     from spot_async.tools.inspect.terminal import samples_table
 
     if verdict is not None and verdict not in list(Verdict):
@@ -28,7 +28,7 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
     files = RunFiles(run)
     refuse_evaluation(files)
     rows: list[tuple[int, SampleSummary]] = []
-    sampled: set[int] = set()  # iterations
+    sampled: set[int] = set()  # iterations with samples
     for number, summary in enumerate(files.samples()):
         if iteration is None and summary.iteration > max(sampled, default=0):
             rows.clear()
@@ -76,7 +76,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
 
 
 def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[Section] = ()) -> None:
-    """Write a run's report, by default into the run directory; `more` follows its own sections. Raises DataError."""
+    """Write a run's report, by default into the run directory; the sections `more` follow its own. Raises DataError."""
     from spot_async.tools.inspect.report import read_report
     from spot_async.tools.pages.templates import report_page
 
@@ -92,7 +92,7 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
 
 
 def refuse_evaluation(files: RunFiles) -> None:
-    """Raises DataError for the directory of `spot-async eval`: nothing was sampled for training there."""
+    """Raise DataError for a directory of `spot-async eval`, where nothing was sampled for training."""
     if files.is_evaluation:
         raise DataError(
             f"{files.path} is an evaluation's: once it is complete, its figures are in summary.json and each judged "

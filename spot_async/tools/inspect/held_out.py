@@ -1,6 +1,6 @@
-"""What evaluations on held-out problems say in a run's report: the curve, the best student, and the table.
+"""Makes the part of a run's report about evaluations: the curve, the best student, and the table.
 
-Reads what a run wrote of them; nothing is evaluated or judged here.
+It reads what the run wrote about them; nothing is evaluated or judged here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spot_async.tools.pages.series import Series
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One tier before and after, in percent with standard errors."""
+    """A tier's figures before and after training, in percent with standard errors."""
 
     tier: str
     problems: int
@@ -37,7 +37,7 @@ class ResultTable:
 
     @property
     def line(self) -> str:
-        """The last row, over everything, for a terminal."""
+        """Return the last row, which is over everything, as a line for a terminal."""
         whole = self.rows[-1]
         figures = zip(self.headings[2:], whole.cells, strict=True)
         return f"{whole.tier} ({whole.problems} problems, percent): {', '.join(' '.join(each) for each in figures)}"
@@ -45,30 +45,30 @@ class ResultTable:
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure over all problems, by iteration; 0 is before training."""
+    """One figure over all problems, by iteration. Iteration 0 is before training."""
 
     name: str  # such as Avg@8
     points: tuple[tuple[float, float], ...]  # (iteration, share)
-    errors: tuple[float, ...]  # standard errors, not a number where there is none
+    errors: tuple[float, ...]  # standard errors; NaN where there is none
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """The evaluations that were made during a run."""
 
-    curves: tuple[Curve, ...]  # not empty, nor is one of them
-    criterion: Curve  # of them, the one that picks the best student
+    curves: tuple[Curve, ...]  # at least one, and each with points
+    criterion: Curve  # the one of them that picks the best student
 
     @property
     def best(self) -> int:
-        """Index of the best evaluation of those made while training; of equal ones the first."""
+        """The index of the best evaluation of those during training; of equal ones, the first."""
         points = self.criterion.points
         trained = [i for i, (iteration, _) in enumerate(points) if iteration > 0]
         return max(trained, key=lambda i: points[i][1])
 
     @property
     def best_words(self) -> str:
-        """The best student and its figure, and whether training was any good to it."""
+        """Return the best student and its figure in words, and whether training improved it."""
         curve, best = self.criterion, self.best
         iteration, value = curve.points[best]
         words = f"iteration {iteration:g}, {curve.name} {with_error(value, curve.errors[best])} %"
@@ -92,12 +92,12 @@ class HeldOut:
 def held_out(
     rows: Rows, config: Mapping[str, Any], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None = None
 ) -> HeldOut | None:
-    """The evaluations in a run's metrics, between those `before` and `after` it; None where the metrics have none."""
+    """Return the evaluations in a run's metrics, with those `before` and `after` it; None if the metrics have none."""
     found = (re.fullmatch(r"evaluation/avg@(\d+)", name) for row in rows for name in row)
     k = next((int(match[1]) for match in found if match), None)
     if k is None:
         return None
-    names = ("avg", "pass")[:k]  # of one sample both are the same figure
+    names = ("avg", "pass")[:k]  # with one sample (k = 1) both figures are the same, so one is enough
     curves = {name: curve for name in names if (curve := _curve(rows, name, k, before, after)).points}
     criterion = str((config.get("evaluation") or {}).get("best_by"))
     return HeldOut(tuple(curves.values()), curves.get(criterion, curves["avg"]))
@@ -110,14 +110,15 @@ def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None, afte
     start, end = _overall(before or {}, name, k), _overall(after or {}, name, k)
     if start is not None and found:
         found.insert(0, (0.0, start["value"], _number(start["standard_error"])))
-    if end is not None and found and metric not in rows[-1]:  # else it is the same evaluation
+    # An evaluation after the last iteration would be the same one as that after the run.
+    if end is not None and found and metric not in rows[-1]:
         found.append((rows[-1]["iteration"], end["value"], _number(end["standard_error"])))
     points = tuple((iteration, value) for iteration, value, _ in found)
     return Curve(f"{name.capitalize()}@{k}", points, tuple(error for *_, error in found))
 
 
 def _overall(evaluation: Mapping[str, Any], name: str, k: int) -> Mapping[str, Any] | None:
-    """A figure over everything in `evaluation-*.json`: of its only benchmark, or the mean of several."""
+    """Return a figure over everything in `evaluation-*.json`: of its only benchmark, or the mean of several."""
     benchmarks = [*evaluation.get("benchmarks", {}).values()]
     whole = benchmarks[0] if len(benchmarks) == 1 else evaluation.get("macro")
     estimate: Mapping[str, Any] | None
@@ -130,7 +131,10 @@ def _number(value: float | None) -> float:
 
 
 def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTable | None:
-    """Avg@k and Pass@k per tier, before and after; None where nothing was judged. `note` ends the one below it."""
+    """Return Avg@k and Pass@k per tier, before and after; None if nothing was judged.
+
+    `note` is added to the note below the table.
+    """
     if summary is None:
         return None
     evaluations = {when: summary.get(when) for when in ("before", "after")}
@@ -141,7 +145,7 @@ def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTab
     k = whole["samples"]
     ks = {tier: each.get("pass_k", k) for tier, each in whole["tiers"].items()}
     is_even = set(ks.values()) <= {k}
-    metrics = ("avg", "pass")[: max(ks.values(), default=k)]  # of one sample both are the same figure
+    metrics = ("avg", "pass")[: max(ks.values(), default=k)]  # with one sample both figures are the same
     at_k = f"@{k}" if is_even else ""
     changes = summary.get("change") or {}
     headings = ["tier", "problems", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
@@ -160,7 +164,7 @@ def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTab
 
 
 def sampling_note(config: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
-    """How an evaluation's responses were drawn, and how training's are: why their accuracies may differ."""
+    """Return how responses were drawn in the evaluation and in training, since their accuracies differ for that."""
     settings = {name.rpartition(".")[2]: value for name, value in (evaluation or {}).get("settings", {}).items()
                 if name.count(".") == 1}  # fmt: skip
     if "temperature" not in settings:

@@ -1,7 +1,7 @@
-"""Reads a run into what its report shows: figures, plots, and a verdict on where the time went.
+"""Reads a run, and makes what its report shows: figures, plots, and the bottleneck.
 
-A run that was stopped, is still going, was not evaluated or trains another way has gaps: what is not
-there is left out, and the page says so.
+A run that was stopped, is still going, was not evaluated or trains by another method has gaps. What is not there is
+left out, and the page says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds, short_number
 
-LENGTH_BINS = 20  # about, of round widths
+LENGTH_BINS = 20  # about so many, since their widths are round numbers
 TOP_TOKENS = 14
 ADVANTAGE_OF_TEACHER = "Teacher minus student, nats per token. Rises towards 0 as student meets teacher."
 
@@ -61,7 +61,7 @@ class Report:
 
 
 def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
-    """Read all files of a run; `more` follows its own sections. Raises DataError only for files that are damaged."""
+    """Return a run's report; the sections `more` follow its own. Raises DataError for damaged files only."""
     config, rows, summary = files.config(), files.metrics(), files.summary()
     statistics = SampleStatistics()
     for sample in files.samples():
@@ -93,7 +93,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
 
 def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
     scored = any("teacher/entropy_nats" in row for row in rows)
-    advantages = any(row.get("train/advantage_mean") for row in rows)  # none where all is soft targets
+    advantages = any(row.get("train/advantage_mean") for row in rows)  # a method with only soft targets has none
     return Section(
         "Learning",
         _present(
@@ -133,7 +133,7 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
     looks = {
         "score": ("Where the score looks", "Mean acquisition score by place in the response."),
         "entropy": ("Where the teacher is uncertain", "Mean entropy, share of the largest possible, by place."),
-    }.get(policy.selection)  # random scores look nowhere
+    }.get(policy.selection)  # None for random scores, which prefer no place
     counts = {"probed": "spot/selected", "kept": "spot/retained"} if policy.guided else {"selected": "spot/selected"}
     kept = [("kept", retained), ("left out", dropped)] if policy.guided else [("", retained)]
     return Section(
@@ -180,7 +180,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     ]
     names = sorted({name.split("/")[1] for row in rows for name in row if name.startswith("replica/")})
     figures = {"in flight": "mean_in_flight", "limit": "limit"}
-    servers = [  # a colour for each, a dash for each figure; where colours come again, with other dashes
+    servers = [  # a colour for each server, a dash for each metric; colours that come again have other dashes
         Series(f"{name}: {label}", points, server, dash + len(figures) * (server // len(svg.COLOURS)))
         for server, name in enumerate(names)
         for dash, (label, key) in enumerate(figures.items())
@@ -220,7 +220,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
 def optimiser_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     most = config.get("training", {}).get("max_grad_norm")
     norms = [norm for _, norm in _points(rows, "train/grad_norm")]
-    level = None  # one far above all norms would leave them no room
+    level = None  # a level far above all norms would squeeze them together
     if most is not None and norms and most <= 2 * max(norms):
         level = (f"max_grad_norm: {short_number(most)}", float(most))
     return Section(
@@ -241,7 +241,7 @@ def optimiser_section(rows: Rows, config: Mapping[str, Any]) -> Section:
 
 
 def spending_section(rows: Rows) -> Section:
-    """What endpoints with prices were paid, and what the score cache saved."""
+    """Return plots of what endpoints with prices were paid, and of what the score cache saved."""
     paid = {name.split("/")[1]: name for row in rows for name in row if name.endswith("/total_money")}
     unknown = {role: f"spending/{role}/unknown" for role in paid}
     hits = {"kept already": "score_cache/hits", "asked for": "score_cache/misses"}
@@ -259,7 +259,10 @@ def spending_section(rows: Rows) -> Section:
 
 
 def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
-    """Response lengths, of the first and last third of the iterations that have some; of fewer than three, of all."""
+    """Return a histogram of response lengths in the first and the last third of the iterations.
+
+    Iterations without samples are left out. With fewer than three iterations there is one histogram of all.
+    """
     if not lengths:
         return None
     longest = max(max(tokens for _, tokens in lengths), 1)
@@ -281,7 +284,7 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
 def facts(
     config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None, evaluated: HeldOut | None
 ) -> tuple[tuple[str, str], ...]:
-    """The run in a few words."""
+    """Return facts about the run, each with its name."""
     training = config.get("training", {})
     prompts = (summary or {}).get("prompts", {})
     seconds = total(rows, "time/iteration_s")
@@ -309,7 +312,7 @@ def notes(
     *,
     was_evaluated: bool,
 ) -> tuple[str, ...]:
-    """What is not on the page; `was_evaluated` says that it has figures of evaluations."""
+    """Return what is not on the page, and why; `was_evaluated` says that it has figures of evaluations."""
     found = []
     if not rows:
         found.append("No iteration has finished: there are no curves.")
@@ -353,7 +356,7 @@ def _lines(
     level: tuple[str, float] | None = None,
     smooth: bool = True,
 ) -> Markup | None:
-    """A line per metric that is there; those that are zero throughout only when nothing else is."""
+    """Return a plot with a line per metric that is there. Lines of zeros are drawn only if there are no others."""
     series = [Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
     series = [each for each in series if each.points]
     moving = [each for each in series if any(value for _, value in each.points)]
@@ -365,7 +368,7 @@ def _lines(
 
 
 def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
-    """Times on top of each other."""
+    """Return a plot of times, stacked on top of each other."""
     with_times = [row for row in rows if any(metric in row for metric in names.values())]
     if not with_times:
         return None

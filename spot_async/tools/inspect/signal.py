@@ -1,4 +1,4 @@
-"""Whether a run had anything to learn from its own outcomes, in one line where it had nothing. Pure."""
+"""Says so in one line if a run had nothing to learn from its own outcomes. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ REASONS = (
 
 
 def missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
-    """Of the iterations' metrics; None where outcomes taught something, or the policy does not ask for any."""
+    """Return that line, from the iterations' metrics.
+
+    None if outcomes taught something, or if the policy asks for none.
+    """
     if rows and all(row.get("train/updates") == 0 for row in rows):
         return (
             "No iteration made a step: nothing could be trained on, and the weights are those of the start. "

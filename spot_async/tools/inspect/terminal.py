@@ -1,4 +1,4 @@
-"""Samples in the terminal: the table of a run's samples, and one rollout with its branches."""
+"""Draws samples in the terminal: the table of a run's samples, and one rollout with its branches."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ from spot_async.tools.inspect.view import (
 BAR_WIDTH = 10
 STATE_STYLES = {"correct": "green", "timeout": "yellow", "quiet": "dim"}
 VERDICT_STYLES = {"correct": "green", "wrong": "red"}
-# Palette ends as RGB: legible with white or black on them, and told apart by the colour-blind.
+# Ends of the palettes in RGB. White or black text is legible on them, and the colour-blind can tell them apart.
 HOT, GOOD, BAD = (217, 95, 2), (33, 113, 181), (203, 75, 22)
-WEAK = 0.08  # fainter colours are left out
+WEAK = 0.08  # levels below this get no colour
 
 
 def samples_table(rows: Sequence[tuple[int, SampleSummary]], title: str) -> Table:
-    """One line per sample. Retained positions are those of B+; policies without branches have no positions."""
+    """Return a table with one line per sample.
+
+    Retained positions are those of B+ (section 3.3). Policies without branches have no positions.
+    """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("sample", justify="right")
     table.add_column("iteration", justify="right")
@@ -67,7 +70,7 @@ def samples_table(rows: Sequence[tuple[int, SampleSummary]], title: str) -> Tabl
 def sample_view(
     number: int, sample: SampleRecord, colouring: Colouring, policy: PolicySettings = GUIDED
 ) -> RenderableType:
-    """A whole sample: problem, coloured response, branches."""
+    """Return a whole sample: problem, coloured response, branches."""
     head = Text.assemble((f"sample {number}", "bold"), f" · {visible(sample.problem_id)}")
     if sample.tier:
         head.append(f" ({visible(sample.tier)})")
@@ -99,7 +102,7 @@ def legend(colouring: Colouring) -> Text:
 
 
 def response_text(colouring: Colouring) -> Text:
-    """The response's tokens on their colours; those that the method chose underlined, probed ones numbered."""
+    """Return the response's tokens on their colours, with the chosen ones underlined and the probed ones numbered."""
     text = Text()
     for token in colouring.tokens:
         text.append(token.text, style=_token_style(colouring, token))
@@ -113,7 +116,7 @@ def mark_symbol(mark: int) -> str:
 
 
 def branch_view(mark: int, branch: Branch, sample: SampleRecord, policy: PolicySettings) -> RenderableType:
-    """One position that was chosen: each candidate's probabilities, target before and after, and its probes."""
+    """Return one chosen position: each candidate's probabilities, target before and after the tilt, and probes."""
     shares = sampled_shares(sample, branch.position)
     state, tone = branch_state(branch)
     head = Text.assemble(
@@ -128,9 +131,9 @@ def branch_view(mark: int, branch: Branch, sample: SampleRecord, policy: PolicyS
 
 
 def candidates_table(branch: Branch, sample: SampleRecord, policy: PolicySettings) -> Table:
-    """Probabilities of teacher and student, mean reward, and the target before and after the tilt.
+    """Return a table of each candidate's probabilities by teacher and student, mean reward, and target.
 
-    Without probes there is neither a reward nor a tilt.
+    The target is shown before and after the tilt. Without probes there is neither a reward nor a tilt.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     probed = ("value", "target before", "after") if policy.guided else ("target",)
@@ -151,7 +154,7 @@ def candidates_table(branch: Branch, sample: SampleRecord, policy: PolicySetting
 
 
 def probe_lines(branch: Branch) -> list[Text]:
-    """What the student wrote after each candidate, and what came of it."""
+    """Return what the student wrote after each candidate, and the verdict on it."""
     return [
         Text.assemble("   ", _name(candidate), " ", _verdict(verdict), "  ", shortened(visible(text)))
         for candidate in branch.candidates
@@ -164,7 +167,7 @@ def _name(candidate: Candidate) -> Text:
 
 
 def bar(share: float, symbol: str) -> str:
-    """The share in numbers and as a bar, at least a sliver for what is not nothing."""
+    """Return a share in numbers and as a bar, which has at least a sliver for any share above 0."""
     cells = round(share * BAR_WIDTH)
     return f"{probability(share):>8} {symbol * cells if cells else '▏'}"
 
@@ -179,7 +182,7 @@ def _token_style(colouring: Colouring, token: TokenView) -> str:
 
 
 def _style(colouring: Colouring, level: float) -> str:
-    """A tint towards the palette's end, on white so that black letters stay legible on any terminal."""
+    """Return a tint between white and the palette's end, so that black letters stay legible on any terminal."""
     if abs(level) < WEAK:
         return ""
     end = HOT if colouring.palette != "advantage" else (GOOD if level > 0 else BAD)

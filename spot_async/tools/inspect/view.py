@@ -1,6 +1,6 @@
-"""What a sample looks like, apart from where it is shown: each token's colour, label and mark. Pure.
+"""Decides how a sample looks, in the terminal and on the page alike: each token's colour, label and mark. Pure.
 
-The terminal and the page draw the same views. Text that a model wrote passes through `visible` first.
+Text that a model wrote passes through `visible` first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from spot_async.base.text import counted, visible
 from spot_async.run_directory.reading import Branch, Candidate, SampleRecord
 
 Palette = Literal["score", "advantage", "surprise"]
-ADVANTAGE_FULL_NATS = 3.0  # differences beyond have full colour
+ADVANTAGE_FULL_NATS = 3.0  # from this difference on, the colour is full
 SURPRISE_FULL_NATS = 5.0
 ENTROPY_FULL_NATS = 2.0
-SELECTION_TITLES = {  # of policy.selection: what the scores are that chose the positions
+SELECTION_TITLES = {  # by `policy.selection`: the scores that chose the positions, in words
     "random": "Random scores that chose the positions",
     "entropy": "Teacher entropy, as a share of the largest possible",
 }
-SCORE_NAMES = {"random": "random score", "entropy": "entropy share"}  # likewise, of one token
-PART_LABELS = {  # of `score_parts`, with the method's symbols; policies may record others
+SCORE_NAMES = {"random": "random score", "entropy": "entropy share"}  # by `policy.selection`: a token's score
+PART_LABELS = {  # the method's symbols for `score_parts`; policies may record others
     "score": "score s",
     "entropy": "entropy H (share of log V)",
     "mass": "teacher mass C",
@@ -48,10 +48,10 @@ PER_TOKEN: tuple[PerToken, ...] = (
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What a policy's own settings say about its positions, as far as words about them depend on it."""
+    """The settings of a policy that decide what is said about its positions."""
 
-    selection: str = "score"  # by what it chose them
-    guided: bool = True  # whether each was probed, and its target tilted by what came of that
+    selection: str = "score"  # how it chose them
+    guided: bool = True  # whether each was probed, and its target tilted by the outcomes
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> PolicySettings:
@@ -60,7 +60,7 @@ class PolicySettings:
 
     @property
     def chosen(self) -> str:
-        """What became of the selected positions, in a word."""
+        """What happened to the selected positions, in a word."""
         return "probed" if self.guided else "selected"
 
 
@@ -73,31 +73,31 @@ class TokenView:
 
     position: int
     text: str
-    level: float  # -1 to 1: strength of the colour, its sign in diverging palettes
+    level: float  # strength of the colour, -1 to 1; the sign matters in diverging palettes
     label: str  # the numbers behind it
     mark: int | None = None  # number of the branch that probes it, from 1
-    is_framed: bool = False  # as those are that the method chose
+    is_framed: bool = False  # whether the method chose it
 
 
 @dataclass(frozen=True)
 class Colouring:
-    """A response coloured by one quantity."""
+    """A response that is coloured by one quantity."""
 
     palette: Palette
     title: str
-    low: str  # what the ends of the scale stand for
+    low: str  # what the lower end of the scale stands for
     high: str
     tokens: tuple[TokenView, ...]
 
 
 def per_token(sample: SampleRecord, name: PerToken) -> list[float | None] | None:
-    """(T,) One number per token of the response; None where there is none, or their count is not the tokens'."""
+    """Return one number per token of the response, (T,); None if there are none, or not as many as tokens."""
     numbers: list[float | None] | None = getattr(sample, name)
     return numbers if numbers is not None and len(numbers) == len(sample.response_ids) else None
 
 
 def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySettings = GUIDED) -> list[Colouring]:
-    """Every way this sample can be coloured, the one its policy is about first."""
+    """Return every way in which this sample can be coloured. The one that its policy is about comes first."""
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
     gated = frozenset(sample.gated_positions)
@@ -114,7 +114,7 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
     scores, student, teacher, entropy = (per_token(sample, name) for name in PER_TOKEN)
     highest = max((score for score in scores or () if score is not None), default=0.0)
     if scores is not None and highest > 0:
-        # Scores spread over orders of magnitude; the root keeps the middle ones visible.
+        # Scores spread over orders of magnitude. The square root keeps the middle ones visible.
         levels = [max(0.0, (score or 0.0) / highest) ** 0.5 for score in scores]
         title = f"{SELECTION_TITLES.get(policy.selection, 'Acquisition score')} (root scale)"
         found.append(Colouring("score", title, "0", f"{highest:.3g}", tokens(levels)))
@@ -145,7 +145,7 @@ def _shares(values: Sequence[float], full: float) -> list[float]:
 
 
 def remarks(sample: SampleRecord) -> list[str]:
-    """What concerns the whole response."""
+    """Return remarks about the whole response."""
     tokens = len(sample.response_ids)
     found = [f"iteration {sample.iteration}" + (f", weights {visible(sample.version)}" if sample.version else "")]
     recorded = counted(tokens, "token") if tokens else "no tokens recorded (response_ids)"
@@ -162,7 +162,7 @@ def remarks(sample: SampleRecord) -> list[str]:
 
 
 def group_words(sample: SampleRecord) -> str:
-    """What the advantage comes from: this response's reward and those of its group; empty where none were written."""
+    """Return the rewards that the advantage comes from: this response's and its group's; empty if none were written."""
     known = [reward for reward in sample.group_rewards or () if reward is not None]
     if sample.reward is None or not known:
         return ""
@@ -172,7 +172,7 @@ def group_words(sample: SampleRecord) -> str:
 
 
 def framed_words(sample: SampleRecord, framed: str, policy: PolicySettings = GUIDED) -> str:
-    """What it means that tokens are `framed`, as the terminal or the page draws it; empty where none is."""
+    """Return what it means that tokens are `framed` (the terminal's or the page's word for it); empty if none is."""
     if sample.branches:
         return f"{framed} and numbered: the positions that were {policy.chosen}."
     if sample.gated_positions:
@@ -181,7 +181,7 @@ def framed_words(sample: SampleRecord, framed: str, policy: PolicySettings = GUI
 
 
 def branch_state(branch: Branch) -> tuple[str, str]:
-    """What became of a probed position, in words, and the verdict whose colour it has."""
+    """Return what came of a probed position in words, and the verdict whose colour it has."""
     doubt = "" if branch.certain else " (chosen by midpoints, not certain)"
     if branch.retained:
         return f"kept for training{doubt}", "correct"
@@ -191,12 +191,12 @@ def branch_state(branch: Branch) -> tuple[str, str]:
 
 
 def candidate_name(candidate: Candidate) -> str:
-    """Its text, or the id of one that has none."""
+    """Return a candidate's text, or its id if it has none."""
     return f"“{visible(candidate.token)}”" if candidate.token else f"token {candidate.token_id}"
 
 
 def token_label(sample: SampleRecord, position: int, text: str, score_name: str = "score") -> str:
-    """All numbers of one token, in words."""
+    """Return all numbers of one token, in words."""
     parts = [f"position {position}", f"“{visible(text)}”"]
     arrays = (per_token(sample, name) for name in PER_TOKEN)
     score, student, teacher, entropy = (None if array is None else array[position] for array in arrays)
@@ -216,14 +216,14 @@ def token_label(sample: SampleRecord, position: int, text: str, score_name: str 
 
 
 def shortened(text: str, head: int = 160, tail: int = 240) -> str:
-    """Beginning and end of a long text: the answer stands at the end."""
+    """Return the beginning and the end of a long text, since the answer stands at the end."""
     if len(text) <= head + tail:
         return text
     return f"{text[:head]} … ({len(text) - head - tail} characters) … {text[-tail:]}"
 
 
 def sampled_shares(sample: SampleRecord, position: int) -> str:
-    """What teacher and student gave the sampled token of a position, in words; empty when it was not recorded."""
+    """Return the sampled token's probabilities by teacher and student in words; empty if they were not recorded."""
     teacher, student = per_token(sample, "teacher_logprobs"), per_token(sample, "behavior_logprobs")
     if teacher is None or student is None or not 0 <= position < len(teacher):
         return ""
@@ -232,7 +232,7 @@ def sampled_shares(sample: SampleRecord, position: int) -> str:
 
 
 def score_parts(branch: Branch) -> list[str]:
-    """What a position's score is made of, each part with its name."""
+    """Return the parts of a position's score, each with its name."""
     return [
         f"{PART_LABELS.get(name) or visible(name)} {'–' if value is None else format(value, '.3g')}"
         for name, value in branch.score_parts.items()
@@ -240,20 +240,23 @@ def score_parts(branch: Branch) -> list[str]:
 
 
 def branch_legend(sample: SampleRecord, policy: PolicySettings = GUIDED) -> str:
-    """What the numbers of this sample's branches are; empty where there are none."""
+    """Return what the numbers of this sample's branches mean; empty if it has none."""
     scored = any(branch.score_parts.keys() & PART_LABELS for branch in sample.branches)
     parts = [PARTS_LEGEND] * scored + [VALUE_LEGEND] * (policy.guided and bool(sample.branches))
     return " ".join(parts)
 
 
 def is_sampled(sample: SampleRecord, branch: Branch, candidate: Candidate) -> bool:
-    """Whether the candidate is what the student sampled. By id: the texts of two byte tokens may be alike."""
+    """Whether the candidate is the token that the student sampled.
+
+    Ids are compared, since two tokens that are parts of a character may have the same text.
+    """
     position, ids = branch.position, sample.response_ids
     return 0 <= position < len(ids) and ids[position] == candidate.token_id
 
 
 def probability(value: float | None) -> str:
-    """Percent with about two digits."""
+    """Return a probability in percent, with about two digits."""
     if value is None:
         return "–"
     if value < 1e-4:
@@ -265,10 +268,10 @@ VERDICT_SYMBOLS = {"correct": "✓", "wrong": "✗", "no_answer": "∅", "timeou
 
 
 def verdict_tone(verdict: str) -> str:
-    """The style of a verdict: its own name, if it is one."""
+    """Return the style of a verdict, which has the verdict's name."""
     return verdict if verdict in VERDICT_SYMBOLS else "quiet"
 
 
 def verdict_text(verdict: str) -> str:
-    """A symbol and a word: colour is never the only sign."""
+    """Return a verdict as a symbol and a word, so that colour is never the only sign."""
     return f"{VERDICT_SYMBOLS.get(verdict, '?')} {verdict.replace('_', ' ')}"

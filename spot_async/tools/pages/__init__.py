@@ -1,1 +1,1 @@
-"""What the pages of several tools are made of: templates, plots as SVG, scales."""
+"""Building blocks of the pages that several tools write: templates, plots as SVG, scales. They read no run."""

@@ -1,7 +1,4 @@
-"""What plots are made of before they are drawn: series, scales, round ticks, short numbers. Pure arithmetic.
-
-Nothing here knows what a plot looks like; `svg.py` draws.
-"""
+"""Computes what plots are made of: series, scales, round ticks, short numbers. Pure arithmetic; `svg.py` draws."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MAX_POINTS = 240  # of a line: more are averaged in groups
-SMOOTH_FROM = 24  # points from which a single line gets a running mean
+MAX_POINTS = 240  # most points of a line; more are averaged in groups
+SMOOTH_FROM = 24  # a single line with so many points or more gets a running mean
 
 Format = Callable[[float], str]
 
@@ -21,15 +18,15 @@ class Series:
     """Values over iterations."""
 
     name: str
-    points: Sequence[tuple[float, float]]  # ascending x
-    colour: int | None = None  # of the style sheet's; default: its place among the series
-    dash: int | None = None  # likewise; default: that of its colour
-    errors: Sequence[float] = ()  # of each point, drawn to both sides of it; none where not finite
+    points: Sequence[tuple[float, float]]  # by ascending x
+    colour: int | None = None  # its number in the style sheet; default: its place among the series
+    dash: int | None = None  # its number in the style sheet; default: that of its colour
+    errors: Sequence[float] = ()  # one per point, drawn to both sides of it unless it is not finite
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to pixels [start, end]; a single value lands in the middle."""
+    """Maps [low, high] to pixels [start, end]. If low and high are equal, everything lands in the middle."""
 
     low: float
     high: float
@@ -43,9 +40,10 @@ class Scale:
 
 
 def nice_ticks(low: float, high: float, count: int = 5, *, most: float = math.inf) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that reach from `low` to `high` or beyond.
+    """Return about `count` round numbers that reach from `low` to `high` or beyond.
 
-    A single value gets room in proportion to itself, upwards no further than `most`, which no value exceeds.
+    They are 1, 2 or 5 times a power of ten apart. If `low` and `high` are equal, there is room around them in
+    proportion to the value. `most` is the largest value there can be; that room does not exceed it.
     """
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         value = low if math.isfinite(low) else 0.0
@@ -59,7 +57,7 @@ def nice_ticks(low: float, high: float, count: int = 5, *, most: float = math.in
 
 
 def short_number(value: float) -> str:
-    """Three digits, thousands as k; for axes and titles."""
+    """Return a number with three digits, and thousands as k, for axes and titles."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -71,7 +69,7 @@ def short_number(value: float) -> str:
 
 
 def scientific(value: float) -> str:
-    """Two digits and a power of ten: 5e-4."""
+    """Return a number with two digits and a power of ten, such as 5e-4."""
     mantissa, _, power = f"{value:.1e}".partition("e")
     return f"{float(mantissa):g}e{int(power)}"
 
@@ -81,12 +79,15 @@ def seconds(value: float) -> str:
 
 
 def fine_percent(value: float) -> str:
-    """A share in percent, for shares that may all be small or close together."""
+    """Return a share in percent, with digits for shares that may all be small or close together."""
     return f"{100 * value:.3g} %"
 
 
 def tick_labels(ticks: Sequence[float], format_y: Format) -> list[str]:
-    """The labels of one axis: exact, no two alike, and where one needs a power of ten, all but zero have it."""
+    """Return the labels of one axis. They are exact and all different.
+
+    If one needs a power of ten, all but zero have one.
+    """
     labels = [format_y(tick) for tick in ticks]
     if all(label.endswith(" %") for label in labels):
         return labels if len(set(labels)) == len(labels) else [f"{tick} %" for tick in plain([100 * t for t in ticks])]
@@ -102,7 +103,7 @@ def tick_labels(ticks: Sequence[float], format_y: Format) -> list[str]:
 
 
 def plain(ticks: Sequence[float]) -> list[str]:
-    """Numbers with all digits that even steps between them need."""
+    """Return numbers with all the digits that the steps between them need."""
     step = min((abs(high - low) for low, high in pairwise(ticks)), default=1.0)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step else 0
     return [f"{round(tick, decimals):.12g}" for tick in ticks]
@@ -118,7 +119,7 @@ def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A line of at most `MAX_POINTS` points: means of neighbours."""
+    """Return a line of at most `MAX_POINTS` points, which are means of neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
     if size <= 1:
         return list(points)
@@ -127,7 +128,10 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each point's mean with its neighbours, a twelfth of all points wide; narrower at the ends, never lopsided."""
+    """Return each point's mean with its neighbours, over a twelfth of all points.
+
+    The window is narrower at the ends, so that it always has as many points on both sides.
+    """
     half = max(1, len(points) // 24)
     means: list[tuple[float, float]] = []
     for i, (x, _) in enumerate(points):
@@ -138,7 +142,7 @@ def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def drawn_series(series: Sequence[Series]) -> list[Series]:
-    """The series that have points, thinned, each with a colour."""
+    """Return the series that have points, thinned, each with a colour."""
     colours = [i if each.colour is None else each.colour for i, each in enumerate(series)]
     thin = [
         Series(each.name, thinned(finite(each.points)), colour, each.dash, _thinned_errors(each))
@@ -148,13 +152,13 @@ def drawn_series(series: Sequence[Series]) -> list[Series]:
 
 
 def _thinned_errors(series: Series) -> list[float]:
-    """The errors of the points that are left; none where there are none."""
+    """Return the errors of the points that thinning has left."""
     known = zip(series.points, series.errors, strict=True) if series.errors else ()
     return [error for _, error in thinned([(x, error) for (x, y), error in known if math.isfinite(y)])]
 
 
 def whiskers(series: Series) -> list[tuple[float, float, float]]:
-    """x, low and high of each error that is known."""
+    """Return (x, low, high) for each error that is known."""
     known = zip(series.points, series.errors, strict=True) if series.errors else ()
     return [(x, y - error, y + error) for (x, y), error in known if math.isfinite(error)]
 

@@ -1,7 +1,7 @@
-"""Small plots as inline SVG: lines, bars, stacked areas. Pure; colours and fonts come from the page's style sheet.
+"""Draws small plots as inline SVG: lines, bars, stacked areas. Pure.
 
-Everything is drawn in a fixed box of 380 by 220 that pages scale a little. Series are told apart by colour
-and by dash; exact numbers show on pointing, through SVG's own `<title>`.
+Colours and fonts come from the page's style sheet. Everything is drawn in a box of 380 by 220, which pages scale a
+little. Series differ in colour and in dash. Exact numbers show under the pointer, through SVG's own `<title>`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH, HEIGHT = 380, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 34
 ROW_HEIGHT = 20
 ROW_LABEL = 92
-# Of drawings that stand alone; those on pages take theirs from the page's style sheet, which knows dark screens too.
+# Colours of drawings that stand alone. Pages have a style sheet of their own, which also has colours for dark screens.
 COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
 LEGEND_TOP = HEIGHT + 18
@@ -45,7 +45,7 @@ def line_plot(
     level: tuple[str, float] | None = None,
     smooth: bool = True,
 ) -> Markup:
-    """Lines over iterations; a long single one with its running mean, where `smooth`.
+    """Draw lines over iterations. With `smooth`, a long single line is drawn with its running mean.
 
     `most` is the largest value there can be, `marked` the x of a vertical line, `level` name and y of a level one.
     """
@@ -79,13 +79,13 @@ def line_plot(
 def level_plot(
     series: Sequence[Series], *, x_name: str, marked: float | None = None, format_y: Format = short_number
 ) -> Markup:
-    """Dots and lines over powers of two, from zero; `marked` is the x of a vertical line."""
+    """Draw dots and lines over powers of two, with y from zero; `marked` is the x of a vertical line."""
     drawn, marks = _levels(series, x_name, marked, format_y)
     return _figure(marks, drawn, _line_keys(drawn)) if drawn else Markup('<p class="quiet">no data</p>')
 
 
 def level_document(series: Sequence[Series], *, x_name: str, title: str, format_y: Format = short_number) -> str:
-    """`level_plot` as an SVG file of its own, with colours, title and legend in it. There must be data."""
+    """Draw `level_plot` as an SVG file of its own, with colours, title and legend in it. There must be data."""
     drawn, marks = _levels(series, x_name, None, format_y)
     legend = [Markup('<g transform="translate({},{})">').format(LEFT, LEGEND_TOP + ROW_HEIGHT * i)
               + Markup('<line class="{}" x1="0" x2="18" y1="-4" y2="-4"/>').format(_line(each))
@@ -99,7 +99,7 @@ def level_document(series: Sequence[Series], *, x_name: str, title: str, format_
 
 
 def _document_style() -> str:
-    """What pages' style sheets say of plots, for light backgrounds and without variables."""
+    """Return the styles of plots that pages have in their style sheets, for light backgrounds and without variables."""
     colours = "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(COLOURS))
     dashes = "".join(f".line.d{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(DASHES) if dash)
     return (
@@ -112,7 +112,7 @@ def _document_style() -> str:
 def _levels(
     series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
 ) -> tuple[list[Series], list[Markup]]:
-    """What `level_plot` draws; nothing of no data."""
+    """Return the series and marks that `level_plot` draws; none without data."""
     by_power = [Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour) for each in series]
     drawn = drawn_series(by_power)
     if not drawn:
@@ -134,7 +134,7 @@ def _levels(
 
 
 def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:
-    """Areas on top of each other; all series must have the same x."""
+    """Draw areas on top of each other. All series must have the same x."""
     drawn = drawn_series(series)
     if not drawn:
         return Markup('<p class="quiet">no data</p>')
@@ -149,7 +149,7 @@ def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -
     marks = [frame]
     for each, (lower, upper) in zip(drawn, layers, strict=True):
         outline = [*zip(xs, upper, strict=True), *reversed(list(zip(xs, lower, strict=True)))]
-        if len(xs) == 1:  # one iteration: a bar
+        if len(xs) == 1:  # a single iteration has no area, so it is drawn as a bar
             half = WIDTH / 20
             middle = x(xs[0])
             corners = [(middle - half, y(upper[0])), (middle + half, y(upper[0])),
@@ -169,7 +169,7 @@ def histogram(
     x_name: str,
     format_y: Format = short_number,
 ) -> Markup:
-    """Upright bars, those of several series side by side. Bin i lies between edges i and i + 1."""
+    """Draw upright bars, with those of several series side by side. Bin i lies between edges i and i + 1."""
     bins = len(edges) - 1
     highest = max((value for _, values in series for value in values), default=0.0)
     _, y, frame = _axes(None, (0.0, highest), format_y, x_name)
@@ -189,7 +189,7 @@ def histogram(
 def row_plot(
     labels: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], *, format_x: Format = short_number
 ) -> Markup:
-    """Lying bars, one row each, made of parts; for names and their counts or shares."""
+    """Draw lying bars that are made of parts, one row for each label."""
     if not labels:
         return Markup('<p class="quiet">no data</p>')
     totals = [sum(values[i] for _, values in parts) for i in range(len(labels))]
@@ -219,7 +219,7 @@ def _axes(
     *,
     most: float = math.inf,
 ) -> tuple[Scale, Scale, Markup]:
-    """Scales for x (None: its ticks are drawn elsewhere) and y, and the drawn grid."""
+    """Return scales for x and y, and the drawn grid. If `xs` is None, the ticks of x are drawn elsewhere."""
     ticks = nice_ticks(*ys, most=most)
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     x = Scale(*(xs or (0.0, 1.0)), LEFT, WIDTH - RIGHT)
@@ -248,7 +248,7 @@ def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale, style: str,
 def _titles(
     series: Sequence[Series], x: Scale, format_y: Format, name: Format = lambda at: f"iteration {at:g}"
 ) -> Markup:
-    """A strip over each x that names all values there."""
+    """Draw a strip over each x that names all values there."""
     values: dict[float, list[str]] = {}
     for each in series:
         for at, value in each.points:
@@ -277,14 +277,14 @@ def _text(x: float, y: float, text: str, anchor: str) -> Markup:
 
 
 def _line(series: Series) -> str:
-    """Classes of a line: those of the seventh colour on come again, with another dash."""
+    """Return the classes of a line. From the seventh on, colours repeat, with another dash."""
     colour = series.colour or 0
     dash = colour + colour // len(COLOURS) if series.dash is None else series.dash
     return f"line {_colour(colour)} d{dash % len(DASHES)}"
 
 
 def _colour(number: int | None) -> str:
-    """Classes of a colour; bars and areas of the seventh on, which come again, are paler."""
+    """Return the classes of a colour. From the seventh on, colours repeat, and bars and areas are paler."""
     again, colour = divmod(number or 0, len(COLOURS))
     return f"c{colour}{' again' if again else ''}"
 
@@ -298,14 +298,14 @@ def _area_keys(series: Sequence[Series]) -> list[Markup]:
 
 
 def _key(style: str, name: str) -> Markup:
-    """An entry of the legend: a piece of line or of area, and what it stands for."""
+    """Draw an entry of the legend: a piece of line or area, and what it stands for."""
     shape = Markup('<rect class="{}" x="4" width="10" height="10"/>' if style.startswith("bar") else
                    '<line class="{}" x1="0" x2="18" y1="5" y2="5"/>').format(style)  # fmt: skip
     return Markup('<span><svg class="key" viewBox="0 0 18 10">{}</svg>{}</span>').format(shape, name)
 
 
 def _figure(marks: Sequence[Markup], named: Sequence[Series], keys: Sequence[Markup], height: int = HEIGHT) -> Markup:
-    """The drawing under its legend."""
+    """Return the drawing under its legend."""
     legend = Markup('<div class="keys">{}</div>').format(Markup("").join(keys)) if keys else Markup("")
     label = ", ".join(each.name for each in named)
     return legend + Markup('<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(

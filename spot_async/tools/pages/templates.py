@@ -1,4 +1,4 @@
-"""Fills the HTML templates: self-contained pages without scripts, every value escaped by the template engine."""
+"""Fills the HTML templates. Pages are self-contained and without scripts; the template engine escapes every value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from spot_async.tools.inspect.view import (
 if TYPE_CHECKING:
     from spot_async.tools.inspect.report import Report
 
-LONG_TEXT = 600  # characters of a probe that are shown unfolded
+LONG_TEXT = 600  # a probe with more characters is folded
 
 
 @functools.cache
@@ -64,11 +64,11 @@ def templates() -> jinja2.Environment:
 def sample_page(
     number: int, sample: SampleRecord, colourings: Sequence[Colouring], policy: PolicySettings = GUIDED
 ) -> str:
-    """One rollout: problem, response in every colouring, branches."""
+    """Return the page of one rollout: problem, response in every colouring, branches."""
     template = templates().get_template("sample.html")
     return template.render(number=number, sample=sample, colourings=colourings, policy=policy, long_text=LONG_TEXT)
 
 
 def report_page(report: Report) -> str:
-    """A whole run."""
+    """Return the page of a whole run."""
     return templates().get_template("report.html").render(report=report)

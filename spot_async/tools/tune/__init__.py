@@ -1,1 +1,1 @@
-"""`spot-async tune`: how many requests each server takes at a time, and the limits that follow."""
+"""`spot-async tune`: measures how many requests each server pays for, and recommends limits. It changes no run."""

@@ -1,4 +1,4 @@
-"""What `spot-async tune` does: measures, shows tables, and writes what it recommends with a page beside it."""
+"""`spot-async tune`: measures, shows tables, and writes its recommendation with a page beside it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     output: Path,
     overrides: Sequence[str],
 ) -> None:
-    """Raises what `tune` raises, DataError when the results cannot be written."""
+    """Tune, and show and write the results. Raises what `tune` raises, and DataError if they cannot be written."""
     with screen.status("starting the servers") as status:
 
         def tell(line: str) -> None:

@@ -1,16 +1,19 @@
-"""Where a server's throughput stops paying for more requests in flight, and what to measure to find it. Pure.
+"""Finds the knee: the number of requests in flight beyond which a server's throughput hardly grows. Pure.
 
-The knee is the smallest measured concurrency that gives 95 % of the best throughput. Latency is part of that choice:
-by Little's law a server with n requests in flight at throughput x answers each after n / x, so past the knee every
-further request in flight makes all of them later and hardly any more.
+The knee is the smallest measured concurrency that gives 95 % of the best throughput. This takes latency into account:
+by Little's law, a server with n requests in flight at throughput x answers each after n / x. So past the knee, every
+further request in flight makes all answers later, and hardly any more of them.
 
-Levels are compared as they were measured, not through a fitted curve. Gunther's Universal Scalability Law
-(x(n) = a n / (1 + s (n - 1) + k n (n - 1)); "Guerrilla Capacity Planning", 2007) is smooth, and inference servers are
-not: they scale up to their slots or their cache memory and stay flat from there, which that law takes for a knee at
-several times the slots. Kleinrock's power, throughput over latency (ICC 1979), has its peak where half of the capacity
-is used (M/M/1): right for a network that others wait behind, wasteful for a server that only this run uses. Against
-noise there are Tukey's running medians of three ("Exploratory Data Analysis", 1977), which leave rising and falling
-runs as they are and take out any one level, inside the ramp, that something else disturbed.
+Levels are compared as they were measured, not through a fitted curve, for two reasons:
+
+* Gunther's Universal Scalability Law (x(n) = a n / (1 + s (n - 1) + k n (n - 1)); "Guerrilla Capacity Planning", 2007)
+  is smooth. Inference servers are not: they scale up to their slots or their cache memory, and stay flat from there.
+  The law would put the knee at several times the slots.
+* Kleinrock's power, throughput over latency (ICC 1979), has its peak where half of the capacity is used (M/M/1). That
+  is right for a network that others wait behind, but wasteful for a server that only this run uses.
+
+Noise is taken out by Tukey's running medians of three ("Exploratory Data Analysis", 1977). They leave rising and
+falling runs as they are, and remove any single level inside the ramp that something else disturbed.
 """
 
 from __future__ import annotations
@@ -18,33 +21,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-ENOUGH = 0.95  # of the best throughput
-STEP = 1.3  # largest ratio between levels that lie close together
+ENOUGH = 0.95  # share of the best throughput that the knee gives
+STEP = 1.3  # levels with at most this ratio are close enough: nothing is measured between them
 
 
 def running_medians(values: Sequence[float]) -> list[float]:
-    """Each value's median with its two neighbours; the ends stay."""
+    """Return each value's median with its two neighbours. The ends stay as they are."""
     inner = [sorted(values[i - 1 : i + 2])[1] for i in range(1, len(values) - 1)]
     return [*values[:1], *inner, *values[-1:]] if len(values) > 2 else list(values)
 
 
 def knee(throughputs: Sequence[float]) -> int:
-    """Index of the knee; one throughput per level, by rising concurrency. Raises ValueError without levels."""
+    """Return the index of the knee among the levels' throughputs, by rising concurrency.
+
+    Raises ValueError without levels.
+    """
     smooth = running_medians(throughputs)
     enough = ENOUGH * max(smooth)
     return next(i for i, throughput in enumerate(smooth) if throughput >= enough)
 
 
 def is_flat(throughputs: Sequence[float]) -> bool:
-    """Whether the last two levels gave nearly nothing over those before: one alone may have been disturbed."""
+    """Whether the last two levels gained nearly nothing over those before. One alone may have been disturbed."""
     return len(throughputs) > 2 and max(running_medians(throughputs)[:-2]) >= ENOUGH * max(throughputs[-2:])
 
 
 def next_concurrency(levels: Sequence[tuple[int, float]], most: int) -> int | None:
-    """What to measure next, of a server that may have `most` requests in flight; None when the knee is found.
+    """Return the concurrency to measure next, `most` at most; None when the knee is found.
 
     `levels` are (concurrency, throughput) by rising concurrency. Concurrency doubles until throughput is flat. Then
-    geometric means are measured, around the best level while its neighbours do not confirm it, and below the knee.
+    geometric means of neighbouring levels are measured: around the best level until its neighbours confirm it, and
+    below the knee.
     """
     if not levels:
         return 1

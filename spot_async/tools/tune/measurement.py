@@ -1,4 +1,4 @@
-"""What a ramp finds out: a server's figures at each concurrency. Plain records, as `tune.json` holds them."""
+"""The records that a ramp makes: what a server does at each concurrency. `tune.json` holds them as they are."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import msgspec
 
 from spot_async.tools.tune.knee import running_medians
 
-# Why a ramp went no further.
+# Why a ramp ended.
 Ending = Literal[
     "flat",  # more in flight no longer gave more
     "demand",  # the run never has more in flight
-    "instant",  # answers take no time that a limit could save
+    "instant",  # answers come so fast that no limit is needed
     "time",  # --seconds were used up
     "requests",  # --limit-requests were sent
-    "budget",  # so was the money, or the tokens
+    "budget",  # a budget of money or tokens is spent
     "throttled",  # the server asked to be left alone (429, 503)
-    "failed",  # requests failed otherwise
+    "failed",  # requests failed for other reasons
 ]
 
 
 class StageLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of request among those that a server answered at one level."""
+    """What a server did for one stage at one level."""
 
     requests: int
-    busy_s: float  # summed latency: mean in flight = busy_s / seconds (Little's law)
+    busy_s: float  # summed latency; divided by the level's seconds it is the mean in flight (Little's law)
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """A server with a constant number of requests in flight, warm-up left out."""
+    """What a server did with a constant number of requests in flight, without the warm-up."""
 
     concurrency: int
     seconds: float  # over which answers were counted
-    requests: int  # answered in them
-    failures: int = 0  # beside them
-    tokens: int  # generated; of a scorer, given log-probabilities
-    p50_s: float  # latency, half of the requests below
+    requests: int  # answered in that time
+    failures: int = 0  # requests that failed in that time
+    tokens: int  # generated, or scored
+    p50_s: float  # median latency
     p95_s: float
     stages: dict[str, StageLoad]
 
@@ -51,14 +51,14 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ramp(msgspec.Struct, frozen=True, kw_only=True):
-    """One server from one request in flight to as many as it pays for."""
+    """All levels that were measured of one server."""
 
     server: str  # a role, or "verifier"
-    levels: list[Level]  # by concurrency
-    knee: int | None  # a concurrency; None when nothing could be measured
+    levels: list[Level]  # by rising concurrency
+    knee: int | None  # its concurrency; None if nothing could be measured
     ended: Ending
-    failure: str | None = None  # what the request that ended it said
-    sent: int = 0  # requests in all, warm-up included
+    failure: str | None = None  # the error of the request that ended it
+    sent: int = 0  # all requests, warm-up included
 
     @property
     def at_knee(self) -> Level | None:
@@ -66,5 +66,5 @@ class Ramp(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> float:
-        """The highest throughput, requests per second, as the knee was judged by; 0 when nothing was measured."""
+        """The highest throughput, in requests per second, that the knee was judged by; 0 if nothing was measured."""
         return max(running_medians([level.throughput for level in self.levels]), default=0.0)

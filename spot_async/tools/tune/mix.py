@@ -1,10 +1,11 @@
-"""A run's own mix of requests: what its policy asks of the stages for a few prompts, noted, and asked again.
+"""Notes the requests that a run's policy makes for a few prompts, and sends them again in the same proportions.
 
-Nothing here knows a method. A policy supervises some prompts as it always does, through stages that note each request;
-a template is that same request to the stages of any prompt. Sent again it is asked for by another one, with other seeds
-and in another session. Requests that need nothing but a prompt (rollouts, the teacher's
-responses) go on through the run's schedule, so that none is sent twice; those about a response (scores, candidates,
-probes) repeat the noted one, and find what a server's prefix cache keeps of it.
+It knows no method. The policy supervises some prompts as always, through stages that note each request as a template. A
+template can be sent again for another prompt, with other seeds and in another session.
+
+* Requests that need only a prompt (rollouts, the teacher's responses) take the next prompt of the run's schedule, so
+  that none is sent twice.
+* Requests about a response (scores, candidates, probes) repeat the noted one, so a server's prefix cache helps them.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from spot_async.types import (
 T = TypeVar("T")
 Ask = Callable[[PromptStages], Awaitable[Any]]
 
-ABOUT_A_PROMPT = {"rollout", "teacher_response"}  # stages whose requests hold a prompt and no response
+ABOUT_A_PROMPT = {"rollout", "teacher_response"}  # stages whose requests have a prompt, but no response
 
 
 @dataclass(frozen=True)
 class Template:
-    """One request that the policy made, to be made again."""
+    """A request that the policy made, which can be made again."""
 
     stage: str
-    prompt: Prompt  # whose it was
+    prompt: Prompt  # the prompt that it was made for
     ask: Ask
-    tokens: int  # of its answer
+    tokens: int  # in its answer
 
     @property
     def server(self) -> str:
@@ -55,14 +56,14 @@ class Template:
 
 @dataclass(frozen=True)
 class Request:
-    """A template as it is sent once."""
+    """A template that is about to be sent for one prompt."""
 
     stage: str
     send: Callable[[], Awaitable[int]]  # returns the answer's tokens
 
 
 class NotedStages:
-    """`protocols.PromptStages` that passes requests on and notes those that were sent and answered."""
+    """`protocols.PromptStages` that passes requests on, and notes those that were sent and answered."""
 
     def __init__(self, stages: PromptStages, prompt: Prompt, templates: list[Template]) -> None:
         self._stages = stages
@@ -115,26 +116,27 @@ class NotedStages:
 
     async def _noted(self, stage: str, ask: Callable[[PromptStages], Awaitable[T]]) -> T:
         answer = await ask(self._stages)
-        if not (isinstance(answer, Generation) and not answer.version_spans):  # a probe with nothing left to sample
+        # A probe with nothing left to sample is answered without a request.
+        if not (isinstance(answer, Generation) and not answer.version_spans):
             self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer)))
         return answer
 
 
 def tokens_of(answer: Any) -> int:
-    """Tokens generated, or given log-probabilities by a scorer; candidates and verdicts have none of their own."""
+    """Return the tokens that an answer generated or scored; candidates and verdicts count none."""
     match answer:
         case Generation():
             return len(answer.token_ids)
         case TokenScores():
             return len(answer.logprobs)
-        case np.ndarray(ndim=1):  # a reference's
+        case np.ndarray(ndim=1):  # the reference's log-probabilities
             return len(answer)
         case _:
             return 0
 
 
 async def note_requests(policy: Policy, stages: Stages, prompts: Sequence[Prompt]) -> list[Template]:
-    """Everything that the policy asks for `prompts`, which it supervises at once.
+    """Let the policy supervise `prompts` at the same time, and return the requests that it made.
 
     Raises what a failed request raised.
     """
@@ -146,10 +148,10 @@ async def note_requests(policy: Policy, stages: Stages, prompts: Sequence[Prompt
 
 
 def endless(templates: Sequence[Template], stages: Stages, prompts: Iterator[Prompt], seed: int) -> Iterator[Request]:
-    """Requests in the templates' proportions for ever, in a new order each time round: by prompt, shuffled.
+    """Return requests in the templates' proportions, without end. Each round has the noted prompts in a new order.
 
-    `prompts` are prompts of the run that were not asked about yet. One stands in for a noted prompt each time: its
-    ordinal gives all of that one's requests other seeds and another session.
+    `prompts` are further prompts of the run. In each round, each noted prompt is replaced by one of them, whose ordinal
+    gives its requests other seeds and another session.
     """
     draw = random.Random(seed)
     by_prompt: dict[int, list[Template]] = {}
@@ -175,6 +177,6 @@ def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
 
 
 def by_server(templates: Sequence[Template]) -> dict[str, list[Template]]:
-    """Templates of each server that the policy asks, in the order of the stages."""
+    """Return the templates by the server that they ask, in the order of the stages."""
     found = {server: [t for t in templates if t.server == server] for server in dict.fromkeys(STAGE_SERVERS.values())}
     return {server: own for server, own in found.items() if own}

@@ -1,8 +1,8 @@
-"""The ramp: keeps a number of requests in flight at one server, counts what comes back, and raises the number.
+"""Measures one server at rising numbers of requests in flight.
 
-A closed loop: every answer is followed by the next request at once. Levels go over into each other, so that nothing is
-cancelled that a server would go on computing. Which level comes next, and where the knee is, `knee.py` decides. All
-times are the running loop's.
+It is a closed loop: each answer is followed by the next request at once. Between two levels nothing is cancelled, since
+a server might go on computing it. `knee.py` decides which level comes next, and where the knee is. All times are those
+of the running loop.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from spot_async.tools.tune.knee import knee, next_concurrency
 from spot_async.tools.tune.measurement import Ending, Level, Ramp, StageLoad
 from spot_async.tools.tune.mix import Request
 
-LEVELS = 12  # that time and requests are meant for: 1 to 256 by doubling, and three to refine
+LEVELS = 12  # how many levels share the time and the requests: 1 to 256 by doubling, and three to refine
 MIN_ANSWERS = 4  # per level, however long they take
 MAX_ANSWERS = 4000  # per level, however little time they take
-INSTANT_S = 1e-3  # answers faster than this, one at a time, need no limit
-MIN_FAILURES = 3  # per level, that end the ramp
-FAILED_SHARE = 0.1  # of the answers, likewise
+INSTANT_S = 1e-3  # a server that answers a single request faster than this needs no limit
+MIN_FAILURES = 3  # so many failures at a level end the ramp,
+FAILED_SHARE = 0.1  # if they are also this share of the answers
 
 
 @dataclass(frozen=True)
 class RampLimits:
-    """When to stop, whatever was found."""
+    """When a ramp stops, whatever it has found."""
 
-    seconds: float  # for the whole ramp
-    most: int  # requests in flight
-    requests: int | None = None  # sent, warm-up included
+    seconds: float  # longest time of the whole ramp
+    most: int  # highest number of requests in flight
+    requests: int | None = None  # most requests to send, warm-up included; None: no limit
 
     @property
     def window_s(self) -> float:
-        """Time over which answers are counted at one level."""
+        """The time over which answers are counted at one level."""
         return self.seconds / LEVELS
 
     @property
     def answers(self) -> int:
-        """After which a level ends sooner."""
+        """The number of answers after which a level ends before its time."""
         return MAX_ANSWERS if self.requests is None else min(MAX_ANSWERS, max(MIN_ANSWERS, self.requests // LEVELS))
 
 
 class NoRetries(RetryPolicy, frozen=True):
-    """A ramp wants to see what fails."""
+    """Send nothing again, since a ramp must see what fails."""
 
     def delay_s(self, error: RequestError, failures: int, jitter: float) -> float | None:
         return None
 
 
 def without_limits(stages: StagesConfig) -> StagesConfig:
-    """Stages that send at once; with `NoRetries` once, too: a ramp decides how much is in flight."""
+    """Return the stages' settings without limits of concurrency: the ramp alone decides how much is in flight."""
     sections = dict(stages) | {"score": stages.score.model_copy(update={"hedge_after_s": None})}
     unlimited = {name: section.model_copy(update={"concurrency": 1 << 30}) for name, section in sections.items()}
     return stages.model_copy(update=unlimited)
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 class StoppedError(Exception):
-    """Nothing more will be answered; `ended` says why."""
+    """Raised when no further request will be answered; `ended` says why."""
 
     def __init__(self, ended: Ending, failure: str | None = None) -> None:
         super().__init__(failure or ended)
@@ -82,20 +82,20 @@ class StoppedError(Exception):
 
 @dataclass
 class ClosedLoop:
-    """Workers that each have one request in flight."""
+    """Keeps a number of requests in flight: each of its workers has one."""
 
     requests: Iterator[Request]
     group: asyncio.TaskGroup
-    limit: int | None  # of requests in all
+    limit: int | None  # most requests in all
     concurrency: int = 0
     sent: int = 0
-    answers: list[Answer] = field(default_factory=list)  # of the level that runs
-    failures: list[SpotError] = field(default_factory=list)  # likewise
+    answers: list[Answer] = field(default_factory=list)  # those of the present level
+    failures: list[SpotError] = field(default_factory=list)  # those of the present level
     _workers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def keep_in_flight(self, concurrency: int) -> None:
-        """More from now on; fewer as those in flight are answered."""
+        """Change the number of requests in flight: at once if it rises, else as those in flight are answered."""
         self.concurrency = concurrency
         for number in set(range(concurrency)) - self._workers.keys():
             self._workers[number] = self.group.create_task(self._work(number), name=f"ramp {number}")
@@ -108,7 +108,10 @@ class ClosedLoop:
             worker.cancel()
 
     async def answered(self, count: int, *, until_s: float) -> bool:
-        """Whether `count` requests have been answered, at once then, or else at that time. Raises StoppedError."""
+        """Wait until `count` requests are answered, or until `until_s`; return whether they are.
+
+        Raises StoppedError if no further request will be answered.
+        """
         is_reached = True
         try:
             async with asyncio.timeout_at(until_s):
@@ -128,7 +131,7 @@ class ClosedLoop:
             raise refusal
 
     def _refusal(self) -> StoppedError | None:
-        """The error that says more requests are no use; None while there is none."""
+        """Return the error that makes further requests useless; None while there is none."""
         for error in self.failures:
             if isinstance(error, ThrottledError | BudgetSpentError):
                 return StoppedError("throttled" if isinstance(error, ThrottledError) else "budget", str(error))
@@ -152,7 +155,7 @@ class ClosedLoop:
                 except (RequestError, BudgetSpentError) as error:
                     self.failures.append(error)
                 self._changed.set()
-                await asyncio.sleep(0)  # what is answered in this process may never have waited for anything
+                await asyncio.sleep(0)  # a service in this process may answer without waiting; let others run too
         finally:
             del self._workers[number]
             self._changed.set()
@@ -161,7 +164,7 @@ class ClosedLoop:
 async def ramp(
     server: str, requests: Iterator[Request], limits: RampLimits, on_level: Callable[[str, Level], None]
 ) -> Ramp:
-    """Measure `server` with `requests`, which never end. One that refuses or fails ends its ramp, not the command."""
+    """Measure `server` with `requests`, which never end. A server that refuses or fails ends its ramp, and no more."""
     levels: dict[int, Level] = {}
     ended: Ending = "time"
     failure: str | None = None
@@ -196,7 +199,7 @@ async def ramp(
 
 
 def knee_of(levels: dict[int, Level]) -> int | None:
-    """The knee among levels by concurrency."""
+    """Return the concurrency at the knee of the measured levels; None without levels."""
     concurrencies = sorted(levels)
     return concurrencies[knee([levels[each].throughput for each in concurrencies])] if levels else None
 
@@ -206,7 +209,7 @@ def _next(levels: dict[int, Level], most: int) -> int | None:
 
 
 async def _measure(closed: ClosedLoop, limits: RampLimits, box_ends_s: float) -> Level | None:
-    """The level that the loop is at; None when the time ended before it could be measured."""
+    """Measure and return the level that the loop is at; None if the time ended before."""
     loop = asyncio.get_running_loop()
     closed.count_anew()
     if not await closed.answered(closed.concurrency, until_s=box_ends_s):  # warm-up

@@ -1,10 +1,14 @@
-"""What follows from the ramps: limits of the stages, each with its reason, and advice beside what a limit can do.
+"""Recommends limits of the stages from the measured ramps, each with its reason, and says what no limit can help. Pure.
 
-Pure. A server's knee is for all that it answers. While a mix of stages keeps it busy, each has in flight, by Little's
-law, its rate times its latency; those shares were measured at the knee. An asynchronous run (`max_staleness` above 0)
-has that mix all the time, and its stages share the knee in these proportions. A strict one has not: an iteration
-begins with nothing but rollouts and ends with nothing but probes, each alone with the server, so that each stage may
-fill it. No stage gets more than the prompts of a batch can ask for at a time.
+A server's knee is the number of requests in flight that pays, over all stages that ask it. How stages share it depends
+on the run:
+
+* In an asynchronous run (`max_staleness` above 0) the stages' mix is always the same. So they share the knee as they
+  did when it was measured. By Little's law, a stage's share is its rate times its latency.
+* In a strict run an iteration begins with nothing but rollouts and ends with nothing but probes, each alone with the
+  server. So each stage may fill the knee.
+
+No stage gets more than the prompts of a batch can ask for at a time.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ from spot_async.stages.stages import requests_per_prompt
 from spot_async.tools.tune.measurement import Level, Ramp
 from spot_async.types import PolicyNeeds
 
-FEEDS_MORE = 2.0  # times its knee, from which on another server would have work
-NEAR_SLOTS = 0.75  # of a server's slots, from which on they are the knee
+FEEDS_MORE = 2.0  # another server would have work if the run can ask for so many times the knee
+NEAR_SLOTS = 0.75  # a knee above this share of a server's slots is taken for the slots
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """One key of the configuration."""
+    """A value for one configuration key, with its reason."""
 
     key: str
     configured: int
@@ -41,7 +45,7 @@ class Conclusions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def demands(config: Config, needs: PolicyNeeds) -> dict[str, int]:
-    """Requests that each stage can have at most, waiting or in flight: those of all prompts that run at a time."""
+    """Return the most requests that each stage can have, waiting or in flight, from all prompts that run at a time."""
     per_prompt = requests_per_prompt(samples=needs.samples_per_prompt, probes=needs.probes_per_prompt)
     return {stage: config.queue_capacity_prompts * count for stage, count in per_prompt.items()}
 
@@ -49,7 +53,7 @@ def demands(config: Config, needs: PolicyNeeds) -> dict[str, int]:
 def conclude(
     config: Config, needs: PolicyNeeds, ramps: Sequence[Ramp], requests_per_prompt: Mapping[str, float]
 ) -> Conclusions:
-    """`requests_per_prompt` counts what the policy asked each server for, on average."""
+    """Return what follows from the ramps. `requests_per_prompt` is how often a prompt asks each server on average."""
     asked = demands(config, needs)
     recommendations: list[Recommendation] = []
     advice: list[str] = []
@@ -73,13 +77,13 @@ def conclude(
 
 
 def shares(level: Level) -> dict[str, float]:
-    """The part of what was in flight that each stage had: its rate times its latency over that of all."""
+    """Return each stage's share of what was in flight: its rate times its latency, over the sum of all stages'."""
     busy_s = sum(load.busy_s for load in level.stages.values())
     return {stage: load.busy_s / busy_s for stage, load in level.stages.items()}
 
 
 def stage_limit(knee: int, share: float, demand: int, *, is_strict: bool) -> int:
-    """Requests in flight for one stage of a server (or of several, `knee` then being theirs together)."""
+    """Return the limit of one stage. `knee` is that of all the servers of its role together."""
     return max(1, min(demand, knee if is_strict else math.ceil(share * knee)))
 
 
@@ -154,7 +158,7 @@ def _nothing_measured(ramp: Ramp) -> str:
 def _bottleneck(
     config: Config, ramps: Sequence[Ramp], asked: Mapping[str, int], requests_per_prompt: Mapping[str, float]
 ) -> list[str]:
-    """Which server bounds an iteration when all are at their knees, and what would raise that bound."""
+    """Return which server bounds an iteration when all are at their knees, and what would raise that bound."""
     seconds = {
         ramp.server: requests_per_prompt[ramp.server] / ramp.best / _servers(config, ramp.server)
         for ramp in ramps
@@ -189,13 +193,13 @@ def _servers(config: Config, server: str) -> int:
 
 
 def _model(config: Config, server: str) -> ModelConfig | None:
-    """The model that the server serves; None for the verifier. A reference without a section is the student's."""
+    """Return the model that a server serves; None for the verifier. A reference without a section is the student's."""
     models = {"student": config.student, "teacher": config.teacher, "reference": config.reference or config.student}
     return models.get(server)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them, two digits at least."""
+    """Return seconds as people read them, with at least two digits."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.2g} ms"

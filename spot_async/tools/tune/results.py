@@ -1,6 +1,6 @@
-"""What `tune` leaves behind: its figures (JSON), a page with plots, and the limits it recommends as a configuration.
+"""Writes what `tune` leaves behind: its measurements (JSON), a page with plots, and a configuration with the limits.
 
-The configuration names the tuned one as its `base`, so that `spot-async train` takes it as it is, alone.
+That configuration has the tuned one as its `base`, so that `spot-async train` needs nothing else.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.tools.tune.measurement import Ramp
 from spot_async.tools.tune.recommendation import Recommendation
 
-FORMAT = 1  # of the JSON file; raised when it can no longer be read as before
+FORMAT = 1  # raised when the JSON file can no longer be read as before
 FIRST_LINE = "# Limits that spot-async tune measured"
 COLUMNS = 110
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """One tuning: everything measured, and what follows."""
+    """One tuning: everything that was measured, and what follows from it."""
 
     format: int = FORMAT
-    measured: str  # when; ISO 8601 with the time zone
-    seconds: float  # that each server was given
-    prompts: int  # whose requests were noted
+    measured: str  # when, in ISO 8601 with the time zone
+    seconds: float  # how long each server was measured at most
+    prompts: int  # for how many prompts requests were noted
     requests_per_prompt: dict[str, float]  # by server
     ramps: list[Ramp]
     recommendations: list[Recommendation]
@@ -35,7 +35,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_tuning(path: Path) -> Tuning:
-    """Raises DataError when the file cannot be read, or is of a newer format."""
+    """Return a tuning from its JSON file. Raises DataError if it cannot be read, or is of a newer format."""
     try:
         content = path.read_bytes()
         found = msgspec.json.decode(content, type=dict[str, object]).get("format")
@@ -53,7 +53,7 @@ def as_json(tuning: Tuning) -> bytes:
 
 
 def check_output(config: Path, output: Path) -> None:
-    """Raises ConfigError for a file that must not be written over."""
+    """Raise ConfigError if `output` is a file that must not be overwritten."""
     if output.resolve() == config.resolve():
         raise ConfigError(f"-o {output}: is the configuration itself; name another file")
     if output.suffix not in (".yaml", ".yml"):
@@ -65,7 +65,7 @@ def check_output(config: Path, output: Path) -> None:
 
 
 def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: list[str]) -> str:
-    """A configuration over `config`, to be written to `output`; each key under its reason."""
+    """Return a configuration with `config` as its base, to be written to `output`. Each key stands under its reason."""
     base = os.path.relpath(config.resolve(), output.resolve().parent)
     lines = [
         f"{FIRST_LINE} on {tuning.measured}: spot-async train {output}",
@@ -85,7 +85,7 @@ def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: list[str]) ->
 
 
 def write(tuning: Tuning, config: Path, output: Path, overrides: list[str], page: str) -> None:
-    """The three files. Raises DataError when one cannot be written."""
+    """Write the three files. Raises DataError if one cannot be written."""
     contents = {
         output: as_yaml(tuning, config, output, overrides).encode(),
         output.with_suffix(".json"): as_json(tuning),
@@ -99,7 +99,7 @@ def write(tuning: Tuning, config: Path, output: Path, overrides: list[str], page
 
 
 def _comment(texts: list[str], indent: int = 0) -> list[str]:
-    """Wrapped; nothing in a text, not even a server's words, can end its comment."""
+    """Return texts as wrapped comment lines. No text, not even a server's words, can break out of its comment."""
     start = " " * indent + "# "
     plain = ("".join(each if each.isprintable() else " " for each in text) for text in texts)
     return [

@@ -1,8 +1,7 @@
-"""Starts or attaches a run's servers as training does, takes its mix of requests, and ramps one server after another.
+"""Tunes a run: opens its servers as training does, notes its mix of requests, and ramps one server after another.
 
-Of several servers of a role one is measured: they are alike (`doctor` compares them), and each would be measured at the
-cost of the others' time. The ramp asks a server directly, without the pool's own limits, since it looks for what those
-limits should be.
+Only one of a role's servers is measured. They are alike (`doctor` compares them), and measuring all would take longer.
+The ramp asks the server directly, without the pool's concurrency limit, since that is what it looks for.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limi
 from spot_async.tools.tune.recommendation import conclude, demands
 from spot_async.tools.tune.results import Tuning
 
-PROMPTS = 16  # whose requests are noted: enough for responses of many lengths
+PROMPTS = 16  # for so many prompts requests are noted: enough for responses of many lengths
 PAID_KEYS = (
     "prices",
     "budget",
@@ -46,22 +45,25 @@ PAID_KEYS = (
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What the command was told."""
+    """The options of the command."""
 
     seconds: float  # for each server
     limit_requests: int | None = None  # for each server
-    is_paid: bool = False  # ramp endpoints with prices or limits too
+    is_paid: bool = False  # whether to ramp endpoints with prices or rate limits too
 
 
 def without_files(config: Config) -> Config:
-    """The same run, keeping nothing: what is asked here is not its data. `policy.save` is KD's."""
+    """Return the configuration of the same run without the files that it would keep, since this is not its data.
+
+    (`policy.save` is a key of KD's.)
+    """
     if getattr(config.policy, "save", None) is None:
         return config
     return config.model_copy(update={"policy": config.policy.model_copy(update={"save": None})})
 
 
 def paid_keys(config: Config) -> dict[str, list[str]]:
-    """The keys, by role, that say of a backend that its requests cost money or are counted."""
+    """Return the keys, by role, that say that a backend's requests cost money or are counted."""
     models = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
     found = {
         role: [f"{role}.backend.{key}" for key in PAID_KEYS if getattr(model.backend, key, None) is not None]
@@ -72,7 +74,7 @@ def paid_keys(config: Config) -> dict[str, list[str]]:
 
 
 def check_options(config: Config, options: TuneOptions) -> None:
-    """Raises ConfigError for a run that asks no teacher, and for a ramp of a paid endpoint that nothing bounds."""
+    """Raise ConfigError for a run that asks no teacher, and for a ramp of a paid endpoint without any bound."""
     if config.teacher is not None and config.teacher.replay:
         raise ConfigError("teacher.replay: a replay asks no teacher, so none can be tuned; set teacher.replay=false")
     if options.is_paid and options.limit_requests is None and (paid := paid_keys(config)):
@@ -89,9 +91,9 @@ async def tune(
     tell: Callable[[str], None] = lambda line: None,
     on_level: Callable[[str, Level], None] = lambda server, level: None,
 ) -> Tuning:
-    """Measure every server that the policy asks. Logs go under `directory`; `tell` hears what is about to be sent.
+    """Measure every server that the policy asks. Logs go under `directory`; `tell` gets what is about to be sent.
 
-    Raises what starting the servers raises, ConfigError when `doctor` would refuse them, RequestError when a prompt
+    Raises what starting the servers raises, ConfigError if `doctor` would refuse them, and RequestError if a prompt
     cannot be supervised.
     """
     cores = core_shares(plan.served)
@@ -162,7 +164,7 @@ async def _measure(
 
 
 def announcement(server: str, templates: Sequence[Template], limits: RampLimits, account: Account | None) -> str:
-    """What a ramp is going to send, and what that costs if its requests cost what those so far did."""
+    """Return what a ramp is going to send, and what that costs if its requests cost as much as those so far."""
     names = {template.stage for template in templates}
     stages = ", ".join(stage for stage in STAGE_SERVERS if stage in names)
     tokens = sum(template.tokens for template in templates) / len(templates)
@@ -180,7 +182,7 @@ def announcement(server: str, templates: Sequence[Template], limits: RampLimits,
 
 
 def _most(config: Config, plan: TrainPlan, templates: Sequence[Template]) -> int:
-    """Requests that the run can have at this server at a time."""
+    """Return how many requests the run can have at one server at a time."""
     asked = demands(config, plan.policy.needs)
     return sum(asked[stage] for stage in {template.stage for template in templates})
 

@@ -1,4 +1,4 @@
-"""A tuning as people read it: tables in the terminal, and its page."""
+"""Shows a tuning to people: tables in the terminal, and a page."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ENDED = {
 
 @dataclass(frozen=True)
 class RampTable:
-    """One server's levels as text."""
+    """The levels of one server as rows of text."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]
-    at_knee: int | None  # row
+    at_knee: int | None  # the row of the knee
     note: str
 
 
@@ -61,7 +61,7 @@ def ramp_table(ramp: Ramp) -> RampTable:
 
 
 def terminal_tables(tuning: Tuning) -> list[Table]:
-    """One table per server, the knee marked, and one of what is recommended."""
+    """Return one table per server, with the knee marked, and one of what is recommended."""
     tables = []
     for found in map(ramp_table, tuning.ramps):
         table = Table(title=found.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, caption=found.note)
@@ -83,7 +83,10 @@ def terminal_tables(tuning: Tuning) -> list[Table]:
 
 
 def tuning_section(tuning: Tuning) -> Section:
-    """Throughput and latency against concurrency, of servers that a limit matters to; the knee is a vertical line."""
+    """Return plots of throughput and latency against concurrency, with the knee as a vertical line.
+
+    Servers for which a limit does not matter have none.
+    """
     plots: list[Plot] = []
     for ramp in (each for each in tuning.ramps if each.ended != "instant"):
         rates = [(float(level.concurrency), level.throughput) for level in ramp.levels]
@@ -103,7 +106,7 @@ def tuning_section(tuning: Tuning) -> Section:
 
 
 def tuning_page(tuning: Tuning, name: str) -> str:
-    """What `tune` measured of a configuration's servers."""
+    """Return the page about what `tune` measured."""
     return (
         templates()
         .get_template("tuning.html")
