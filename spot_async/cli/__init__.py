@@ -1,4 +1,4 @@
-"""The `spot-async` command: its commands under their names. What they do is in `commands/`.
+"""The `spot-async` command: puts its commands under their names. They do their work in other rooms.
 
 Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 3 it stalled, 4 its budget is
 spent, 130, 143 and 129 stopped by Ctrl-C, SIGTERM or a terminal that was closed.
@@ -44,7 +44,7 @@ def common(
 
 
 def flowing(command: Callable[..., None]) -> str:
-    """The help of a command, each paragraph on one line: screens are narrower than source files."""
+    """Return a command's help with each paragraph on one line, since screens may be narrower than source files."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
 
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take. Those of one command stand in its signature."""
+"""Defines the arguments and options that several commands take. Those of one command stand in its signature."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a command ends: what it prints to, its exit code, failures as one line, and runs that can be stopped.
-
-Nothing here knows a command.
-"""
+"""Ends commands: prints failures as one line, chooses exit codes, and stops runs on a signal. It knows no command."""
 
 from __future__ import annotations
 
@@ -42,18 +39,20 @@ EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledE
 
 
 class Screen(Console):
-    """Falls silent where nobody reads it any more, as behind `head` or on a terminal that was closed, and where a disk
-    is full; the command goes on and ends as it would."""
+    """A console that falls silent when it can no longer write, so that the command still ends as it would.
 
-    def __exit__(self, *exc_info: Any) -> None:  # what every way of printing comes through
+    That is so behind `head`, on a terminal that was closed, and on a full disk.
+    """
+
+    def __exit__(self, *exc_info: Any) -> None:  # every way of printing ends here
         try:
             super().__exit__(*exc_info)
-        except OSError:  # of these, rich itself passes broken pipes only
+        except OSError:  # rich itself only handles broken pipes
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with Path(os.devnull).open("wb") as nowhere:  # for what Python still holds and writes when it ends
+        with Path(os.devnull).open("wb") as nowhere:  # takes what Python has buffered, and writes when it ends
             os.dup2(nowhere.fileno(), self.file.fileno())
 
 
@@ -62,7 +61,7 @@ stderr = Screen(stderr=True, soft_wrap=True, highlight=False)
 
 
 def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
-    """Run to the end; on a failure or a signal say in one line why, and what is saved, and exit."""
+    """Run to the end. On a failure or a signal, print one line that says why and what is saved, and exit."""
     received: list[signal.Signals] = []
 
     async def stoppable() -> T:
@@ -71,19 +70,20 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
 
         def stop(number: signal.Signals) -> None:
             if received and number is signal.SIGHUP:
-                return  # a terminal that closes may say so twice: the system does, and the shell
+                return  # when a terminal closes, both the system and the shell may send this
             if received:
                 leave_at_once(f"stopped at once by {number.name}; {saved(directory)}", 128 + number)
             received.append(number)
-            if structlog.is_configured():  # to the run's log, while there is one
+            if structlog.is_configured():  # then events go to the run's log
                 structlog.get_logger().warning(ENDS_EARLY, reason=f"stopped by {number.name}")
             screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
             task.cancel()
 
-        # SIGINT also where it is ignored, as in what a script starts in the background: whoever sends it means it.
+        # Also where SIGINT was ignored, as a shell script does for a command in the background: whoever sends it to
+        # this process means it.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and that must stay
             loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
         return await run
 
@@ -92,19 +92,19 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
     try:
         return asyncio.run(stoppable())
     except asyncio.CancelledError:
-        if not received:  # a bug: nobody asked for it
+        if not received:  # nobody asked for it, so it is a bug
             raise
         stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
         raise typer.Exit(128 + received[0]) from None
     except (SpotError, OSError, BaseExceptionGroup) as error:
         cause = root_cause(error) if directory.is_there() else gone(directory, error)
-        if isinstance(cause, PluginError) and cause.__cause__ is not None:  # its author wants to see the lines
+        if isinstance(cause, PluginError) and cause.__cause__ is not None:  # the plug-in's author needs the trace
             stderr.print(Text("".join(traceback.format_exception(cause.__cause__)).rstrip()))
         fail(cause, code=exit_code(cause), note=saved(directory))
 
 
 def gone(directory: RunDirectory, error: BaseException) -> StorageError:
-    """What ended a run whose directory was taken away: whatever noticed it first was bound to fail."""
+    """Return the error of a run whose directory was taken away. It replaces the error that noticed it first."""
     return StorageError(
         f"the run directory {directory.path} is gone: it was removed or renamed while the run went on "
         f"(noticed by: {error_words(first_error(error))})"
@@ -112,7 +112,10 @@ def gone(directory: RunDirectory, error: BaseException) -> StorageError:
 
 
 def hung(directory: RunDirectory) -> Callable[[str], None]:
-    """How a stalled run ends whose event loop does not: past all locks and buffers, another thread may hold them."""
+    """Return a function that ends this process for a stalled run whose event loop does not come down.
+
+    It takes no lock and flushes no buffer, since another thread may hold them.
+    """
 
     def exit_process(message: str) -> None:
         leave_at_once(f"error: {message}\n{saved(directory)}", EXIT_CODES[StalledError])
@@ -121,7 +124,7 @@ def hung(directory: RunDirectory) -> Callable[[str], None]:
 
 
 def leave_at_once(message: str, code: int) -> NoReturn:
-    """End this process whatever it is doing, with a last word; the kernel ends the children with it."""
+    """Print a last line and end this process, whatever it is doing. The kernel ends the children with it."""
     show_cursor = "\x1b[?25h" if screen.is_terminal else ""
     with suppress(OSError):
         os.write(2, f"{show_cursor}{message}\n".encode())
@@ -130,12 +133,12 @@ def leave_at_once(message: str, code: int) -> NoReturn:
 
 
 def exit_code(error: SpotError) -> int:
-    """What the process ends with after a failure; docs/watchdog.md lists them all."""
+    """Return the exit code after a failure; docs/watchdog.md lists them all."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
 def saved(directory: RunDirectory) -> str:
-    """What a run that ended early leaves behind."""
+    """Return in words what a run that ended early leaves behind."""
     if not directory.is_there():
         return f"what was saved went with {directory.path}"
     if directory.purpose == "eval":
@@ -148,7 +151,7 @@ def saved(directory: RunDirectory) -> str:
 
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
-    """Print the failure, below it what it carries as notes (the end of a server's log), and leave."""
+    """Print the failure, with its notes below it (the end of a server's log, say), and exit."""
     for line in str(error).splitlines():
         stderr.print(Text(f"error: {line}", style="red"))
     for detail in getattr(error, "__notes__", ()):

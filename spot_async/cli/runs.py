@@ -1,4 +1,4 @@
-"""The commands that make a run, `train` and `eval`: planned, shown with `--dry-run`, run, and what came of it."""
+"""The commands that make a run, `train` and `eval`: plan it, show it with `--dry-run`, run it, and show the outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spot_async.config.suggestions import CANNOT_RESUME
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.run_directory.layout import RunDirectory, name_of
 
-if TYPE_CHECKING:  # they import transformers, which --help need not wait for
+if TYPE_CHECKING:  # these import transformers, and --help must not wait for that
     from spot_async.checks.plan import TrainPlan
     from spot_async.evaluation.benchmarks import Benchmark
     from spot_async.models.files import ModelFiles
@@ -34,7 +34,7 @@ def train(
     earlier: Annotated[
         Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # people try it
+    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # people try it, and get an answer
 ) -> None:
     """Train a student from a teacher, and evaluate it before and after.
 
@@ -82,7 +82,7 @@ def train(
 
 
 def show_outcome(outcome: TrainOutcome, path: Path) -> None:
-    """What `train` prints at its end; `path` is the run directory."""
+    """Print what `train` prints at its end; `path` is the run directory."""
     from spot_async.run_directory.reading import RunFiles
     from spot_async.spending.records import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
@@ -147,12 +147,12 @@ def evaluate(
             if dry_run:
                 show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
                 return
-            from spot_async.running.evaluation import evaluate_student  # as in `train`
+            from spot_async.running.evaluation import evaluate_student  # late, for the same reason as in `train`
 
             directory = evaluation_directory(settings, path, is_new=resume is None)
             try:
                 stack.enter_context(directory.locked())
-            except StorageError as error:  # such as a cluster's file system, mounted without locks
+            except StorageError as error:  # the file system may have no locks, as on some clusters
                 warning = f"warning: {error}; nothing keeps other processes from evaluating into it"
                 screen.print(Text(warning, style="yellow"), soft_wrap=True)
             complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
@@ -177,7 +177,10 @@ def evaluate(
 
 
 def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDirectory:
-    """Raises ConfigError where a new one cannot be made, DataError where there is none to go on in."""
+    """Return the directory of a new evaluation, or of one to continue.
+
+    Raises ConfigError if a new one cannot be made, and DataError if there is none to continue.
+    """
     if is_new:
         return RunDirectory.create(path, config, "eval")
     directory = RunDirectory.open(path)
@@ -197,7 +200,7 @@ def check_brief(brief: bool, dry_run: bool) -> None:
 def show_evaluation_plan(
     config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles, *, brief: bool
 ) -> None:
-    """What `eval --dry-run` prints."""
+    """Print what `eval --dry-run` shows."""
     from spot_async.checks.diagnosis import evaluation_warnings
     from spot_async.tools.estimate.endpoints import evaluation_estimate
 
@@ -219,7 +222,7 @@ def show_evaluation_plan(
 
 
 def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> None:
-    """What `train --dry-run` prints."""
+    """Print what `train --dry-run` shows."""
     from spot_async.checks.diagnosis import plan_warnings
 
     first = next(iter(plan.schedule))
@@ -252,7 +255,7 @@ def words_of(counts: Mapping[str, int]) -> str:
 
 
 def evaluations(config: Config, problems: int) -> str:
-    """When `problems` held-out problems are evaluated."""
+    """Return in words when `problems` held-out problems are evaluated."""
     if config.evaluation is None:
         return "nothing"
     every = f", and every {counted(config.evaluation.eval_every, 'iteration')}" if config.evaluation.eval_every else ""
