@@ -1,1 +1,1 @@
-"""Virtual time and simulated services, for our tests and for those of your own policies and backends."""
+"""Simulates time and services for tests: ours, and those of your own policies and backends. No run imports it."""

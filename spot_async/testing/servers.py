@@ -1,7 +1,7 @@
-"""Simulated servers with stated rates that can be killed, frozen, throttled and made to miss weights.
+"""Simulates servers with stated rates that can be killed, frozen, throttled and made to miss weights.
 
-What they answer is `services.SimulatedStudent`'s; here is how long it takes, which depends on how much they have, and
-what they do under a fault. A server outlives the backend objects that stand for it one after the other.
+They answer as `services.SimulatedStudent` does. Here is how long that takes, depending on the load, and what happens
+under a fault. A server outlives the backend objects that stand for it one after the other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ ROUNDING_TOKENS = 1e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """A capacity curve: requests are served side by side, each at `tokens_per_s_each` until together they need more
-    than `tokens_per_s`, which they share from there on."""
+    """A server's capacity. Each request gets `tokens_per_s_each`, or its share of `tokens_per_s` if that is less."""
 
     tokens_per_s: float = 2000.0
     tokens_per_s_each: float = 100.0
-    request_tokens: float = 2.0  # that a request costs beside its own
+    request_tokens: float = 2.0  # what a request costs besides its own tokens
     start_s: float = 5.0
     update_s: float = 0.5
 
@@ -39,15 +38,16 @@ class Rates:
 class SharedProcessor:
     """Does several jobs at once, each at `rate(number of jobs)`. Nothing moves while it is paused.
 
-    All of them move alike, so what one job has got since the start says when each of them is done.
+    All jobs move at the same speed. So a job is done when the amount that any job would have got since the start has
+    reached that job's end, and a heap of ends is enough.
     """
 
     def __init__(self, rate: Callable[[int], float]) -> None:
         self._rate = rate
         self._jobs: dict[int, asyncio.Future[None]] = {}
-        self._ends: list[tuple[float, int]] = []  # heap of what a job will have got at each job's end
+        self._ends: list[tuple[float, int]] = []  # a heap of (`_each_got` at the job's end, job)
         self._each_got = 0.0
-        self._until_s = 0.0  # is counted
+        self._until_s = 0.0  # `_each_got` is counted up to here
         self._started = 0
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
@@ -75,7 +75,7 @@ class SharedProcessor:
         self._plan()
 
     def fail(self, error: Exception) -> None:
-        """Everything under way ends with it."""
+        """End all jobs with `error`."""
         for done in self._jobs.values():
             if not done.done():
                 done.set_exception(error)
@@ -110,13 +110,13 @@ class SharedProcessor:
 
 @dataclass(eq=False)
 class SimulatedServer:
-    """One server process after the other at one address, and its faults."""
+    """A simulated server at one address, its processes one after the other, and its faults."""
 
     name: str
     rates: Rates = field(default_factory=Rates)
     starts: int = 0
-    most_in_flight: int | None = None  # more are refused with 429
-    misses: int = 0  # weight updates that it refuses from now on
+    most_in_flight: int | None = None  # further requests are refused with 429
+    misses: int = 0  # how many weight updates it refuses from now on
 
     def __post_init__(self) -> None:
         self.processor = SharedProcessor(self.rates.each)
@@ -135,7 +135,7 @@ class SimulatedServer:
         self.thaw()
 
     def stop(self) -> None:
-        """End it on purpose: nobody is told."""
+        """End it on purpose, so that nobody's `watch` raises."""
         self.is_running = False
         self.processor.fail(TransientError(f"{self.name}: connection reset"))
         self.thaw()
@@ -158,14 +158,14 @@ class SimulatedServer:
             raise TransientError(f"{self.name}: connection refused")
 
     async def answers(self) -> None:
-        """Return as soon as it is not frozen."""
+        """Return once it is not frozen."""
         self.connect()
         await self._thawed.wait()
         self.connect()
 
 
 class SimulatedReplica(SimulatedStudent):
-    """A backend object for a simulated server: everything that a student's is. Entering it starts the server."""
+    """A student's backend object for a simulated server. Entering it starts the server."""
 
     def __init__(self, server: SimulatedServer, mean_tokens: int = 40) -> None:
         self.server = server

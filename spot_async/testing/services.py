@@ -1,8 +1,8 @@
-"""Simulated student, teacher, verifier and trainer: real shapes, seeded numbers, stated latencies.
+"""Simulates student, teacher, verifier and trainer: real shapes, seeded numbers, stated latencies.
 
-For tests of the orchestrator on virtual time. Everything a simulated service answers follows from the
-request (and the weights' version), never from when it came. They check what real ones would: versions
-that match, positions inside the response, batches that were not trained before.
+They are for tests of the orchestrator on virtual time. An answer depends on the request and on the weights' version,
+never on when the request came. They check what real services would: that versions match, that positions are inside the
+response, and that no sample is trained twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INITIAL_VERSION = WeightVersion(0, 0)
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of one request: a constant and a part per token, stretched by up to `spread` by the request's seed."""
+    """The seconds of a request: a constant and a part per token, stretched by up to `spread`, as its seed decides."""
 
     base_s: float = 0.02
     per_token_s: float = 0.001
@@ -53,7 +53,7 @@ def _rng(*parts: object) -> np.random.Generator:
 
 @dataclass
 class SimulatedStudent:
-    """Generator, candidate scorer and weight sink in one, as the local backend is."""
+    """A simulated student: generator, candidate scorer and weight sink in one, like the local backend."""
 
     latency: Latency = field(default_factory=Latency)
     mean_tokens: int = 40
@@ -115,7 +115,7 @@ class SimulatedStudent:
 
 @dataclass
 class SimulatedTeacher:
-    """Scorer with exact entropy."""
+    """A simulated teacher: a scorer with exact entropy."""
 
     latency: Latency = field(default_factory=Latency)
 
@@ -141,7 +141,7 @@ class SimulatedTeacher:
 
 @dataclass
 class SimulatedVerifier:
-    """Finds `share_correct` of the responses correct, by their text."""
+    """A simulated verifier, which finds `share_correct` of the responses correct, depending on their text."""
 
     latency_s: float = 0.002
     share_correct: float = 0.4
@@ -153,7 +153,7 @@ class SimulatedVerifier:
 
 @dataclass
 class SimulatedTrainer:
-    """Takes batches, keeps them for inspection, and publishes a new version each time."""
+    """A simulated trainer: keeps the batches for inspection, and publishes a new version for each."""
 
     step_s: float = 1.0
     batches: list[list[Supervision]] = field(default_factory=list)

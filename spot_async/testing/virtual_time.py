@@ -1,8 +1,8 @@
-"""An asyncio event loop on virtual time: sleeping costs nothing, the order of events is exact.
+"""Runs asyncio on virtual time, where sleeping costs nothing and the order of events is exact.
 
-When no callback is ready the clock jumps to the next timer, so hours of simulated latency run in
-moments and every run of a seeded program is the same. A program that waits for something that can
-no longer happen raises `DeadlockError` instead of hanging.
+When no callback is ready, the clock jumps to the next timer. So hours of simulated latency pass in moments, and every
+run of a seeded program is the same. A program that waits for something that can no longer happen raises `DeadlockError`
+instead of hanging.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits and no timer is set: nothing can ever happen again."""
+    """Raised when every task waits and no timer is set, so that nothing can ever happen again."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Advances the clock by the time it was asked to wait."""
+    """Does not wait, but advances the clock by the time that it was asked to wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,14 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class _NumberedTask(asyncio.Task[T]):
-    """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order.
+    """A task whose hash is a number, so that a seed replays a run in any process.
 
-    That order follows from hashes, and a task's own one is its address, which differs between processes.
+    asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order. That order follows from hashes,
+    and a plain task's hash is its address, which differs between processes.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], numbers: Iterator[int], **settings: Any) -> None:
-        self._number = next(numbers)  # first: the base class puts the task into such a set
+        self._number = next(numbers)  # must come first, since the base class puts the task into such a set
         super().__init__(coroutine, **settings)
 
     def __hash__(self) -> int:
@@ -52,7 +53,7 @@ class _NumberedTask(asyncio.Task[T]):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Event loop whose `time()` is simulated seconds since its start. For one thread, without sockets."""
+    """An event loop whose `time()` is simulated seconds since its start. It is for one thread, without sockets."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -68,6 +69,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on a `VirtualTimeLoop`."""
+    """Run a coroutine as `asyncio.run` does, but on a `VirtualTimeLoop`."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
