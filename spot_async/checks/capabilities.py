@@ -128,9 +128,9 @@ def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> lis
 
 
 def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles | None) -> bool:
-    """Whether the teacher is asked for the probability of all its end tokens.
+    """Whether the teacher is asked for its other end tokens too, to sum their probabilities.
 
-    That is not needed if it ends responses with the student's end token.
+    That is so with `stages.score.end_token: sum`, unless both models end responses with the same token.
     """
     if teacher is None or needs.teacher_top_k == 0:
         return False
