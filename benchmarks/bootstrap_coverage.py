@@ -1,11 +1,11 @@
-"""How often `spot-async compare`'s intervals hold the truth: simulated evaluations whose truth is known.
+"""Measures how often the intervals of `spot-async compare` hold the truth, on simulated evaluations.
 
     python benchmarks/bootstrap_coverage.py                # 1,000 evaluations of two methods on six benchmarks
 
-Problems are drawn from a population: a problem's chance to be solved by one response is Beta-distributed, and the other
-method's chance is a mixture of the same and a fresh draw, so that the two are correlated as two students on the same
-problems are. The truth is the population's mean; each evaluation draws new problems and new responses. Sizes and means
-are those of the paper's six benchmarks for the 1.7B student, rounded.
+Problems are drawn from a population. A problem's chance to be solved by one response is Beta-distributed. The other
+method's chance is either the same or a fresh draw, so that the two are correlated, like two students on the same
+problems. The truth is the population's mean. Each evaluation draws new problems and new responses. Sizes and means are
+those of the paper's six benchmarks for the 1.7B student, rounded.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from spot_async.tools.compare.bootstrap import macro, percentile_interval, resam
 from spot_async.types import Float64Array
 
 CONFIDENCE = 0.95
-BLOCK = 100  # evaluations at a time
+BLOCK = 100  # evaluations that are computed at a time
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Population:
-    """Problems of one benchmark: chances of the first method are Beta(mean * concentration, ...)."""
+    """The problems of one benchmark. The first method's chances are Beta(mean * concentration, ...)."""
 
     name: str
     problems: int
     mean: float
     concentration: float = 1.0
-    shared: float = 0.8  # chance that the other method's problem is as hard as the first one's
+    shared: float = 0.8  # chance that a problem is as hard for the other method as for the first
 
     @property
     def beta(self) -> tuple[float, float]:
         return self.mean * self.concentration, (1.0 - self.mean) * self.concentration
 
     def truth(self, k: int) -> float:
-        """E[1 - (1 - p)^k]; of both methods, whose chances have the same distribution."""
+        """Return E[1 - (1 - p)^k]. It is the same for both methods, whose chances have the same distribution."""
         a, b = self.beta
         missed = math.prod((b + i) / (a + b + i) for i in range(k))  # E[(1 - p)^k]
         return 1.0 - missed
@@ -67,8 +67,9 @@ PAPER = (
 def coverage(
     populations: Sequence[Population], *, evaluations: int, samples: int, draws: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """By benchmark (and macro) and by figure, the share of evaluations whose interval holds the truth."""
-    seeds = range(seed, seed + -(-evaluations // BLOCK))  # few evaluations share draws, whose noise they would share
+    """Return the share of evaluations whose interval holds the truth, by benchmark (and macro) and by figure."""
+    # A seed for each block, since evaluations that share draws share their noise.
+    seeds = range(seed, seed + -(-evaluations // BLOCK))
     blocks = [_held(populations, min(BLOCK, evaluations - i * BLOCK), samples, draws, s) for i, s in enumerate(seeds)]
     names = f"Avg@{samples}", f"Pass@{samples}", f"Avg@{samples} difference", f"Pass@{samples} difference"
     shares = np.concatenate(blocks, axis=-1).mean(axis=-1)  # (benchmarks and macro, figures)
@@ -77,7 +78,7 @@ def coverage(
 
 
 def _held(populations: Sequence[Population], evaluations: int, samples: int, draws: int, seed: int) -> npt.NDArray[Any]:
-    """(benchmarks and macro, figures, evaluations): whether the interval holds the truth."""
+    """Return whether each interval holds the truth, (benchmarks and macro, figures, evaluations)."""
     random = np.random.default_rng(seed)
     tables = [_values(random, each, evaluations, samples) for each in populations]
     means = resampled_means(tables, draws=draws, seed=seed)
@@ -90,7 +91,7 @@ def _held(populations: Sequence[Population], evaluations: int, samples: int, dra
 
 
 def _values(random: np.random.Generator, each: Population, evaluations: int, samples: int) -> Float64Array:
-    """(problems, figures, evaluations): Avg@n, Pass@n, and how much the other method's differ from them."""
+    """Return Avg@n, Pass@n, and how much the other method's differ from them, (problems, figures, evaluations)."""
     shape = each.problems, evaluations
     first = random.beta(*each.beta, size=shape)
     other = np.where(random.random(shape) < each.shared, first, random.beta(*each.beta, size=shape))

@@ -1,12 +1,14 @@
-"""CPU that requests cost the orchestrator's process, against a server that computes nothing.
+"""Measures the CPU time that requests cost the orchestrator's process, with a server that computes nothing.
 
     python benchmarks/client.py
 
-First one small `generate` request: with bare aiohttp (nothing encoded, decoded or checked), with httpx over its own
-transport (the same), with `HttpEndpoint` (the same), and with the local backend, which encodes the request, reads and
-checks the reply. Then a whole SPOT sample through the real orchestrator, policy and verifier: 1 rollout, 1 score,
-1 candidate request, 8 probes, 9 verdicts, of eight tokens each. Ways take turns; the best of the rounds counts.
-Last, what scores of remote servers cost, by dialect (`scoring.py`).
+1. One small `generate` request: by bare aiohttp, by httpx over its own transport, and by `HttpEndpoint`, each without
+   encoding, decoding or checks; then by the local backend, which encodes the request and reads and checks the reply.
+2. A whole SPOT sample through the real orchestrator, policy and verifier: 1 rollout, 1 score, 1 candidate request,
+   8 probes, 9 verdicts, of eight tokens each.
+3. Scores of remote servers, by dialect (`scoring.py`).
+
+The ways take turns, and the best of the rounds counts.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def soon() -> float:
 
 
 async def make_backend(stack: AsyncExitStack, uds: str, directory: Path) -> LocalBackend:
-    """A local backend that talks to the stub in place of a child of its own."""
+    """Return a local backend that talks to the stub instead of starting a server."""
     settings = LocalBackend.Settings()
     backend = LocalBackend(settings, role="student", model=str(EXAMPLE / "student"), run_directory=directory)
     backend._endpoint = await stack.enter_async_context(HttpEndpoint("student", URL, uds=uds))
@@ -124,7 +126,7 @@ async def ways_to_ask(stack: AsyncExitStack, uds: str, backend: LocalBackend) ->
 
 
 async def cpu_ms_per_sample(backend: LocalBackend, in_flight: int, iterations: int) -> float:
-    """Of iterations that are runs of their own: the stub's weights stay the first ones."""
+    """Return the CPU milliseconds of a sample. Each iteration is a run by itself: the stub's weights never change."""
     stage = StageConfig(concurrency=PROBES * in_flight)
     score = ScoreStageConfig(concurrency=PROBES * in_flight)
     services = Services(
@@ -173,7 +175,7 @@ async def measure(arguments: argparse.Namespace, directory: Path, uds: str) -> N
                     of_each = 8 if "session" in name else 1
                     count = arguments.requests // (4 if "own transport" in name else of_each)
                     cpu_ms = await cpu_ms_per_request(ask, max(1, in_flight // of_each), count) / of_each
-                    if round_number:  # the first one opens the connections
+                    if round_number:  # the first round only opens the connections
                         best[name, in_flight] = min(cpu_ms, best.get((name, in_flight), cpu_ms))
         samples = {
             in_flight: min(

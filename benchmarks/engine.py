@@ -1,9 +1,9 @@
-"""Tokens per CPU-second of the local engine beside transformers' own ways, on the shipped student, one thread.
+"""Measures tokens per CPU-second of the local engine and of transformers, on the shipped student and one thread.
 
     python benchmarks/engine.py
 
-All ways sample the same prompts at temperature 1, up to 160 tokens, and take turns for a few rounds, so that a busy
-machine slows all of them; ratios are taken within a round. `at once` has all requests waiting from the start;
+All ways sample the same prompts at temperature 1, up to 160 tokens. They take turns for a few rounds, so that a busy
+machine slows all of them, and ratios are taken within a round. `at once` has all requests waiting from the start;
 `arriving` submits eight before each step. The engine's log-probabilities are compared with a plain forward's.
 """
 
@@ -36,7 +36,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"
 MAX_TOKENS = 160
 GENERATE_ROWS = 64
 ARRIVING_PER_STEP = 8
-SHORT_REPEATS = 16  # the longest response decides how long `generate` takes, so single runs differ by a quarter
+SHORT_REPEATS = 16  # the longest response decides how long `generate` takes, so that single runs differ by a quarter
 CHECKED = 64
 
 Way = Callable[[], int]  # runs once, returns the tokens sampled
@@ -95,7 +95,7 @@ def replies_of(engine: Engine, prompts: list[np.ndarray], *, per_step: int) -> l
 
 @torch.no_grad()
 def largest_gap(module: Any, engine: Engine, prompts: list[np.ndarray]) -> float:
-    """Furthest that a sampled token's log-probability is from a plain forward's, in nats."""
+    """Return the largest difference of a sampled token's log-probability from a plain forward's, in nats."""
     gaps = []
     for prompt, reply in zip(prompts, replies_of(engine, prompts, per_step=ARRIVING_PER_STEP), strict=True):
         logits = module(input_ids=torch.tensor(np.concatenate([prompt, reply.token_ids])[None])).logits[0]
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=EXAMPLE / "student")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    tune_malloc()  # for all of them: it helps transformers as much
+    tune_malloc()  # for all ways, since it helps transformers as much
     torch.set_num_threads(1)
     quiet_transformers()
     logging.disable(logging.ERROR)
@@ -135,7 +135,7 @@ def main() -> None:
         for name, way in ways.items():
             started = time.process_time()
             tokens = sum(way() for _ in range(SHORT_REPEATS if name.endswith(", 64 at once") else 1))
-            if round_number:  # the first one warms up
+            if round_number:  # the first round only warms up
                 rates[name].append(tokens / (time.process_time() - started))
 
     def ratios(name: str, reference: str) -> str:

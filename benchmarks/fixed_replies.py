@@ -1,8 +1,8 @@
-"""A server that gives every request for a path the same reply, from a file.
+"""Serves fixed replies from files: `DIRECTORY/v1/x` is the reply to every request for `/v1/x`.
 
     python benchmarks/fixed_replies.py DIRECTORY
 
-`DIRECTORY/v1/x` is the reply to `/v1/x`. Prints its port. For measuring what large replies cost who reads them.
+It prints its port. It is for measuring what reading large replies costs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What adapters make of damaged replies: a value that is right, or a request error. Anything else is a finding.
+"""Checks that adapters read damaged replies either rightly or as request errors. Anything else is a finding.
 
 `python benchmarks/fuzz_replies.py --count 200000 --dialect vllm` damages recorded replies in their bytes and in what
-they say, has the real backend read each, and holds what came of it against plain readers that share no code with it:
+they say, lets the real backend read each, and compares the result with plain readers that share no code with it:
 
-* an exception is a `RequestError`, and carries the exchange for the dead letter;
-* a value has the shapes that were asked for, finite log-probabilities of at most 0, ids of the vocabulary, rows that
-  descend and name no token twice, spans that cover the response;
-* what the damage did not touch is read as it was, and every number of a value is the one that the reply says.
+* An exception is a `RequestError`, and carries the exchange for the dead letter.
+* A value has the shapes that were asked for, finite log-probabilities of at most 0, ids of the vocabulary, rows that
+  descend and name no token twice, and spans that cover the response.
+* What the damage did not touch is read as before, and every number of a value is one that the reply says.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ ERRORS = (
     wire.encode({"error": "VersionMismatchError", "message": "other weights"}),
     wire.encode({"error": "SpotError", "message": "?"}),
 )
-STATUS_SHARE, BYTES_SHARE = 0.08, 0.42  # the rest changes what a reply says
+STATUS_SHARE, BYTES_SHARE = 0.08, 0.42  # the other half changes what a reply says
 
 
 @dataclass
 class Outcome:
-    """How replies ended, by class of error or `read`, and what should not have happened."""
+    """How many replies ended in which class of error or were `read`, and the findings."""
 
     ends: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
 
 
 async def fuzz(dialect: str, count: int, seed: int, model: Path) -> Outcome:
-    """Ask `count` times and get a damaged reply each time."""
+    """Ask `count` times, with a damaged reply each time."""
     transport = Wire()
     cases = list(DIALECTS[dialect](transport, model))
     honest = [await _honest(case, transport) for case in cases]
@@ -76,7 +76,7 @@ async def fuzz(dialect: str, count: int, seed: int, model: Path) -> Outcome:
 
 
 async def _honest(case: Case, transport: Wire) -> Any:
-    """What the recorded reply is read as."""
+    """Return the value that the recorded reply is read as."""
     transport.status, transport.headers, transport.body = 200, {}, case.reply
     try:
         value = await case.ask()
@@ -93,7 +93,7 @@ async def _honest(case: Case, transport: Wire) -> Any:
 async def _once(
     case: Case, honest: Any, transport: Wire, draw: random.Random, is_local: bool, ends: Counter[str]
 ) -> str | None:
-    """A finding, or None."""
+    """Ask once with a damaged reply; return a finding, or None."""
     path: tuple[Any, ...] | None = None
     transport.status, transport.headers, body = 200, draw.choice(HEADERS) if draw.random() < 0.02 else {}, case.reply
     kind = draw.random()
@@ -111,7 +111,7 @@ async def _once(
     except RequestError as error:
         ends[type(error).__name__] += 1
         return _of_error(error, path, honest, transport)
-    except Exception as error:  # noqa: BLE001 - which ones there are is what is being found out
+    except Exception as error:  # noqa: BLE001 - which exceptions there are is the question
         ends["finding"] += 1
         return f"{error!r} for {body[:300]!r}\n{''.join(traceback.format_exception(error)[-3:])}"
     ends["read"] += 1
@@ -147,7 +147,7 @@ def _is_unused(path: tuple[Any, ...]) -> bool:
 
 
 def _parsed(body: bytes) -> Any:
-    """The reply as plain values; None where it is damaged as a whole, if only in parts that nobody reads."""
+    """Return the reply as plain values; None if it cannot be parsed as a whole, even if no one reads the bad part."""
     for decode in (msgspec.json.decode, msgspec.msgpack.decode):
         try:
             return decode(body)
@@ -157,7 +157,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _check(value: Any) -> None:
-    """What is true of every value, whatever was asked."""
+    """Check what is true of every value, whatever was asked."""
     match value:
         case list():
             for each in value:
@@ -188,7 +188,7 @@ def _check(value: Any) -> None:
             _check_numbers(value)
 
 
-def _check_numbers(values: Any, least: float = -3.5e38) -> None:  # of float32
+def _check_numbers(values: Any, least: float = -3.5e38) -> None:  # the default is float32's least
     for each in np.asarray(values, np.float64).ravel().tolist():
         assert least <= each <= 1e-3, f"log-probability {each}"
 
@@ -207,7 +207,7 @@ def _check_rows(ids: Any, logprobs: Any, rows: int) -> None:
 
 
 def _hold_against(value: Any, said: Mapping[str, Any]) -> None:
-    """Every number of the value stands in the reply."""
+    """Check that every number of the value stands in the reply."""
     if "tokens" in said:
         assert value.token_ids.tolist() == said["tokens"], "other tokens than the reply has"
     if "logprobs" in said:

@@ -1,11 +1,13 @@
-"""The local engine on one GPU at Qwen3's sizes and vocabulary: decoding beside `model.generate`, scoring, memory.
+"""Measures the local engine on a GPU at Qwen3's sizes: decoding beside `model.generate`, scoring, memory.
 
     python benchmarks/gpu_engine.py 0.6b 1.7b
 
-Weights are random. Decoding: 64 slots, prompts of 200 tokens, responses of 256, temperature 1; the bound is the reading
-of all weights and of the keys and values so far, once a step, at the rate a large copy reaches on this GPU in the same
-run. Scoring: 32 sequences of 2,048 response tokens, top-16 and exact entropy; the bound is the arithmetic. The mismatch
-is between the log-probabilities that the engine served and those of the trainer's forward under autocast.
+Weights are random.
+
+* Decoding has 64 slots, prompts of 200 tokens, responses of 256 and temperature 1. Its bound is reading all weights and
+  all keys and values so far once a step, at the rate that a large copy reaches on this GPU in the same run.
+* Scoring has 32 sequences of 2,048 response tokens, top-16 and exact entropy. Its bound is the arithmetic.
+* The mismatch is between the log-probabilities that the engine served and the trainer's forward under autocast.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ SCORED_SEQUENCES, SCORED_TOKENS, TOP_K = 32, 2048, 16
 
 
 def copy_rate() -> float:
-    """Bytes a second, read and written."""
+    """Return the bytes per second that a large copy reads and writes."""
     source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
@@ -88,7 +90,7 @@ def decode_bound_s(size: ModelSize, weight_bytes: int, rate: float) -> float:
 
 @torch.no_grad()
 def mismatch(directory: Path, replies: list[Generation], prompts: list[np.ndarray]) -> tuple[float, float]:
-    """Mean and largest absolute difference, nats, to the trainer's forward (float32 weights, bfloat16 autocast)."""
+    """Return the mean and largest difference in nats to the trainer's forward (float32 weights, bfloat16 autocast)."""
     student = load_student(str(directory)).cuda()
     gaps = []
     for prompt, reply in zip(prompts[:8], replies[:8], strict=True):
@@ -102,7 +104,7 @@ def mismatch(directory: Path, replies: list[Generation], prompts: list[np.ndarra
 
 
 def by_generate(size: str, directory: Path, prompts: list[np.ndarray], bound_s: float) -> list[str]:
-    """transformers' own way."""
+    """Measure transformers' own `generate`, and return its row."""
     module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).cuda().eval()
     config = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=RESPONSE_TOKENS, pad_token_id=0)
     config.min_new_tokens = RESPONSE_TOKENS
@@ -133,7 +135,7 @@ def measure(size: str, directory: Path, bandwidth: float, operations: float) -> 
         engine = Engine(fast, settings)
         generations(engine, prompts, 1, 32)
         replies, seconds = timed(lambda engine=engine: generations(engine, prompts, 2, RESPONSE_TOKENS))
-        peak = peak_gib()  # before the comparison, which loads the model once more
+        peak = peak_gib()  # taken before the comparison, which loads the model once more
         tokens = sum(len(reply.token_ids) for reply in replies)
         mean, largest = mismatch(model_directory, replies, prompts)
         path = "fast path" if fast is not loaded else "general path"

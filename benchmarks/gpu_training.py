@@ -1,11 +1,12 @@
-"""Memory and speed of the trainer on one GPU, at Qwen3's sizes and vocabulary, beside what the estimate says.
+"""Measures memory and speed of the trainer on a GPU at Qwen3's sizes, beside the estimates of `tools/estimate`.
 
     python benchmarks/gpu_training.py 0.6b 1.7b 4b/recompute_layers=true
 
-Each argument is a size, then `key=value` of `training` behind slashes; each runs in a process of its own, so that peaks
-do not mix. A run is two updates of 32 trajectories of 1,024 to 4,096 response tokens, pi_old recomputed, bfloat16, and
-the publishing of weights after each; the second is timed. Weights are random: only sizes count. The bound is the
-arithmetic of its matrix products at the rate that a large product reaches on this GPU in the same run.
+Each argument is a size, followed by `key=value` of `training` after slashes. Each runs in a process of its own, so that
+memory peaks do not mix. A run makes two updates, each on 32 trajectories of 1,024 to 4,096 response tokens, with pi_old
+recomputed, in bfloat16, and publishes weights after each. The second update is timed. Weights are random, since only
+sizes count. The bound is the arithmetic of its matrix products, at the rate that a large product reaches on this GPU in
+the same run.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def trajectories(seed: int) -> tuple[Any, ...]:
 
 
 def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, float]:
-    """Two updates in this process; what the second took, and memory."""
+    """Make two updates in this process; return what the second took, and memory."""
 
     from spot_async.tools.estimate.machine import rank_memory
     from spot_async.tools.estimate.model_size import read_size
@@ -112,7 +113,8 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
     found = read_size(model)
     assert found is not None
     estimate = rank_memory(found, settings.training, longest_tokens=PROMPT_TOKENS + RESPONSE_TOKENS[1])
-    passes = 2 + 6 + 2 * bool(keys.get("recompute_layers"))  # of pi_old; forward and backward; forward once more
+    # Operations per parameter and token: pi_old's forward, forward and backward, the layers' forward once more.
+    passes = 2 + 6 + 2 * bool(keys.get("recompute_layers"))
     return {
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
@@ -129,7 +131,7 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
 
 
 def matrix_rate(device: torch.device) -> float:
-    """Operations a second of a large bfloat16 product."""
+    """Return the operations per second of a large bfloat16 product."""
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b

@@ -1,8 +1,8 @@
-r"""What the evaluation verifier does with 190 answers that were written to hold it up, fill its memory or break it.
+r"""Attacks the evaluation verifier with 190 answers that were written to hold it up, fill its memory or break it.
 
-Each goes through `MathVerify.verify` as a model's response would, several at a time. It fails when a call raises or
-ends after its deadline, when a worker process is left, and when one was larger than its limit. `timeout` and `error`
-are missing evidence, never a reward.
+Each goes through `MathVerify.verify` as a model's response would, several at a time. The benchmark fails if a call
+raises or ends after its deadline, if a worker process is left, or if one was larger than its limit. `timeout` and
+`error` are missing evidence, never a reward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HostileAnswer(NamedTuple):
 
 
 def hostile_answers() -> list[HostileAnswer]:
-    """19 kinds, ten of each; the same in every process."""
+    """Return 19 kinds of answers, ten of each, the same in every process."""
     return [
         HostileAnswer(kind, gold, text if "boxed" in text else rf"The answer is \boxed{{{text}}}.")
         for kind, gold, texts in _kinds()
@@ -90,12 +90,12 @@ def _kinds() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def children() -> set[int]:
-    """Processes whose parent this is, zombies included."""
+    """Return this process's children, zombies included."""
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 def resident_bytes(pid: int) -> int:
-    """Largest resident size so far; 0 for a process that is gone."""
+    """Return the largest resident size so far; 0 for a process that is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -110,7 +110,7 @@ class Outcome(NamedTuple):
 
 
 async def judge_all(settings: MathVerify.Settings, deadline_s: float) -> tuple[list[Outcome], int]:
-    """All outcomes, and the largest resident size of a worker. Raises what `verify` raises."""
+    """Return all outcomes, and the largest resident size of a worker. Raises what `verify` raises."""
     outcomes: list[Outcome] = []
     largest = 0
     waiting = iter(hostile_answers())

@@ -1,16 +1,21 @@
-"""How much of its servers' time an iteration leaves unused: wall time of one strict SPOT iteration up to its batch.
+"""Measures how much of its servers' time an iteration leaves unused: wall time of a strict SPOT iteration to its batch.
 
     python benchmarks/overlap.py
 
-The iteration runs as in training: student and teacher servers of the shipped example, 64 prompts, every stage. It is
-compared with the same requests sent again (a) phase by phase, each phase at once: rollouts, scores, candidates,
-probes; (b) those of the student server alone, all at once; and with (c) the longest rollout-score-probe-verify chain,
-run on idle servers. Training is left out on all sides: in strict mode it begins when the batch is there.
-The goal is 1.15 times the larger of (b) and (c). All take turns for some rounds; the ratio is taken within each, and
-its median counts. (a) and (b) go through the same client and connections. Requests of one prompt that are made at once
-share an HTTP request, as in training; so (b) makes a few less of them, which does not favour the iteration.
-The student's server has a core of its own, as in the quickstart (`--own-cores 0`: all share all cores).
-Wall times need two idle cores; the second table, CPU of each process, says more on a machine that others use too.
+The iteration runs as in training, with student and teacher servers of the shipped example, 64 prompts and every stage.
+It is compared with
+
+(a) the same requests, phase by phase, with all of a phase at once: rollouts, scores, candidates, probes;
+(b) those to the student's server alone, all at once;
+(c) the longest chain of rollout, score, probe and verify, on idle servers.
+
+No side trains, since a strict run trains when the batch is there. The goal is 1.15 times the larger of (b) and (c). All
+take turns for some rounds; the ratio is taken within each round, and its median counts. (a) and (b) use the same client
+and connections. Requests of a prompt that are made at once share an HTTP request, as in training. So (b) makes a few
+less of them, which does not favour the iteration.
+
+The student's server has a core of its own, as in the quickstart (`--own-cores 0`: all share all cores). Wall times need
+two idle cores. On a machine that others use too, the second table says more: CPU seconds of each process.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ Call = Callable[[], Awaitable[Any]]
 
 
 class Recorder:
-    """Passes requests on to student and teacher and remembers them by phase, to send them again."""
+    """Passes requests on to student and teacher, and keeps them by phase, so that they can be sent again."""
 
     def __init__(self, student: LocalBackend, teacher: LocalBackend) -> None:
         self.phases: dict[str, list[Call]] = {"rollout": [], "score": [], "candidates": [], "probe": []}
@@ -79,7 +84,7 @@ class Recorder:
         return await call()
 
     def longest_chains(self) -> list[int]:
-        """Ordinals of the prompts whose rollout and longest probe have most tokens."""
+        """Return the ordinals of the prompts whose rollout and longest probe have most tokens together."""
         tokens = {session: lengths[0] + max(lengths[1:], default=0) for session, lengths in self.chain_tokens.items()}
         longest = sorted(tokens, key=lambda session: -tokens[session])[:LONGEST_CHAINS]
         return [int(session.rpartition("-")[2]) for session in longest]
@@ -96,7 +101,7 @@ async def timed(work: Awaitable[Any]) -> float:
 
 
 async def measured(work: Awaitable[Any], servers: Sequence[LocalBackend]) -> tuple[float, list[float]]:
-    """Wall seconds, and CPU seconds of this process and each server."""
+    """Return wall seconds, and CPU seconds of this process and of each server."""
     before = await cpu_seconds(servers)
     wall_s = await timed(work)
     after = await cpu_seconds(servers)
@@ -127,7 +132,7 @@ def services(backend: Any) -> Services:
 async def measure(
     rounds: int, directory: Path, cores: CoreShares
 ) -> tuple[dict[str, list[float]], dict[str, list[list[float]]]]:
-    """Wall seconds, and the CPU seconds of each of `PROCESSES`, by what was measured; one entry a round."""
+    """Return wall seconds, and CPU seconds of each of `PROCESSES`, by what was measured, with one entry per round."""
     async with AsyncExitStack() as stack:
         servers = student, teacher = [
             await stack.enter_async_context(
@@ -169,7 +174,7 @@ async def measure(
             chains = [prompts[ordinal] for ordinal in recorder.longest_chains()]
             policy, stages = alone._policy, alone.stages
             found["chain"] = max([await timed(policy.supervise(p, stages.for_prompt(p))) for p in chains])
-            if round_number:  # the first one opens connections and grows buffers
+            if round_number:  # the first round only opens connections and grows buffers
                 for name, wall_s in found.items():
                     times[name].append(wall_s)
                 for name, cpu_s in used.items():

@@ -1,4 +1,4 @@
-"""One strict SPOT iteration after the other on the shipped example, for benchmarks: all that a run has but training."""
+"""Runs strict SPOT iterations on the shipped example, with everything that a run has but training, for benchmarks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spot_async.types import PolicyContext, Prompt, Supervision, TrainReport, We
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"
 VOCAB = 48
-PROBES = 8  # 2 positions, 4 candidates each
+PROBES = 8  # 2 positions with 4 candidates each
 
 
 class InstantTrainer:
-    """Trains nothing, so that the next iteration starts at once."""
+    """A trainer that does nothing, so that the next iteration starts at once."""
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         return TrainReport(snapshot=WeightSnapshot(directory="", version=WeightVersion(0, iteration + 1)), metrics={})
@@ -38,7 +38,7 @@ class Silence:
 
 @functools.cache
 def _example() -> tuple[Vocabulary, Sequence[PromptSource]]:
-    """Read once, as a run does before it starts."""
+    """Return the example's vocabulary and prompts. They are read once, as a run does before it starts."""
     vocabulary = Vocabulary.load(EXAMPLE / "student")
     renderer = PromptRenderer(vocabulary, PromptConfig(instruction=""))
     problems = ProblemSetConfig(path=str(EXAMPLE / "data" / "train.jsonl"))

@@ -1,6 +1,6 @@
-"""Random models with the shapes of the Qwen3 family, for benchmarks where only sizes count.
+"""Makes random models with the shapes of the Qwen3 family, for benchmarks where only sizes count.
 
-The shapes are those of the published config.json files; weights are drawn, so nothing is downloaded.
+The shapes are those of the published config.json files. Weights are drawn, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def qwen3_config(size: str, **changed: object) -> Qwen3Config:
 
 
 def save_qwen3(size: str, directory: Path, device: str) -> Path:
-    """Write a model directory (config and bfloat16 weights) unless it is there; returns it."""
+    """Write a model directory (config and bfloat16 weights) unless it is there, and return it."""
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
         with torch.device(device):

@@ -1,8 +1,8 @@
-"""Peak memory of a client whose server answers with bombs, beside that of a good run.
+"""Measures the peak memory of a client whose server answers with bombs, beside that of a good run.
 
-Each kind of reply is asked for by a process of its own, as a vLLM teacher's scores, `IN_FLIGHT` at a time. It fails
-where one takes more than `ALLOWED_MIB` over the good one, or where the event loop computed for `ALLOWED_S` longer
-without giving others a turn. That is CPU time, so a machine that is busy changes nothing.
+A process of its own asks for each kind of reply, as for a vLLM teacher's scores, `IN_FLIGHT` at a time. The benchmark
+fails if one takes more than `ALLOWED_MIB` above the good one, or if its event loop computes for `ALLOWED_S` longer
+without giving others a turn. That is CPU time, so a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MIB = 1 << 20
 ALLOWED_MIB, ALLOWED_S = 100, 0.3
 HEAD = b"HTTP/1.1 200 X\r\n"
 GZIPPED = HEAD + b"Content-Encoding: gzip\r\n"
-LARGEST = 4 * MIB + (TOKENS + 1) * 512 + (TOKENS * (TOP_K + 1) + 1) * 256  # what is allowed of these scores, about
+LARGEST = 4 * MIB + (TOKENS + 1) * 512 + (TOKENS * (TOP_K + 1) + 1) * 256  # about the most that such a reply may take
 Parts = Iterator[bytes]
 
 
 def score() -> bytes:
-    """A score as vLLM writes it, of tokens that all are 5."""
+    """Return a score as vLLM writes it, of tokens that are all 5."""
     row = {str(5 + k): {"logprob": -1.2345678901234567 - k, "rank": k + 1, "decoded_token": " some"}
            for k in range(TOP_K + 1)}  # fmt: skip
     choice = {"index": 0, "token_ids": [5], "finish_reason": "length"}
@@ -106,7 +106,7 @@ def run_client(port: int, found: Connection) -> None:
 
 
 async def ask(port: int) -> tuple[int, float, dict[str, int]]:
-    """Peak resident MiB, the longest time that the loop stood still, and what came of the requests."""
+    """Return peak resident MiB, the longest time that the loop stood still, and how the requests ended."""
     ends: Counter[str] = Counter()
     prompt, response = [5] * (TOKENS // 4), [5] * (TOKENS - TOKENS // 4)
     loop = asyncio.get_running_loop()
@@ -131,14 +131,14 @@ async def ask(port: int) -> tuple[int, float, dict[str, int]]:
 
 
 def peak_mib() -> int:
-    """Of this process, resident."""
+    """Return the peak resident MiB of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM"))
 
 
 @contextlib.asynccontextmanager
 async def stillness() -> AsyncIterator[list[float]]:
-    """The longest time, in CPU seconds, in which the loop had no turn for others."""
+    """Measure the longest time, in CPU seconds, in which the loop gave others no turn."""
     longest = [0.0]
 
     async def watch() -> None:

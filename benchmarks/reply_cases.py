@@ -1,7 +1,7 @@
-"""Replies to fuzz: recorded ones of each dialect, the backend that asked for them, and readers to hold it against.
+"""Lists the replies to fuzz: recorded ones of each dialect, the backend that reads them, and a second reader.
 
-The backends are the real ones over the real HTTP endpoint; only the transport below it is a stand-in, which answers
-with whatever it was given. `said` reads a reply once more in plain Python, and shares no code with the package.
+Backends and HTTP endpoint are the real ones. Only the transport below is a stand-in, which answers with whatever it is
+given. `said` reads a reply once more in plain Python, and shares no code with the package.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from spot_async.types import (
 DATA = Path(__file__).parents[1] / "tests" / "recorded"
 VOCAB = 512
 V0 = WeightVersion(0, 0)
-ABORTED = "TransientError"  # what a reply is refused with that ended before it was whole
-UNUSED = frozenset(  # parts of recorded replies that no adapter looks at
+ABORTED = "TransientError"  # the error for a reply that ended before it was whole
+UNUSED = frozenset(  # parts of recorded replies that no adapter reads
     {"id", "created", "object", "model", "request_id", "e2e_latency", "system_fingerprint", "service_tier", "rank",
      "kv_transfer_params", "prompt_tokens_details", "decoded_token", "routed_experts", "text_offset"}
 )  # fmt: skip
@@ -68,13 +68,13 @@ class Wire:
 
 @dataclass(frozen=True)
 class Case:
-    """One request, its honest reply, and what that says."""
+    """One request, its honest reply, and what that reply says."""
 
     name: str
     reply: bytes
     ask: Callable[[], Awaitable[Any]]
-    said: Callable[[Any], Said] | None = None  # from the parsed reply
-    fails: str | None = None  # class of error that the honest reply is answered with
+    said: Callable[[Any], Said] | None = None  # returns what a parsed reply says
+    fails: str | None = None  # the class of error that the honest reply is read as, if it is one
 
 
 def endpoint(wire: Wire) -> HttpEndpoint:
@@ -97,7 +97,7 @@ def sampling(max_tokens: int, *stops: int) -> SamplingSettings:
 
 @contextmanager
 def model_directory() -> Iterator[Path]:
-    """The least that adapters read of the model whose replies were recorded."""
+    """Make a directory with the files that adapters read of the model whose replies were recorded."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 4096}))
@@ -379,7 +379,7 @@ def _sglang_scores(reply: Any) -> Said:
 def _openai_generation(reply: Any) -> Said:
     [choice] = reply["choices"]
     tokens = choice.get("token_ids")
-    if tokens is None:  # named in the other place, too
+    if tokens is None:  # then the reply names them in the other place
         tokens = [int(name.removeprefix("token_id:")) for name in choice["logprobs"]["tokens"]]
     return {"tokens": tokens, "logprobs": choice["logprobs"]["token_logprobs"]}
 

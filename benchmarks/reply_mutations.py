@@ -1,4 +1,4 @@
-"""Damage to replies: to their bytes, and to what they say. Everything is drawn from the generator that is given."""
+"""Damages replies: their bytes, or what they say. All chance comes from the generator that is passed in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-Path = tuple[Any, ...]  # keys and places from the root to what was changed
+Path = tuple[Any, ...]  # keys and indices from the root to what was changed
 BIG = 1 << 40
 NUMBERS: tuple[Any, ...] = (
     0, 1, -1, 7, 511, 512, 513, BIG, -BIG, 1 << 70, -(1 << 70), 0.5, -0.5, 1e-30, 1e30, -1e30, 1e308, -9999.0,
@@ -21,7 +21,7 @@ DEEP = 100_000
 
 
 def damaged_bytes(body: bytes, draw: random.Random) -> bytes:
-    """Flipped, cut, doubled, replaced: what a bad connection or a bad proxy makes of a body."""
+    """Return a body with bytes flipped, cut, doubled or replaced, as a bad connection or proxy would."""
     data = bytearray(body)
     start = draw.randrange(len(data))
     end = min(len(data), start + 1 + int(draw.expovariate(1 / 12)))
@@ -55,23 +55,23 @@ def damaged_bytes(body: bytes, draw: random.Random) -> bytes:
 
 
 def damaged_json(body: bytes, draw: random.Random) -> tuple[bytes, Path]:
-    """One place of what the reply says is changed; the rest is as it was."""
+    """Return a JSON reply with one value changed, and where. The rest is as it was."""
     tree, path = damaged_tree(json.loads(body), draw)
     return json.dumps(tree).encode(), path
 
 
 def damaged_msgpack(body: bytes, draw: random.Random) -> tuple[bytes, Path]:
-    """The same for our own servers' replies."""
+    """Return a reply of our own servers with one value changed, and where."""
     while True:
         tree, path = damaged_tree(msgspec.msgpack.decode(body), draw)
         try:
             return msgspec.msgpack.encode(tree), path
-        except (OverflowError, UnicodeEncodeError):  # what msgpack has no form for
+        except (OverflowError, UnicodeEncodeError):  # msgpack has no form for the new value
             continue
 
 
 def damaged_tree(tree: Any, draw: random.Random) -> tuple[Any, Path]:
-    """The tree with one change, and where."""
+    """Return the tree with one change, and where."""
     box = {"": tree}
     holder, key, path = draw.choice(list(_places(box, ())))
     value = holder[key]

@@ -1,4 +1,4 @@
-"""How every benchmark says what it found: one table under the machine, the date and the command."""
+"""Prints what a benchmark found: one table under the machine, the date and the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 
 def processor() -> str:
-    """The CPU's name as the system tells it."""
+    """Return the CPU's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -36,5 +36,5 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
-    """Median, with the smallest and largest."""
+    """Return the median, with the smallest and the largest value."""
     return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"

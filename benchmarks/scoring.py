@@ -1,8 +1,8 @@
-"""What scores of remote servers cost the orchestrator's process, a row for each dialect. Part of `client.py`.
+"""Measures what scores of remote servers cost the orchestrator's process, by dialect. It is a part of `client.py`.
 
-A reply of 4,096 positions with 16 log-probabilities each, made in the server's own shape: its bytes, the CPU that
-reading and checking it takes, and how long the event loop is held up while 32 of them arrive at once from another
-process. The lag is wall time, which other programs' load adds to, so it is also given as this thread's CPU time.
+Each reply has 4,096 positions with 16 log-probabilities, in the server's own shape. The table has its bytes, the CPU
+time to read and check it, and how long the event loop is held up while 32 of them arrive at once from another process.
+The lag is wall time, to which other programs' load adds, so it is also given as this thread's CPU time.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ DRAW = np.random.default_rng(0)
 PROMPT = DRAW.integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32)
 RESPONSE = DRAW.integers(0, VOCAB, POSITIONS).astype(np.int32)
 
-Backend = Any  # entered, and with `_server.endpoint` for its connection
+Backend = Any  # a backend that is entered, and has its connection at `_server.endpoint`
 
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """A kind of server: the reply it gives, and a backend that talks to a server at a URL without probing it."""
+    """A kind of server: the reply that it gives, and a backend for a server at a URL, without discovery."""
 
     name: str
     path: str
     reply: Callable[[], bytes]
-    connect: Callable[[AsyncExitStack, str], Any]  # an awaitable backend
+    connect: Callable[[AsyncExitStack, str], Any]  # returns an awaitable backend
 
 
 class Canned:
-    """An endpoint without a network."""
+    """An endpoint that answers without a network."""
 
     def __init__(self, reply: bytes) -> None:
         self.traffic = Traffic()
@@ -73,7 +73,7 @@ class Canned:
 
 
 def prompt_logprobs(decoded_token: Any) -> list[Any]:
-    """vLLM's rows of the whole sequence: the token itself, then the likeliest others."""
+    """Return vLLM's rows of the whole sequence: the token itself, then the likeliest others."""
     rows: list[Any] = [None]
     for token in [*PROMPT[1:].tolist(), *RESPONSE.tolist()]:
         others = (token + DRAW.choice(VOCAB // TOP_K - 1, 1) + 1 + np.arange(TOP_K) * (VOCAB // TOP_K)) % VOCAB
@@ -114,7 +114,7 @@ async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
 
 
 def echo(name: Callable[[int], str]) -> bytes:
-    """The same rows as OpenAI's API gives them."""
+    """Return the same rows in the shape of OpenAI's API."""
     rows = [
         {name(int(token)): entry["logprob"] for token, entry in row.items()} if row else None
         for row in prompt_logprobs(None)
@@ -130,7 +130,7 @@ def echo(name: Callable[[int], str]) -> bytes:
 
 
 class Texts:
-    """A vocabulary of texts that are all different; a tokenizer's own are looked up alike."""
+    """A vocabulary of texts that are all different. Looking them up costs as much as a real tokenizer's."""
 
     def __init__(self) -> None:
         self._ids = {f"{token:5d}": token for token in range(VOCAB)}
@@ -163,10 +163,10 @@ async def openai(stack: AsyncExitStack, url: str, *, by_text: bool) -> Backend:
 
 
 def sglang_rows() -> tuple[dict[str, Any], Any, Any]:
-    """SGLang's reply without its top-K, and that: ids and log-probabilities of the response's rows."""
+    """Return SGLang's reply without the top-K, and the top-K's ids and log-probabilities of the response's rows."""
     ids = (RESPONSE[:, None] + np.arange(TOP_K, dtype=np.int32) * (VOCAB // TOP_K)) % VOCAB
     spread = np.sort(DRAW.exponential(4.0, (POSITIONS, TOP_K)).astype(np.float32))
-    logprobs = -spread - np.float32(np.log(TOP_K))  # (T, K) that sum to less than 1
+    logprobs = -spread - np.float32(np.log(TOP_K))  # (T, K); the probabilities sum to less than 1
     own = zip(logprobs[:, 0].tolist(), RESPONSE.tolist(), strict=True)
     meta = {
         "id": "0" * 32,
@@ -249,7 +249,7 @@ async def score(backend: Scorer) -> None:
 
 
 async def cpu_ms_to_read(backend: Backend, reply: bytes, rounds: int) -> float:
-    """Best of the rounds, of everything between the reply's bytes and checked scores."""
+    """Return the CPU milliseconds between a reply's bytes and checked scores, in the best of the rounds."""
     endpoint, backend._server.endpoint = backend._server.endpoint, Canned(reply)
     best = float("inf")
     for _ in range(rounds):
@@ -261,7 +261,7 @@ async def cpu_ms_to_read(backend: Backend, reply: bytes, rounds: int) -> float:
 
 
 async def loop_lags_ms(backend: Backend) -> tuple[list[float], list[float]]:
-    """How late the loop comes back to who sleeps, while replies arrive; as wall time and as this thread's CPU time."""
+    """Return how late the loop wakes a sleeper while replies arrive, as wall time and as this thread's CPU time."""
     wall, cpu = [], []
     async with asyncio.TaskGroup() as group:
         scores = []

@@ -1,10 +1,10 @@
-"""What the trainer's own backward pass of log-probabilities saves beside autograd's, at Qwen3's vocabulary.
+"""Measures what the trainer's own backward pass of log-probabilities saves over autograd's, at Qwen3's vocabulary.
 
     python benchmarks/selected_logprobs.py
 
-One block of rows as the trainer makes them (2^26 logits), each row's own token and two positions of four candidates,
-from the logits and back. "autograd" is `log_softmax` by `logsumexp` and `gather`. Both take
-turns; memory is the most that the CPU allocator held beyond the inputs, by torch's profiler.
+Both compute one block of rows as the trainer makes them (2^26 logits), forward and backward: each row's own token, and
+two positions with four candidates. "autograd" is `log_softmax` by `logsumexp` and `gather`. They take turns. Memory is
+the most that the CPU allocator held beyond the inputs, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def by_selection(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tens
 
 
 def peak_gib(work: Callable[[], None]) -> float:
-    """Most memory held at a time beyond what was there before, from the allocator's own records."""
+    """Return the most memory that was held at a time beyond what was there before, by the allocator's records."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     held = most = 0

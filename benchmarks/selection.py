@@ -1,10 +1,11 @@
-"""Selections from truncated log-probabilities against those from whole distributions, at a real vocabulary's size.
+"""Compares selections from truncated log-probabilities with those from whole distributions, over a real vocabulary.
 
-Random rows stand for a teacher's and a student's distributions: Zipf-like tails, four rows of five nearly sure of one
-token, others torn between a few, some broad; the student is a warmer or colder, noisier teacher. Servers tell the
-best K log-probabilities of rows in which every logit was moved at random, so that log-probabilities are off by up to
-the noise. The exact selection comes from the whole rows, by code of its own. Asked for a position on purpose, the
-student gives its exact candidates and the teacher the best of its whole row, up to all of it, in float32.
+Random rows stand for a teacher's and a student's distributions. They have Zipf-like tails; four rows of five are nearly
+sure of one token, others are torn between a few, some are broad. The student is a warmer or colder, noisier teacher.
+
+The simulated servers move every logit of a row at random, so that log-probabilities are off by up to the noise, and
+tell the best K. If they are asked for a single position, the student gives its exact candidates and the teacher the
+best of its whole row, up to all of it, in float32. The exact selection comes from the whole rows, by code of its own.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, served_student
 from spot_async.types import Float64Array, Int64Array, ScoredPositions
 
-CANDIDATES, BUDGET = 16, 2  # k_s, M
+CANDIDATES, BUDGET = 16, 2  # k_s and M of the method
 TOP_KS = (20, 64)
 NOISES_NATS = (0.0, 0.02)
 WHOLE = -1
-# Who may be asked for single positions: the widest top-k of the teacher's, and whether the student answers.
+# Who may be asked for single positions: the teacher's widest top-k, and whether the student answers.
 WAYS = {
     "both": (WHOLE, True),
     "both, top-64": (64, True),
@@ -70,7 +71,7 @@ def normalized(logits: Float64Array) -> Float64Array:
 
 
 def best(row: Float64Array, k: int) -> tuple[Int64Array, Float64Array]:
-    """The k likeliest ids, in order, and their log-probabilities as float32 tells them."""
+    """Return the k likeliest ids, in order, and their log-probabilities in float32."""
     ids = np.argpartition(-row, k - 1)[:k] if k < len(row) else np.arange(len(row))
     ids = ids[np.argsort(-row[ids], kind="stable")]
     return ids, row[ids].astype(np.float32).astype(np.float64)
@@ -85,7 +86,7 @@ def entropy_of(row: Float64Array) -> float:
 
 
 def exact_score(teacher: Float64Array, student: Float64Array) -> float:
-    """Full score of whole rows, by its definition."""
+    """Return the acquisition score of whole rows, by its definition."""
     ids = np.argpartition(-teacher, CANDIDATES - 1)[:CANDIDATES]
     p, q = np.exp(teacher[ids]), np.exp(student[ids])
     mass, coverage = p.sum(), q.sum()
@@ -96,7 +97,7 @@ def exact_score(teacher: Float64Array, student: Float64Array) -> float:
 
 @dataclass
 class Served:
-    """What servers tell of all positions at one noise."""
+    """What servers say of all positions at one level of noise."""
 
     teacher: tuple[Int64Array, Float64Array]  # (T, K)
     student: tuple[Int64Array, Float64Array]
@@ -104,7 +105,7 @@ class Served:
 
 
 class Trajectory:
-    """Rows of one response. Whole rows are made anew when they are asked for: all of them would take gigabytes."""
+    """The rows of one response. Whole rows are made again whenever they are needed, since all would take gigabytes."""
 
     def __init__(self, vocabulary: int, positions: int, seed: int) -> None:
         self.vocabulary, self.positions, self._seed = vocabulary, positions, seed
@@ -134,7 +135,7 @@ class Trajectory:
         self.exact = sorted(t for t in order[:BUDGET] if scores[t] > 0)
 
     def whole(self, t: int) -> tuple[Float64Array, Float64Array]:
-        """Log-probabilities (V,) of teacher and student."""
+        """Return log-probabilities (V,) of teacher and student at a position."""
         draw = np.random.default_rng((self._seed, t, 0))
         logits = 0.8 * draw.standard_normal(self.vocabulary)
         logits -= draw.uniform(1.0, 1.6) * self._log_ranks
@@ -168,7 +169,7 @@ class Trajectory:
 
 @dataclass
 class Tally:
-    """What became of the selections of one case."""
+    """How the selections of one case came out."""
 
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("certain", "refined", "uncertain"), 0))
     wrong: int = 0

@@ -1,8 +1,8 @@
-"""A server that computes nothing: answers the local engine's requests with made-up replies, on a Unix socket.
+"""Answers the local engine's requests with made-up replies, on a Unix socket. It computes nothing.
 
     python benchmarks/stub_server.py SOCKET
 
-For measuring clients. Understands just enough HTTP/1.1 for them: keep-alive and Content-Length.
+It is for measuring clients, and knows just enough HTTP/1.1 for them: keep-alive and Content-Length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = WeightVersion(0, 0)
 
 
 def generation(sampling: SamplingSettings) -> Generation:
-    """`TOKENS` tokens, the last of which ends the response, or all that may be sampled."""
+    """Return a response of `TOKENS` tokens with an end token last, or of all that may be sampled if that is less."""
     if sampling.max_tokens > TOKENS:
         return _generation(TOKENS, sampling.stop_token_ids[0])
     return _generation(sampling.max_tokens, None)

@@ -1,12 +1,14 @@
-"""What `spot-async tune` is worth on the quickstart: strict iterations with its limits against the configured ones.
+"""Measures what the limits of `spot-async tune` gain over the configured ones, in strict iterations of the quickstart.
 
     python benchmarks/tune.py
 
-First the command itself, as a user types it. Then pairs of strict SPOT iterations up to their batch (64 prompts, every
-stage, real student and teacher servers, training left out), one with the configuration's limits and one with those that
-tune wrote, in turns about which comes first; ratios are taken within a pair. Limits are there to keep servers busy
-and no more: where the configured ones already do, a ratio of 1 with less waiting at the servers is all there is to win.
-Wall times need two idle cores; the last column, CPU of all processes, says more on a machine that others use too.
+It first runs the command as a user would. Then it runs pairs of strict SPOT iterations up to their batch (64 prompts,
+every stage, real student and teacher servers, no training): one with the configuration's limits and one with those that
+tune wrote, which of them first in turns. Ratios are taken within a pair.
+
+Limits only have to keep servers busy. If the configured ones do, a ratio of 1 with less waiting at the servers is the
+best there can be. Wall times need two idle cores. On a machine that others use too, the last column says more: CPU
+seconds of all processes.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ ROOT = Path(__file__).parent.parent
 
 
 def tuned(directory: Path, seconds: float) -> tuple[Tuning, StagesConfig]:
-    """Run the command; what it found, and the limits it wrote."""
+    """Run the command; return what it found, and the limits that it wrote."""
     output = directory / "quickstart.tuned.yaml"
     command = [sys.executable, "-m", "spot_async", "tune", CONFIG, "--seconds", f"{seconds:g}", "-o", str(output)]
     subprocess.run(command, cwd=ROOT, check=True)
-    os.chdir(ROOT)  # paths in the configuration count from there
+    os.chdir(ROOT)  # paths in the configuration are relative to it
     return read_tuning(output.with_suffix(".json")), load_config(output).stages
 
 
 async def measure(
     pairs: int, directory: Path, limits: dict[str, StagesConfig]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and CPU seconds of an iteration, by whose limits it had; one entry a pair."""
+    """Return wall and CPU seconds of iterations by whose limits they had, with one entry for each pair."""
     wall: dict[str, list[float]] = {name: [] for name in limits}
     cpu: dict[str, list[float]] = {name: [] for name in limits}
     async with AsyncExitStack() as stack:
@@ -68,7 +70,7 @@ async def measure(
                 )
                 tune_gc()  # as a run does before its first iteration
                 wall_s, cpu_s = await measured(orchestrator.run(), servers)
-                if pair:  # the first one opens connections and grows buffers
+                if pair:  # the first pair only opens connections and grows buffers
                     wall[name].append(wall_s)
                     cpu[name].append(sum(cpu_s))
     return wall, cpu
