@@ -2,7 +2,7 @@
 
     python examples/running_sum/make_data.py [--check] [--out DIR]
 
-`heldout.jsonl` is the evaluation set. `train.jsonl` holds the prompts of distillation: different texts, none held out.
+`heldout.jsonl` is the evaluation set. `train.jsonl` has the prompts for distillation: all different, and none held out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAIN_PROBLEMS = 8_000
 
 
 def train_problems() -> list[task.Problem]:
-    """TRAIN_PROBLEMS problems with different texts, the tiers equally likely."""
+    """Return TRAIN_PROBLEMS problems with different texts and equally likely tiers."""
     excluded = {problem.text for problem in task.heldout_problems()}
     problems: dict[str, task.Problem] = {}
     stream = task.draw_problems(random.Random(TRAIN_SEED), excluded)

@@ -1,9 +1,9 @@
-"""Accuracy and habits of a running-sum model on the held-out problems.
+"""Measures the accuracy and the habits of a running-sum model on the held-out problems.
 
     python examples/running_sum/measure.py student teacher
 
-Sampling goes through plain `model.generate`, so the numbers depend on nothing but transformers. Avg@8 is the mean over
-all samples, Pass@8 the share of problems with at least one right sample; standard errors are over problems.
+It samples by plain `model.generate`, so the numbers depend on nothing but transformers. Avg@8 is the mean over all
+samples, Pass@8 the share of problems with at least one right sample. Standard errors are over problems.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Shares in 0..1, each with its standard error over problems."""
+    """Avg and Pass as shares in 0..1, each with its standard error over problems."""
 
     problems: int
     mean: float
@@ -72,7 +72,7 @@ def measure(
     correct = torch.zeros(len(problems), sampling.samples)
     lines: list[task.Line] = []
     token_count = 0
-    for tier in task.TIERS:  # prompts of one tier have similar lengths, so little is padding
+    for tier in task.TIERS:  # one tier at a time: its prompts have similar lengths, so little is padding
         places = [i for i, problem in enumerate(problems) if problem.tier == tier]
         if not places:
             continue
@@ -112,7 +112,7 @@ def _habit(lines: Sequence[task.Line], line_count: int) -> Habit:
 
 
 def table(measurements: dict[str, Measurement]) -> Table:
-    """One row a model: Avg/Pass by tier in percent, then use and exactness by strategy."""
+    """Return a table with a row for each model: Avg/Pass by tier in percent, then use and exactness by strategy."""
     result = Table("model", *(f"{tier} Avg@k / Pass@k" for tier in (*task.TIERS, "all")), "used@exact by line")
     for name, measured in measurements.items():
         cells = [f"{100 * a.mean:.1f} / {100 * a.any_right:.1f}" for a in measured.accuracy.values()]

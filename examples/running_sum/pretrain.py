@@ -2,8 +2,9 @@
 
     python examples/running_sum/pretrain.py [--only student|teacher] [--out DIR]
 
-Skill comes from exposure, habit from the last phase's mix of line lengths. `RECIPES` is the whole setting: sizes,
-seeds, mixes, steps, rates. Phases are counted in steps, never in seconds, so that a slow machine makes the same model.
+A model's skill comes from the amount of training, its habits from the last phase's mix of line lengths. `RECIPES` holds
+all settings: sizes, seeds, mixes, steps, rates. Phases are counted in steps, never in seconds, so that a slow machine
+makes the same model.
 Writes a Hugging Face directory for each model, with a `manifest.json` that says how it was made and how it measured.
 """
 
@@ -42,8 +43,8 @@ INITIALIZER_RANGE = 0.06  # the usual 0.02 is meant for widths ten times as larg
 WEIGHT_DECAY = 0.01
 ADAM_BETAS = (0.9, 0.98)
 GRADIENT_NORM = 1.0
-BATCHES_PER_DRAW = 16  # drawn together and sorted by length, so that little of a batch is padding
-IGNORED = -100  # the label cross entropy passes over
+BATCHES_PER_DRAW = 16  # so many are drawn together and sorted by length, so that little of a batch is padding
+IGNORED = -100  # the label that cross entropy skips
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,10 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
 def draw_batches(
     phase: Phase, tokenizer: PreTrainedTokenizerFast, problems: Iterator[task.Problem], rng: random.Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input ids, labels), both (batch, longest), padded right; only the solution and its end are labelled."""
+    """Draw (input ids, labels) without end, both (batch, longest), padded right.
+
+    Only the solution and its end token have labels.
+    """
     while True:
         drawn = [next(problems) for _ in range(BATCHES_PER_DRAW * phase.batch_size)]
         prompts = tokenizer.apply_chat_template(
@@ -150,7 +154,7 @@ def learning_rate(phase: Phase, step: int) -> float:
 
 
 def train(name: str, recipe: Recipe, console: Console) -> tuple[Qwen3ForCausalLM, int]:
-    """The trained model and the tokens it saw, padding not counted."""
+    """Train a model; return it and the number of tokens that it saw, without padding."""
     torch.manual_seed(recipe.seed)
     rng = random.Random(recipe.seed)
     tokenizer = build_tokenizer()
@@ -185,7 +189,7 @@ def train(name: str, recipe: Recipe, console: Console) -> tuple[Qwen3ForCausalLM
 
 
 def write_checkpoint(name: str, recipe: Recipe, model: Qwen3ForCausalLM, tokens_seen: int, directory: Path) -> None:
-    """The model, its tokenizer and its manifest; the measurement is taken from this very model."""
+    """Write the model, its tokenizer and its manifest, with a measurement of this very model."""
     measured = measure(model, build_tokenizer(), task.heldout_problems())
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
@@ -224,10 +228,10 @@ def write_checkpoint(name: str, recipe: Recipe, model: Qwen3ForCausalLM, tokens_
 
 
 def keep_large_blocks_on_the_heap() -> None:
-    """Without this glibc returns every activation to the kernel and faults its pages in again at the next step."""
+    """Tell glibc to keep freed memory, since returning it to the kernel and faulting it in at each step is slow."""
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # the M_* numbers of malloc.h
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_TRIM_THRESHOLD etc. in malloc.h
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(mmap_threshold, 1 << 30)
     libc.mallopt(trim_threshold, (1 << 31) - 1)

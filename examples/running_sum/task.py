@@ -1,4 +1,4 @@
-r"""The labelled running sum: its problems, and worked solutions in a chosen style.
+r"""Draws problems of the labelled running sum, and worked solutions in a chosen style.
 
 A problem is a start value followed by signed one-digit terms, each with a letter in front, such as `a15b-9c-4d+5e+2`.
 The letters let a two-layer model find the next term by look-up instead of by counting. A solution applies one, two or
@@ -36,8 +36,8 @@ SMALLEST_START = 5
 STRATEGIES = ("one", "two", "three")  # the name at index i takes i + 1 terms
 CONNECTIVES = ("so", "then", "next")
 CONNECTIVE_WEIGHTS = (0.5, 0.3, 0.2)
-# A plan outlives its line. Were every line drawn afresh, three short lines would replace one long line, the rest of the
-# solution would fall back to the old habit, and the first decision would hardly matter.
+# The chance that a plan is kept for the next line. If every line were drawn afresh, one decision would hardly matter:
+# three short lines would replace one long line, and the rest of the solution would fall back to the old habit.
 COMMITMENT = 0.85
 
 HELDOUT_SEED = "running-sum-heldout-1"
@@ -82,7 +82,7 @@ class Line:
 
 
 def draw_problem(rng: random.Random, tier: Tier) -> Problem:
-    """A problem of the tier; every partial sum stays within 0..LARGEST_SUM."""
+    """Draw a problem of the tier. Every partial sum stays within 0..LARGEST_SUM."""
     term_count = rng.randint(*TERMS_BY_TIER[tier])
     start = total = rng.randint(SMALLEST_START, LARGEST_SUM)
     steps: list[int] = []
@@ -94,7 +94,7 @@ def draw_problem(rng: random.Random, tier: Tier) -> Problem:
 
 
 def draw_problems(rng: random.Random, excluded_texts: Container[str] = ()) -> Iterator[Problem]:
-    """Endless problems, the tiers equally likely, none with an excluded text."""
+    """Draw problems without end, with equally likely tiers and no excluded texts."""
     while True:
         problem = draw_problem(rng, rng.choice(TIERS))
         if problem.text not in excluded_texts:
@@ -102,7 +102,7 @@ def draw_problems(rng: random.Random, excluded_texts: Container[str] = ()) -> It
 
 
 def heldout_problems() -> list[Problem]:
-    """The fixed evaluation set: HELDOUT_PER_TIER different problems of each tier, in tier order."""
+    """Return the fixed evaluation set: HELDOUT_PER_TIER different problems of each tier, in tier order."""
     rng = random.Random(HELDOUT_SEED)
     problems: dict[str, Problem] = {}
     for place, tier in enumerate(TIERS, start=1):
@@ -113,7 +113,7 @@ def heldout_problems() -> list[Problem]:
 
 
 def write_solution(problem: Problem, mix: StrategyMix, rng: random.Random) -> str:
-    """A correct solution whose line lengths follow the mix, with the plan kept from line to line."""
+    """Write a correct solution. Its line lengths follow the mix, and its plan is mostly kept from line to line."""
     total, taken, lines = problem.start, 0, []
     plan = _draw_plan(mix, rng)
     while taken < len(problem.steps):
@@ -130,7 +130,7 @@ def write_solution(problem: Problem, mix: StrategyMix, rng: random.Random) -> st
 
 
 def read_lines(solution: str) -> list[Line]:
-    """The well-formed lines of a solution; anything else in the text is passed over."""
+    """Return the well-formed lines of a solution; anything else in the text is skipped."""
     return [
         Line(name, int(before), tuple(int(step) for step in re.findall(r"[+-]\d", steps)), int(after))
         for name, before, steps, after in _LINE.findall(solution)
@@ -138,7 +138,7 @@ def read_lines(solution: str) -> list[Line]:
 
 
 def read_answer(solution: str) -> str | None:
-    """The last boxed number of a solution."""
+    """Return the last boxed number of a solution."""
     answers: Sequence[str] = _BOXED.findall(solution)
     return answers[-1] if answers else None
 

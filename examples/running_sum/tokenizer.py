@@ -1,8 +1,8 @@
-"""The 48-token vocabulary of the running sum as a Hugging Face tokenizer.
+"""Builds the 48-token vocabulary of the running sum as a Hugging Face tokenizer.
 
-Strategy words, connectives and `\\boxed` are one token each, numbers are spelt digit by digit. Blanks carry no token:
-they are dropped on the way in and put back around words on the way out, so that decoded text reads like, and encodes
-like, the text that `task.write_solution` wrote. The chat template frames one or more turns with role tokens.
+Strategy words, connectives and `\\boxed` are one token each; numbers are spelt digit by digit. Blanks have no token.
+Encoding drops them, and decoding puts them back around words, so that decoded text reads and encodes like the text that
+`task.write_solution` wrote. The chat template frames one or more turns with role tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> dict[str, int]:
-    """Token to id; reserved tokens fill the table up to VOCABULARY_SIZE."""
+    """Return ids by token. Reserved tokens fill the table up to VOCABULARY_SIZE."""
     tokens = [*SPECIAL_TOKENS, *"0123456789+-={}", *WORDS, *task.LABELS]
     tokens += [f"<|reserved_{i}|>" for i in range(VOCABULARY_SIZE - len(tokens))]
     return {token: token_id for token_id, token in enumerate(tokens)}
@@ -40,7 +40,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), "")
-    # Known words, not any run of letters: without blanks a strategy and the label after it touch ("oneb15").
+    # Split at known words, not at any run of letters: without blanks, a strategy touches the label after it ("oneb15").
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, WORDS), "."])), "isolated")
     blanks = [decoders.Replace(word, f"{word} ") for word in task.STRATEGIES]
     blanks += [decoders.Replace(word, f" {word} ") for word in task.CONNECTIVES]
@@ -66,5 +66,5 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def chat(problem_text: str) -> list[dict[str, str]]:
-    """The conversation that asks for a solution of one problem."""
+    """Return the conversation that asks for a solution of one problem."""
     return [{"role": "user", "content": problem_text}]
