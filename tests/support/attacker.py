@@ -1,10 +1,10 @@
-"""A process of another user: it does all it can to have the student at an address replaced.
+"""Attacks a server as another user of the machine would: it tries everything to have the student replaced.
 
     python attacker.py URL DIRECTORY
 
-Says `ready`, waits until something answers there, asks until nothing does any more, and prints what it was answered
-with: a JSON object of statuses and how often. Should it be told the version that is served, it quotes it, so that
-nobody would notice.
+It says `ready`, waits until something answers at the address, and asks until nothing does any more. Then it prints a
+JSON object of how often it got which status. If it learns which version is served, it names that version in its
+requests, so that nobody would notice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests to a serving engine in this process, and what a plain transformers forward in float64 says to them."""
+"""Sends requests to a serving engine in this process, and computes the same by plain forwards in float64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from spot_async.types import Generation, SamplingSettings
 
 VOCAB = 61
 
-Models = Callable[..., Path]  # the fixture random_architecture
-Engines = Callable[..., Engine]  # the fixture engine_for
+Models = Callable[..., Path]  # the type of the fixture `random_architecture`
+Engines = Callable[..., Engine]  # the type of the fixture `engine_for`
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
@@ -52,7 +52,7 @@ def finish(engine: Engine) -> None:
 
 
 def run_all(engine: Engine, requests: list[GenerateRequest], *, steps_between: int = 0) -> list[Generation]:
-    """Submit with `steps_between` engine steps after each, then run to the end."""
+    """Submit requests, with `steps_between` engine steps after each, and run to the end."""
     tasks = []
     for request in requests:
         tasks.append(submit(engine, request))
@@ -63,9 +63,9 @@ def run_all(engine: Engine, requests: list[GenerateRequest], *, steps_between: i
 
 
 def dense_logprobs(directory: Path, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """(T, V) float64 log-probabilities that decide each response token, from one plain full forward."""
+    """Return the log-probabilities (T, V), float64, that decide each response token, from one plain full forward."""
     config = transformers.AutoConfig.from_pretrained(directory)
-    dtype = torch.float32 if config.model_type == "mixtral" else torch.float64  # torch's expert kernel takes no float64
+    dtype = torch.float32 if config.model_type == "mixtral" else torch.float64  # torch's expert kernel has no float64
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     tokens = torch.tensor([[*prompt.tolist(), *response.tolist()]])
     with torch.no_grad():

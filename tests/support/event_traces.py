@@ -1,4 +1,4 @@
-"""Every event of simulated runs, by seed, as JSON on stdout: what a process of its own is to replay.
+"""Prints every event of simulated runs as JSON, by seed, so that a test can compare what several processes print.
 
 python event_traces.py SEED ...
 """
@@ -17,7 +17,7 @@ from spot_async.testing.servers import SimulatedReplica
 
 
 class Refusing(SimulatedReplica):
-    """Refuses some of the probes once they have run: what their prompts have beside them is cancelled."""
+    """Refuses some probes after they have run, so that other requests of their prompts are cancelled."""
 
     async def generate(self, prompt_ids, sampling, **rest):
         generation = await super().generate(prompt_ids, sampling, **rest)
@@ -27,7 +27,7 @@ class Refusing(SimulatedReplica):
 
 
 class Listener:
-    """A `Timeline` that keeps everything it is told, in order."""
+    """A `Timeline` that keeps everything that it is told, in order."""
 
     def __init__(self):
         self.events = []

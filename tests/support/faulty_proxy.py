@@ -1,8 +1,8 @@
-"""A proxy before a server that does what networks, gateways and broken servers do. For tests and drills.
+"""Runs a proxy before a server, with the faults of networks, gateways and broken servers, for tests and drills.
 
-It speaks just enough HTTP/1.1: a request with its Content-Length in, the server's whole reply back, a connection each.
-Which request meets which fault is the plan's decision; numbers that are spoilt are so as a server would spoil them
-(the digest of the reply is made anew), damage on the way is not.
+It speaks just enough HTTP/1.1: one request with its Content-Length and one whole reply per connection. A plan decides
+which request meets which fault. Numbers are spoilt as a broken server would do it, with a digest of the reply that is
+right for them. Damage on the way leaves the digest wrong.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Fault(StrEnum):
     """What happens to one request."""
 
     CUT = "cut"  # the reply ends in its middle
-    CORRUPT = "corrupt"  # some of its bits are others
-    GARBLE = "garble"  # a block of it is noise
-    NAN = "nan"  # a number in it is none
-    DUPLICATE = "duplicate"  # a row stands in it twice
-    STALE = "stale"  # it names weights of another version
-    STORM = "storm"  # 429 with Retry-After, and so for every request of the next while
+    CORRUPT = "corrupt"  # some bits of the reply are flipped
+    GARBLE = "garble"  # a block of the reply is noise
+    NAN = "nan"  # a number in the reply is NaN
+    DUPLICATE = "duplicate"  # the reply has a row twice
+    STALE = "stale"  # the reply names weights of another version
+    STORM = "storm"  # 429 with Retry-After, for every request in the next while
     GATEWAY = "gateway"  # 502 with a page for people
     ERROR = "error"  # 500
-    SLOW = "slow"  # a byte now and then
+    SLOW = "slow"  # the reply comes byte by byte, slowly
     RESET = "reset"  # the connection breaks
 
 
-Plan = Callable[[int, str], Fault | str | None]  # by how many requests came before, and the path
+Plan = Callable[[int, str], Fault | str | None]  # from the number of requests before, and the path
 NOT_ASKED = ("/health", "/capabilities", "/stats", "/update_weights")
 GARBLED_BYTES = 64
 PAGE = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 
 
 def seeded(share: float, faults: list[Fault], seed: int) -> Plan:
-    """That share of the requests for a model's work meets one of the faults."""
+    """Return a plan in which a `share` of the requests for a model's work meets one of the faults."""
 
     def plan(number: int, path: str) -> Fault | None:
         draw = random.Random(f"{seed}:{number}")
@@ -58,18 +58,18 @@ def seeded(share: float, faults: list[Fault], seed: int) -> Plan:
 
 @dataclass
 class FaultyProxy:
-    """Enter it: `url` is where it listens. `upstream` is host and port of the server."""
+    """A proxy to `upstream` (host and port of the server). Enter it; `url` is where it listens."""
 
     upstream: tuple[str, int]
     plan: Plan = lambda number, path: None
     storm_s: float = 0.5
-    byte_s: float = 1.0  # of a slow reply
+    byte_s: float = 1.0  # seconds per byte of a slow reply
     met: Counter[Fault] = field(default_factory=Counter)
     requests: int = 0
     url: str = ""
     _calm_at_s: float = 0.0
     _server: asyncio.Server | None = None
-    _serving: set[asyncio.Task[None]] = field(default_factory=set)  # the loop itself would forget those that wait
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)  # the loop keeps only weak references to tasks
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -164,7 +164,7 @@ def garbled(body: bytes, seed: int) -> bytes:
 
 
 def spoilt(fault: Fault, body: bytes) -> bytes:
-    """The reply, JSON or msgpack, with a fault in what it says."""
+    """Return a reply, JSON or msgpack, with a fault in what it says."""
     try:
         return json.dumps(_spoilt(fault, json.loads(body))).encode()
     except ValueError:
@@ -172,7 +172,7 @@ def spoilt(fault: Fault, body: bytes) -> bytes:
 
 
 def _spoilt(fault: Fault, tree: Any) -> Any:
-    """The first array or list of numbers that the fault can be in."""
+    """Spoil the first array or list of numbers that the fault can be in."""
     done = False
 
     def walk(node: Any) -> Any:
@@ -208,7 +208,7 @@ def _spoilt(fault: Fault, tree: Any) -> Any:
 
 
 async def _read_request(reader: asyncio.StreamReader) -> tuple[bytes, str]:
-    """The request, with the connection to close after it, and its path."""
+    """Return the request, with a header that closes the connection after it, and its path."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
     body = await reader.readexactly(int(length[1])) if length else b""
@@ -223,7 +223,7 @@ def _split(reply: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_whole(head: bytes) -> bool:
-    """Whether the body is the message itself, not chunks of it."""
+    """Whether the body is plain, and not chunked."""
     return b"chunked" not in head.lower() and b" 200 " in head
 
 

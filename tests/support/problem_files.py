@@ -1,4 +1,4 @@
-"""Problem files as tests write them, and the real ones where they are."""
+"""Writes and reads problem files for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A role's pool and its servers, all in this process, for what is made of one incident at one of them."""
+"""Runs a role's pool over servers in this process, for tests of one incident at one server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFFERS = Capabilities(
 
 
 class Server:
-    """A backend object; pinged well unless it is frozen."""
+    """A backend object that answers pings unless it is frozen."""
 
     def __init__(self):
         self.ended = asyncio.get_running_loop().create_future()
@@ -54,7 +54,7 @@ class Server:
 
 
 async def ask(pool, request, *, errand=None):
-    """What `request(server)` gives, or the error that it fails with."""
+    """Send `request(server)` through the pool; return its answer, or the error that it fails with."""
     try:
         async with await pool.lease(errand or Errand("score", (0,))) as server:
             return await request(server)
@@ -63,7 +63,7 @@ async def ask(pool, request, *, errand=None):
 
 
 def incident(scenario, *, make=Server, number=1, are_ours=True, **serving):
-    """`scenario(pool, made)` beside the pool's watch; `made` are all backend objects, by the replica's number."""
+    """Run `scenario(pool, made)` beside the pool's watch. `made` has all backend objects, by the replica's number."""
 
     async def run():
         made = [[] for _ in range(number)]

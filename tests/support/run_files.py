@@ -1,4 +1,4 @@
-"""Directories of runs as a run leaves them, and the text of pages about them."""
+"""Makes run directories as a run leaves them, and reads the text of pages about them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def make_run(path, samples=(), rows=(), summary=None):
 
 
 class Tags(HTMLParser):
-    """Tags and attributes of a page, and its text."""
+    """Collects the tags and attributes of a page, and its text."""
 
     def __init__(self, page):
         super().__init__()

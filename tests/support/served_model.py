@@ -1,4 +1,4 @@
-"""A `spot-async serve` that runs, as OpenAI's client sees it and as its statistics do."""
+"""Gives tests a running `spot-async serve`, through OpenAI's client and through its statistics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spot_async.serving import api
 
 KEY = "a-secret"
 AUTHORIZATION = {"Authorization": f"Bearer {KEY}"}
-ENDLESS = 19000  # tokens of a response that nobody waits for
+ENDLESS = 19000  # so many tokens take longer than any test waits
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One server, which was started with `KEY`."""
+    """A server that was started with `KEY`."""
 
     url: str
     model: Path
@@ -38,7 +38,7 @@ class ServedModel:
         return wire.decode(httpx.get(self.url + api.STATS, headers=AUTHORIZATION).content, api.Stats)
 
     def until(self, reached: Callable[[api.Stats], bool]) -> api.Stats:
-        """The server notices a hang-up by itself; requests of our own show when it has."""
+        """Ask for statistics until `reached`, and return them. The server notices a hang-up only after a while."""
         for _ in range(2000):
             found = self.stats()
             if reached(found):
@@ -50,7 +50,7 @@ class ServedModel:
 
 
 def completing(served: ServedModel, client: openai.OpenAI, default_prompt: str) -> Callable[..., Any]:
-    """A completion of the served model; what OpenAI's client does not know goes to `more`."""
+    """Return a function that asks for a completion. Fields that OpenAI's client does not know go to `more`."""
 
     def complete(prompt: Any = default_prompt, more: dict[str, Any] | None = None, **fields: Any) -> Any:
         return client.completions.create(model=served.model.name, prompt=prompt, extra_body=more, **fields)

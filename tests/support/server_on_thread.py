@@ -1,8 +1,7 @@
-"""Our own server on threads of this process, for tests whose subject is what it is asked and not its process.
+"""Runs our own server on threads of this process, for tests that are about its answers and not about its process.
 
-It is spoken to over its socket, as ever. What is saved are the seconds in which a process of its own imports torch and
-transformers. That such a process starts, ends and dies as it should is the subject of `test_serving.py` and of the
-drills of real processes.
+Tests talk to it over its socket, as always. This saves the seconds in which a process of its own would import torch and
+transformers. `test_serving.py` and the drills test real processes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from spot_async.serving.settings import EngineSettings, ServeSettings
 
 
 async def start(server: LocalServer, stack: contextlib.AsyncExitStack) -> Address:
-    """Takes the place of `LocalServer._start`."""
+    """Start a server on threads, in place of `LocalServer._start`."""
     own = server._settings
     directory = stack.enter_context(private_directory("spot-async-"))
     uds = None if own.port else str(directory / "http")
@@ -59,5 +58,5 @@ async def _serving(settings: ServeSettings, credentials: Credentials) -> AsyncIt
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for the test's own process."""
+        """Capture none: signals belong to the test's own process."""
         yield

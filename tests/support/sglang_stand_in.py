@@ -1,4 +1,4 @@
-"""SGLang where none runs: replies recorded from 0.5.23, and a stand-in that answers with them."""
+"""Stands in for SGLang: answers with replies that were recorded from 0.5.23."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDED = Path(__file__).parents[1] / "recorded" / "sglang_0.5.23" / "replies.j
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
 VOCAB = 512
 PROMPT = np.array([263, 301, 88, 17, 402], np.int32)
-RESPONSE = np.array([511, 88, 83, 300, 511], np.int32)  # with the last token of the vocabulary
+RESPONSE = np.array([511, 88, 83, 300, 511], np.int32)  # 511 is the last token of the vocabulary
 
 
 def recorded(name: str) -> Any:
@@ -38,7 +38,7 @@ def soon(seconds: float = 60.0) -> float:
 
 @dataclass
 class StandIn:
-    """Answers each path from a list of (status, body), the last of which stays; notes what it was asked."""
+    """Answers each path with the next of a list of (status, body), whose last one repeats. Notes what it was asked."""
 
     replies: dict[str, list[tuple[int, bytes]]]
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -80,7 +80,7 @@ def ok(**fields: Any) -> list[tuple[int, bytes]]:
 async def connected(
     model: Path, tmp_path: Path, *, generation_temperature: Any = "request", **replies: Any
 ) -> AsyncIterator[tuple[SglangBackend, StandIn]]:
-    """A backend as after start-up, and what it talks to."""
+    """Enter a backend that has just started, and its stand-in."""
     stand_in = StandIn({f"/{path}": answers for path, answers in replies.items()})
     server = await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)
     settings = SglangBackend.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")

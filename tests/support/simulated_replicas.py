@@ -1,4 +1,4 @@
-"""A training run over simulated replicas, on virtual time, and what befalls them."""
+"""Runs a training over simulated replicas on virtual time, with faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOW = Rates(tokens_per_s=200.0, tokens_per_s_each=20.0)
 
 
 class Probing:
-    """A policy with the traffic of SPOT and no arithmetic: a rollout, then probes and candidates at once."""
+    """A policy with SPOT's requests and without its arithmetic: a rollout, then probes and candidates at once."""
 
     needs = PolicyNeeds(probes_per_prompt=3)
 
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def train(servers, trouble, *, max_dead_share=0.1, timeline=None, trainer=None, **settings):
-    """A whole run over a pool of `servers`, with `trouble(servers)` as a task beside it; told to a `timeline`."""
+    """Run over a pool of `servers`, with `trouble(servers)` as a task beside it. `timeline` is told of all events."""
 
     async def scenario():
         pool = pool_of_servers(servers, **settings)
@@ -140,7 +140,7 @@ def servers(number, **settings):
 
 
 def at_random(rng):
-    """Kills, freezes, missed weights and storms of refusals, for as long as the run goes on."""
+    """Return trouble at random: kills, freezes, missed weights and storms of refusals, as long as the run goes on."""
 
     async def trouble(servers):
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A run of a policy on simulated services and virtual time."""
+"""Runs a policy on simulated services and virtual time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROBLEMS = 32
 
 
 class PlainVocabulary:
-    """Ids as text, or every token as the same `token`; what `Stages` needs of a vocabulary."""
+    """What `Stages` needs of a vocabulary. Text is the ids, or the same `token` for each."""
 
     def __init__(self, end_token_ids=(END_TOKEN,), token=None):
         self.end_token_ids = end_token_ids
@@ -71,7 +71,7 @@ class Journal:
 
 
 class Counting(SimulatedStudent):
-    """A generator that remembers which prompts it was asked."""
+    """A student that counts how often it was asked for each prompt."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Counting(SimulatedStudent):
 
 
 class Undecided(SimulatedVerifier):
-    """Gives no evidence for one response in six, whatever is asked again."""
+    """A verifier that never decides one response in six, however often it is asked."""
 
     async def verify(self, problem, response_text, *, deadline):
         verdict = await super().verify(problem, response_text, deadline=deadline)
@@ -95,7 +95,7 @@ def context(**settings):
 
 
 def prompts(answer="1"):
-    """Every problem again in each epoch."""
+    """Return prompts; every epoch has every problem."""
     for ordinal in range(100 * PROBLEMS):
         index = ordinal % PROBLEMS
         problem = Problem(id=f"p{index}", text=f"problem {index}", answer=answer)
@@ -117,8 +117,10 @@ def run(
     answer="1",
     **services,
 ):
-    """Run on virtual time; returns trainer, journal, stages. One request at a time of the `narrow` stage;
-    `end_token` is the student's, `token` the text of all of its tokens."""
+    """Run on virtual time; return trainer, journal and stages.
+
+    The stage `narrow` has one request in flight at a time. `end_token` is the student's, `token` every token's text.
+    """
     student = SimulatedStudent()
     needs = policy.needs
     offered = {

@@ -1,6 +1,6 @@
-"""vLLM where none runs: replies recorded from 0.32.0, and a small server for what cannot run on a CPU.
+"""Stands in for vLLM: replies recorded from 0.32.0, and a small server for what vLLM cannot run on a CPU.
 
-The stand-in answers as vLLM 0.32 with the V2 model runner and as vLLM 0.25 do by their sources; it serves a table of
+The server answers as vLLM 0.32 with the V2 model runner or as vLLM 0.25, by their sources. Its model is a table of
 next-token distributions.
 """
 
@@ -38,11 +38,11 @@ def soon(seconds: float = 60.0) -> float:
 
 
 class Raw(str):
-    """A reply that is no JSON."""
+    """A reply that is not JSON."""
 
 
 def as_before_0_32(reply: Any) -> Any:
-    """The same reply in the shape that versions up to 0.31 gave it."""
+    """Return the same reply in the shape of versions up to 0.31."""
     for entry in reply["choices"][0]["logprobs"]["content"]:
         for token in (entry, *entry["top_logprobs"]):
             token["token"] = f"token_id:{token.pop('token_id')}"
@@ -51,7 +51,7 @@ def as_before_0_32(reply: Any) -> Any:
 
 
 class StandIn:
-    """A server whose next token depends on the last one alone: row `i` of the table (V, V) follows token `i`."""
+    """A server whose next token depends only on the last one: row `i` of its table (V, V) follows token `i`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class StandIn:
         return 200, {**reply, "choices": [choice]}
 
     def entries(self, before: int, token: int, count: int) -> list[tuple[int, float]]:
-        """The token itself, then the likeliest others."""
+        """Return the token itself, then the likeliest others."""
         row = self.table[before]
         best = [int(v) for v in np.argsort(-row)[:count] if v != token]
         return [(v, float(np.float32(row[v]))) for v in (token, *best)]
@@ -173,7 +173,7 @@ class StandIn:
                 body = await reader.readexactly(int(lengths[0])) if lengths else b""
                 path = head.split()[1]
                 status, reply = self.answer(path, json.loads(body) if body and body != b"null" else None)
-                if path == self.hold:  # done, but the answer never comes
+                if path == self.hold:  # the work is done, but the answer never comes
                     self.held.set()
                     await asyncio.sleep(3600.0)
                 content = reply.encode() if isinstance(reply, Raw) else json.dumps(reply).encode()
@@ -187,7 +187,7 @@ Connect = Callable[..., Any]
 
 
 def connecting(model: Path, run_directory: Path) -> Connect:
-    """`connect(role, **stand_in)`: a backend on a stand-in, both entered."""
+    """Return `connect(role, **stand_in)`, which enters a stand-in and a backend on it."""
     tokenizer = load_tokenizer(model)
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Next-token distributions over whole vocabularies, and what is computed on them the plain way, in float64."""
+"""Makes next-token distributions over whole vocabularies, and computes on them the plain way, in float64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def heavy_tailed() -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """Teacher and student log-probabilities (T, V) as reasoning models have them, in float64.
+    """Return a function that makes a teacher's and a student's log-probabilities (T, V) in float64.
 
-    Zipf-like tails; four rows of five nearly sure of one token, most others torn between a few, some broad. The student
-    is a warmer or colder, noisier teacher.
+    They look like reasoning models': with Zipf-like tails, four rows of five nearly sure of one token, most others torn
+    between a few, some broad. The student is a warmer or colder, noisier teacher.
     """
 
     def make(seed: int, positions: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +35,10 @@ def heavy_tailed() -> Callable[..., tuple[np.ndarray, np.ndarray]]:
 
 @pytest.fixture(scope="session")
 def dense_scores() -> Callable[..., dict[str, np.ndarray]]:
-    """Every part of the acquisition score over whole distributions (T, V); shares no code with the package."""
+    """Return a function that computes every part of the acquisition score over whole distributions (T, V).
+
+    It shares no code with the package.
+    """
 
     def scores(teacher: np.ndarray, student: np.ndarray, k: int, lambda_mass: float = 0.5) -> dict[str, np.ndarray]:
         p, q = np.exp(teacher), np.exp(student)
@@ -72,7 +75,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def recomputed() -> Callable[..., np.ndarray]:
-    """Rows as another computation might give them: every log-probability moved by at most `noise_nats`."""
+    """Return a function that gives rows as another computation might, with each log-probability off by the noise."""
 
     def again(logprobs: np.ndarray, noise_nats: float, seed: int, pattern: str = "even") -> np.ndarray:
         draw, half = np.random.default_rng(seed), noise_nats / 2
@@ -80,7 +83,7 @@ def recomputed() -> Callable[..., np.ndarray]:
             moves = draw.uniform(-half, half, logprobs.shape)
         elif pattern == "signs":
             moves = draw.choice([-half, half], logprobs.shape)
-        else:  # all likely tokens one way, all others the other way
+        else:  # likely tokens are moved one way, all others the other way
             level = np.quantile(logprobs, draw.uniform(0.3, 0.99), axis=-1, keepdims=True)
             moves = np.where(logprobs > level, half, -half) * draw.choice([-1.0, 1.0], (len(logprobs), 1))
         return log_softmax(logprobs + moves)
