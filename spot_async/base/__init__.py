@@ -1,1 +1,1 @@
-"""What every room stands on: asyncio, retries, wire encoding, text, seeds. It knows nothing of distillation."""
+"""Helpers that every room uses: asyncio, retries, wire encoding, text, seeds. They know nothing of distillation."""

@@ -1,5 +1,7 @@
-"""Names of this very machine, as settings and requests write them. A name that only resolves to it is not one: whoever
-owns the name can let it mean this machine, and so let a web page of theirs ask what listens here (DNS rebinding).
+"""Tells whether a host name can only mean this machine.
+
+A name that merely resolves to this machine does not count. Its owner can point it here at any time, and then their web
+page can ask whatever listens here (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host can mean nothing but this machine."""
+    """Return whether a host can only mean this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -18,7 +20,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(authority: str) -> str:
-    """The host of a `Host` header: of `localhost:8000`, `[::1]:8000` or either without the port."""
+    """Return the host of a `Host` header such as `localhost:8000` or `[::1]:8000`, with or without the port."""
     if authority.startswith("["):
         return authority[1:].partition("]")[0]
     return authority.partition(":")[0]

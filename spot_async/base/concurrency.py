@@ -1,4 +1,4 @@
-"""What every part does with asyncio: tasks that run and fail together (`asyncio.TaskGroup`), requests sent again."""
+"""Shared asyncio helpers: tasks that run and fail together (`asyncio.TaskGroup`), and requests that are sent again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ U = TypeVar("U")
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order. The first failure cancels the rest and is raised by itself, not in a group."""
+    """Return the results in order. The first failure cancels the rest and is raised by itself, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -43,9 +43,10 @@ async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) ->
 
 
 async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """All of them to their end, also when others fail: then one failure is raised by itself, several as a group.
+    """Run all coroutines to their end, also when some fail. A cancellation from outside reaches all of them.
 
-    For what must not be cut short, such as leaving. A cancellation from outside reaches all of them.
+    Raises a single failure by itself and several as a group. Use it for work that must not be cut short, such as
+    leaving contexts.
     """
     failures: list[Exception] = []
 
@@ -66,7 +67,7 @@ async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 @asynccontextmanager
 async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run each of them while inside, and cancel them on leaving. What one raises ends the inside, as a group."""
+    """Run the loops during the `with` block and cancel them at its end. If one raises, the block ends with a group."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each(), name=each.__qualname__) for each in loops]
         try:
@@ -77,7 +78,7 @@ async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIte
 
 
 async def watched(run: Awaitable[T], watches: list[Callable[[], Awaitable[None]]]) -> T:
-    """Run while children live; the first that dies by itself cancels everything with its `ProcessDiedError`."""
+    """Return what `run` gives, while child processes live. The first to die cancels all with its `ProcessDiedError`."""
     async with asyncio.TaskGroup() as group:
 
         async def watch(each: Callable[[], Awaitable[None]]) -> None:
@@ -91,7 +92,7 @@ async def watched(run: Awaitable[T], watches: list[Callable[[], Awaitable[None]]
 
 
 async def while_alive(run: Awaitable[T], watch: Callable[[], Awaitable[None]]) -> T:
-    """`watched` by one. The first failure of either is raised by itself, not in a group."""
+    """Do as `watched` with one child. The first failure is raised by itself, not in a group."""
     try:
         return await watched(run, [watch])
     except BaseExceptionGroup as failures:
@@ -100,7 +101,7 @@ async def while_alive(run: Awaitable[T], watch: Callable[[], Awaitable[None]]) -
 
 @asynccontextmanager
 async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
-    """All of them entered at once and left at once; what entered is left whatever happens to the others."""
+    """Enter all resources at once and leave them at once. What was entered is left even if others fail."""
     entered: list[AbstractAsyncContextManager[Any]] = []
 
     async def enter(resource: AbstractAsyncContextManager[Any]) -> None:
@@ -120,9 +121,9 @@ async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator
 async def sent_again(
     ask: Callable[[], Awaitable[T]], retry: RetryPolicy, deadline: float, *, jitter: Callable[[], float], what: str
 ) -> T:
-    """What `ask` gives, asked again as `retry` says until `deadline` (loop time). For requests outside of stages.
+    """Return what `ask` gives; ask again as `retry` says until `deadline` (loop time). For requests outside of stages.
 
-    `jitter` is uniform in [0, 1); the log names them as `what`. Raises the last failure.
+    `jitter` returns numbers uniform in [0, 1). `what` names the request in the log. Raises the last failure.
     """
     failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
     while True:
@@ -139,7 +140,7 @@ async def sent_again(
 
 
 def first_error(failures: BaseException) -> BaseException:
-    """The first leaf of a group, what failed first and the others followed from; of a plain exception itself."""
+    """Return the first leaf of a group, which failed first and caused the others. A plain exception is returned."""
     error: BaseException = failures
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -147,28 +148,29 @@ def first_error(failures: BaseException) -> BaseException:
 
 
 def error_words(error: BaseException) -> str:
-    """An error in one line; where it is none of ours, what it is called too."""
+    """Return an error in one line; with its type where it is not a `SpotError`."""
     words = " ".join(str(error).split())
     return words if isinstance(error, SpotError) else f"{type(error).__name__}: {words}"
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """All exceptions inside nested groups, in order; a plain exception is its own leaf."""
+    """Return all exceptions inside nested groups, in order. A plain exception is its own leaf."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]
 
 
 def budget_error(error: BaseException) -> BudgetSpentError:
-    """The first one inside an `except* BudgetSpentError`."""
+    """Return the first `BudgetSpentError` inside a group that `except*` caught."""
     return next(leaf for leaf in leaves(error) if isinstance(leaf, BudgetSpentError))
 
 
 def root_cause(error: BaseException) -> SpotError:
-    """The error in a group from which the others followed. Raises it, with its trace, when it is a bug."""
+    """Return the error in a group that caused the others. Raises the group, with its trace, if one of them is a bug."""
     failures = leaves(error)
     for failure in failures:
-        if isinstance(failure, StalledError):  # what hung may end in any way once it is cancelled
+        # What hung may fail in any way once it is cancelled, so the stall is the cause.
+        if isinstance(failure, StalledError):
             return failure
     for failure in failures:
         if not isinstance(failure, SpotError):

@@ -16,12 +16,12 @@ Group = Literal["backends", "policies", "verifiers"]
 
 
 def names(group: Group) -> list[str]:
-    """Installed plug-in names, sorted."""
+    """Return the names of installed plug-ins, sorted."""
     return sorted(point.name for point in entry_points(group=f"spot_async.{group}"))
 
 
 def load(group: Group, kind: str) -> Any:
-    """The plug-in class called `kind`. Raises ValueError, with the nearest name, when there is none."""
+    """Return the plug-in class called `kind`. Raises ValueError, with the nearest name, when there is none."""
     if ":" in kind:
         module_name, _, class_name = kind.partition(":")
         try:
@@ -43,7 +43,7 @@ def load(group: Group, kind: str) -> Any:
 
 
 def _where_to_look(error: Exception, module_name: str) -> str:
-    """What to do about a module of the user's that Python does not find: a command does not search where it runs."""
+    """Say how to make Python find the user's module: commands do not search the directory they are run in."""
     first = module_name.partition(".")[0]
     if not (isinstance(error, ModuleNotFoundError) and error.name == first):
         return ""

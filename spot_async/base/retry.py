@@ -1,4 +1,4 @@
-"""Whether and when a failed request is sent again. Pure: no clock, no randomness of its own."""
+"""Decides whether and when a failed request is sent again. Pure: no clock and no randomness of its own."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import msgspec
 
 from spot_async.errors import DeadlineExceededError, FailureClass, RequestError, ThrottledError
 
-DEFAULT_ATTEMPTS = 8  # they take 12 to 24 s: longer than a dropped connection or a server's reload
-POISONED_ATTEMPTS = 2  # a reply is damaged once by chance, or every time because of the request
+DEFAULT_ATTEMPTS = 8  # these take 12 to 24 s, longer than a dropped connection or a server's reload lasts
+POISONED_ATTEMPTS = 2  # a reply is damaged either once, by chance, or every time, because of the request
 BASE_DELAY_S = 0.25
 MAX_DELAY_S = 8.0
 MAX_DOUBLINGS = 16  # enough to reach the largest delay; without a limit the power would overflow
-RETRY_AFTER_SPREAD = 0.1  # share of the pause asked for, so that an endpoint's clients do not all come back at once
+RETRY_AFTER_SPREAD = 0.1  # random share of the pause added to it, so that clients do not all return at once
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
-    """Each class of failure has a budget of its own, and failures are counted by class:
+    """How often a request is sent. Failures are counted, and limited, class by class:
 
-    * permanent: sent once.
-    * throttled: without limit, after as long as the endpoint asks for (at most `LONGEST_PAUSE_S`: `ThrottledError`).
-    * transient: at most `attempts` times, with delays that grow exponentially, with jitter.
-    * poisoned: once more, elsewhere where there is another server.
+    * permanent: the request is sent once.
+    * throttled: any number of times, each after the pause that the endpoint asks for (see `ThrottledError`).
+    * transient: at most `attempts` times, after jittered delays that grow exponentially.
+    * poisoned: twice, the second time to another server where there is one.
 
-    The request's deadline, which the caller knows, ends them all.
+    In every class the request's deadline, which the caller knows, ends the attempts.
     """
 
     attempts: int
 
     def delay_s(self, error: RequestError, failures: int, jitter: float) -> float | None:
-        """Seconds to wait after the `failures`-th failure (from 1) of this error's class, None to give up.
+        """Return the seconds to wait after the `failures`-th failure (from 1) of this error's class; None to give up.
 
         `jitter` is uniform in [0, 1).
         """

@@ -1,4 +1,4 @@
-"""Strings as people read them, wherever something is shown: terminal, pages and one-line messages."""
+"""Formats values and errors for people: in the terminal, on pages and in one-line messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def with_error(share: float, standard_error: float | None, *, signed: bool = False) -> str:
-    """`61.5 ±2.6`: a share and its standard error, both in percent; without the error where it is None or NaN."""
+    """Return `61.5 ±2.6`: a share and its standard error in percent, without the error if it is None or NaN."""
     text = f"{100 * share:{'+' if signed else ''}.1f}"
     if standard_error is None or not math.isfinite(standard_error):
         return text
@@ -29,25 +29,25 @@ def rough_time(seconds: float) -> str:
 
 
 def shortened(text: str, characters: int) -> str:
-    """The text's first `characters`, with an ellipsis where there are more."""
+    """Return the text's first `characters`, with an ellipsis if there are more."""
     return text if len(text) <= characters else f"{text[:characters]}…"
 
 
 def kind_of_value(value: object) -> str:
-    """What YAML and JSON call a plain value."""
+    """Return what YAML and JSON call this type of value."""
     kinds = {dict: "a mapping", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, for errors that must fit on one."""
+    """Return the first line of an exception's message, for errors that must be one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def visible(text: str) -> str:
-    """Text whose every character shows: control and direction characters become symbols.
+    """Return the text with control and direction characters replaced by visible symbols.
 
-    A terminal obeys escape sequences and a browser obeys direction overrides, whoever wrote them.
+    Terminals obey escape sequences and browsers obey direction overrides, even those in text that a model wrote.
     """
     return "".join(map(_shown, text))
 
@@ -58,6 +58,6 @@ def _shown(character: str) -> str:
     category = unicodedata.category(character)
     if category == "Cc":
         return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "�"
-    if category in ("Cf", "Cs", "Zl", "Zp") and character != "\u200d":  # the joiner makes emoji, and harms nobody
+    if category in ("Cf", "Cs", "Zl", "Zp") and character != "\u200d":  # this joiner makes emoji and is harmless
         return "�"
     return character

@@ -1,4 +1,4 @@
-"""A waiting room as a pure state machine: a bounded priority queue whose entries may leave early."""
+"""The waiting room of a stage or role: a bounded priority queue whose entries may leave early. A pure state machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordin
 
 
 class Mailbox:
-    """Tickets by priority, then by arrival."""
+    """Tickets in order of priority, then of arrival."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -20,7 +20,7 @@ class Mailbox:
         return len(self._waiting)
 
     def add(self, priority: Priority) -> int:
-        """Enter; returns a ticket. Admission bounds the entries, so a full mailbox is a bug."""
+        """Enter the queue and return a ticket. Admission bounds the entries, so a full mailbox is a bug."""
         if len(self._waiting) >= self._capacity:
             raise OverflowError(f"mailbox holds {self._capacity} requests already: admission let in too many")
         ticket = self._arrivals
@@ -30,11 +30,11 @@ class Mailbox:
         return ticket
 
     def discard(self, ticket: int) -> None:
-        """Leave without being served."""
+        """Leave the queue without being served."""
         self._waiting.discard(ticket)
 
     def pop(self) -> int | None:
-        """The ticket to serve next: smallest priority, then earliest arrival; None when empty."""
+        """Return the ticket to serve next: smallest priority, then earliest arrival; None when empty."""
         while self._heap:
             _, ticket = heapq.heappop(self._heap)
             if ticket in self._waiting:
@@ -43,6 +43,6 @@ class Mailbox:
         return None
 
     def put_back(self, priority: Priority, ticket: int) -> None:
-        """It was popped, but cannot be served yet: it waits on as if it had not been."""
+        """Undo `pop` for a ticket that cannot be served yet. It keeps its place in the queue."""
         heapq.heappush(self._heap, (priority, ticket))
         self._waiting.add(ticket)

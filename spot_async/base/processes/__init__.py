@@ -1,1 +1,1 @@
-"""Processes of a run: children that cannot outlive their parent, the cores they may use, what they do with memory."""
+"""Helpers for a run's processes: children that cannot outlive their parent, their cores, files and memory settings."""

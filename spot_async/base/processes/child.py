@@ -1,8 +1,8 @@
-"""Child processes that are supervised: own process group, log file, and no way to outlive their parent.
+"""Child processes with their own process group and log file, which cannot outlive their parent.
 
-A child that ends by itself raises `ProcessDiedError` from `watch`, naming the signal or exit code and
-the last lines of its log. `stop` ends everything below it: SIGTERM, a grace period, SIGKILL. A foreign program,
-which cannot call `exit_with_parent`, runs under a guard of ours (`guard.py`).
+`watch` raises `ProcessDiedError` when a child ends by itself. The error names the signal or exit code, and an error
+from the end of the log. `stop` ends the child and everything below it: SIGTERM, a grace period, SIGKILL. A foreign
+program cannot call `exit_with_parent`, so it runs under our guard (`guard.py`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from spot_async.base.processes import guard
 from spot_async.errors import ProcessDiedError, StorageError
 
 LOG_TAIL_BYTES = 4096
-LOG_SEARCH_BYTES = 1 << 16  # looked through for what went wrong before the last words
+LOG_SEARCH_BYTES = 1 << 16  # the end of a log that is searched for earlier errors
 LINE_CHARACTERS = 300
-LAST_WORDS = 5  # lines of a log to look at: interpreters write more after the exception that ended a program
+# Last lines of a log that are searched for an error: interpreters write more after the exception that ended a program.
+LAST_WORDS = 5
 STOP_GRACE_S = 5.0
-FOREIGN_GRACE_S = 15.0  # inference servers take their time to stop, and leave shared memory behind when killed
-GUARD_MARGIN_S = 5.0  # by which a guard is given longer than what it guards
-OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # misleads an interpreter of another one
+FOREIGN_GRACE_S = 15.0  # inference servers stop slowly, and leave shared memory behind when killed
+GUARD_MARGIN_S = 5.0  # a guard gets this much longer to stop than its program
+OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # they mislead the interpreter of another environment
 _PR_SET_PDEATHSIG = 1
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# At the start of a line, or after what loggers put there: a warning may quote one too.
+# Matches at the start of a line or after a logger's prefix only, since a warning may quote an exception.
 _EXCEPTION = re.compile(r"(?:^|[\])] )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|(?:[\w. -]+: )?error: .*)")
 
 
 class ChildProcess:
-    """One running child. Made by `start`."""
+    """One running child. Made by `start` or `start_foreign`."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, log_path: Path, *, is_foreign: bool = False
@@ -61,8 +62,10 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         cores: Collection[int] | None = None,
     ) -> ChildProcess:
-        """Start `argv` in a session of its own, on other `cores` than ours where some are given; stdout and stderr go
-        to `log_path`."""
+        """Start `argv` in a session of its own, with stdout and stderr in `log_path`.
+
+        With `cores` the child is bound to those, else it shares ours.
+        """
         return cls(name, await _spawn(argv, log_path, {**os.environ, **(environment or {})}, cores), log_path)
 
     @classmethod
@@ -76,10 +79,10 @@ class ChildProcess:
         cores: Collection[int] | None = None,
         secret: str | None = None,
     ) -> ChildProcess:
-        """Start a program that knows nothing of us, so that nothing of it outlives its end, `stop` or our own death.
+        """Start a program of others under a guard: no process of it outlives its own end, `stop` or our death.
 
-        `pid` is the guard's. What Python modules are found by comes from `environment` alone. Where the program says
-        `secret`, its log has asterisks.
+        `pid` is the guard's. The program gets our environment, but PYTHONPATH and PYTHONHOME only from `environment`.
+        The log shows asterisks in place of `secret`.
         """
         hidden = {guard.SECRET_VARIABLE: secret} if secret is not None else {}
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
@@ -91,13 +94,13 @@ class ChildProcess:
         return self._process.pid
 
     async def watch(self) -> None:
-        """Return when the child was stopped on purpose; raise `ProcessDiedError` when it ended by itself."""
+        """Return when the child was stopped on purpose. Raises `ProcessDiedError` when it ended by itself."""
         code = await self._process.wait()
         if not self._stopping:
             raise ProcessDiedError(self.describe_end(code))
 
     def describe_end(self, code: int) -> str:
-        """One line: who ended, how, and the last error in the last lines of its log, or its last line."""
+        """Say in one line which child ended, how, and with which error at the end of its log, or else its last line."""
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
@@ -107,23 +110,23 @@ class ChildProcess:
         return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
 
     def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
-        """The end of the child's log; empty where it cannot be read, which must not hide how the child ended."""
+        """Return the end of the child's log. An unreadable log gives "": it must not hide how the child ended."""
         with contextlib.suppress(OSError):
             return _tail(self.log_path, size)
         return ""
 
     def last_lines(self, count: int) -> list[str]:
-        """The log's last lines that say something, without terminal colours and overwritten progress bars."""
+        """Return the log's last `count` lines that are not empty, without terminal colours and old progress bars."""
         return _readable(self.log_tail())[-count:]
 
     def earlier_errors(self, count: int, before: int) -> list[str]:
-        """What exceptions said before the last lines, each once: the cause is often far above its consequences."""
+        """Return the messages of exceptions above the last lines, each once. A cause often stands far above."""
         lines = _readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
         said = dict.fromkeys(found[1] for line in lines if (found := _EXCEPTION.search(line)))
         return [*said][-count:]
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End the child and everything below it; returns when it is gone. Idempotent."""
+        """End the child and everything below it; return when it is gone. Idempotent."""
         self._stopping = True
         if grace_s is None:
             grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S if self._is_foreign else STOP_GRACE_S
@@ -142,7 +145,7 @@ class ChildProcess:
     def _terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self._is_foreign:
-                os.kill(self.pid, signal.SIGTERM)  # the guard, which asks the program to end and sees to the rest
+                os.kill(self.pid, signal.SIGTERM)  # the guard: it stops the program and whatever the program leaves
             else:
                 os.killpg(self.pid, signal.SIGTERM)
 
@@ -150,13 +153,13 @@ class ChildProcess:
         below = guard.process_tree(self.pid) if self._process.returncode is None else {}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        for pid in below:  # those in sessions of their own too
+        for pid in below:  # also those in their own sessions
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def log_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a log that say something, as `ChildProcess.last_lines`. Raises OSError."""
+    """Return a log's last `count` lines that are not empty, as `ChildProcess.last_lines`. Raises OSError."""
     return _readable(_tail(path, LOG_TAIL_BYTES))[-count:]
 
 
@@ -167,7 +170,7 @@ def _tail(path: Path, size: int) -> str:
 
 
 def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """What a program of another Python environment is given: ours, without what our modules are found by, and `own`."""
+    """Return the environment for a program of another Python environment: `own` over ours without PYTHONPATH."""
     return {**{name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}, **own}
 
 
@@ -193,14 +196,14 @@ async def _spawn(
 
 def _open_log(path: Path) -> BinaryIO:
     try:
-        path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was taken away stays so
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was removed is not made again
         return path.open("ab")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def tree_cpu_s(root: int) -> float:
-    """CPU seconds that a process and its living descendants have used; NaN where there is no /proc."""
+    """Return the CPU seconds that a process and its living descendants have used; NaN where there is no /proc."""
     tree = guard.process_tree(root)
     if not tree:
         return math.nan
@@ -209,17 +212,17 @@ def tree_cpu_s(root: int) -> float:
 
 
 def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook` for a process whose interpreter might not come to its end: print the trace and be gone."""
+    """Print the trace and exit: a `sys.excepthook` for a process whose interpreter might hang on its way out."""
     sys.__excepthook__(kind, error, trace)
     sys.stderr.flush()
     os._exit(1)
 
 
 def exit_with_parent() -> None:
-    """In a child of `ChildProcess`, first of all: be killed when the parent dies, however it dies, and use the cores
-    that it gave.
+    """Make this child die with its parent, however the parent dies, and bind it to the cores that the parent gave.
 
-    Linux only; elsewhere, and in a process that a person started, a no-op.
+    The first thing that a child of `ChildProcess` calls. Linux only; a no-op elsewhere, and in a process that a person
+    started.
     """
     guard.take_given_cores()
     expected_parent = os.environ.get("SPOT_ASYNC_PARENT")
@@ -227,4 +230,4 @@ def exit_with_parent() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(expected_parent):
-        os._exit(1)  # it died before we asked
+        os._exit(1)  # the parent died before we asked

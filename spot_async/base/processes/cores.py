@@ -1,8 +1,8 @@
-"""Which of a machine's cores the processes of a run use: some servers have cores of their own, the rest is shared.
+"""Divides a machine's cores among the processes of a run: some servers get their own, the rest are shared.
 
-An engine is slower where it waits for its core, or loses its caches, each time that the orchestrator or another server
-wakes up. The settings say who wants cores (`own_cores`). Those servers are bound, and so is the orchestrator with all
-that it starts, but for the trainer: in strict mode nothing else has work while it trains.
+An engine on shared cores waits, and loses its caches, each time the orchestrator or another server wakes up. The
+setting `own_cores` says which servers want cores. Those are bound to their own. The orchestrator and everything it
+starts are bound to the rest, except the trainer: in strict mode nothing else has work while it trains.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CoreShares:
-    """Cores by their numbers."""
+    """Which core numbers each server owns, and which are shared."""
 
-    available: frozenset[int] = frozenset()  # that the run may use; empty where processes cannot be bound
+    available: frozenset[int] = frozenset()  # all that the run may use; empty where processes cannot be bound
     own: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by server
     warnings: Sequence[str] = ()
 
     @property
     def shared(self) -> frozenset[int]:
-        """For all that have none of their own."""
+        """The cores for all processes that have none of their own."""
         return self.available.difference(*self.own.values())
 
 
 def available_cores() -> frozenset[int]:
-    """Those that this process may use; empty where the system binds none (it is not Linux, or it refuses)."""
+    """Return the cores that this process may use; empty where processes cannot be bound (not Linux, or refused)."""
     try:
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)
@@ -39,14 +39,14 @@ def available_cores() -> frozenset[int]:
 
 
 def usable_cores() -> int:
-    """How many this process may use, at least 1."""
+    """Return how many cores this process may use, at least 1."""
     return len(available_cores()) or os.cpu_count() or 1
 
 
 def share_cores(available: Collection[int], wanted: Mapping[str, int]) -> CoreShares:
     """Give each server as many cores as it wants, from the highest number down; at least one stays shared.
 
-    Nobody gets any where they are not enough: a run goes on without, and slower.
+    If there are too few cores, no server gets its own. The run then continues, more slowly.
     """
     wanted = {server: count for server, count in wanted.items() if count}
     if wanted and sum(wanted.values()) >= len(available):
@@ -69,8 +69,8 @@ def confined(shares: CoreShares) -> Iterator[None]:
         return
     before: dict[int, Collection[int]] = {}
     ours = os.sched_getaffinity(0)
-    for thread in _threads():  # new ones, and new processes, are bound as the thread that starts them
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+    for thread in _threads():  # new threads and processes inherit the cores of the thread that starts them
+        with contextlib.suppress(OSError):  # the thread has ended
             before[thread] = os.sched_getaffinity(thread)
             os.sched_setaffinity(thread, shares.shared)
     try:
@@ -82,5 +82,5 @@ def confined(shares: CoreShares) -> Iterator[None]:
 
 
 def _threads() -> list[int]:
-    """The ids of this process's threads."""
+    """Return the ids of this process's threads."""
     return [int(thread.name) for thread in Path("/proc/self/task").iterdir()]

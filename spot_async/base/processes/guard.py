@@ -1,12 +1,13 @@
-"""Runs one foreign program, and lets nothing of it outlive the program's end, a stop, or our parent's death.
+"""Runs one foreign program and ends its whole process tree when it ends, is stopped, or our parent dies.
 
     python -I -S guard.py GRACE_S COMMAND [ARGUMENT]...
 
-Inference servers start processes of their own, some in sessions of their own, and leave them behind when they are
-killed; they cannot be asked to die with the orchestrator either. The guard can: the kernel sends it SIGTERM when
-the orchestrator dies, however it dies, and hands it every orphan of the program. It ends as the program ended.
-A file of its own without an import of ours: it starts in milliseconds and reads nothing of the environment, which is
-the program's. What only Linux has (both of the above) is left out elsewhere.
+Inference servers start further processes, some in their own sessions, and leave them behind when killed. Nor can they
+be asked to die with the orchestrator. The guard can: the kernel sends it SIGTERM when the orchestrator dies, however
+that happens, and makes it the parent of the program's orphans. Only Linux does both; elsewhere they are left out.
+
+The guard exits as the program did. This file imports none of our modules, so it starts in milliseconds and is not
+affected by the environment, which is the program's.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-LEFTOVER_GRACE_S = 5.0  # how long what the program left behind gets to remove its shared memory and files
+LEFTOVER_GRACE_S = 5.0  # processes that the program left behind may remove their shared memory and files this long
 TRACKER_GRACE_S = 1.0
-LOG_GRACE_S = 5.0  # for the rest of a log, where not all that might add to it can be seen to have ended
-SECRET_VARIABLE = "SPOT_ASYNC_SECRET"  # what the program's log must not show, such as a key that the program prints
+LOG_GRACE_S = 5.0  # wait this long for the end of a log, which a process that we cannot see may hold open
+SECRET_VARIABLE = "SPOT_ASYNC_SECRET"  # a text that the log must not show, such as a key that the program prints
 REDACTED = b"***"
-CORES_VARIABLE = "SPOT_ASYNC_CORES"  # numbers of the cores that our parent wants us on
-KILL_INTERVAL_S = 0.05  # pause between two looks for processes that were started while others were killed
+CORES_VARIABLE = "SPOT_ASYNC_CORES"  # numbers of the cores to use
+KILL_INTERVAL_S = 0.05  # pause between two searches for processes that were started while others were killed
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -44,31 +45,31 @@ class Guard:
 
     def __init__(self, command: list[str]) -> None:
         prctl = _prctl()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)  # they wait until they are asked for
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)  # they stay pending until `_wait` takes them
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.environ.pop("SPOT_ASYNC_PARENT", str(os.getppid())) != str(os.getppid()):
             raise SystemExit("the orchestrator died before its server was started")
         secret = os.environ.pop(SECRET_VARIABLE, None)
-        take_given_cores()  # before there is anything that would not follow
+        take_given_cores()  # first, because only threads and processes started later follow
 
         def before_exec() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
         said, output = os.pipe() if secret else (None, None)
-        # Kept: when deleted it would wait by itself.
+        # Keep the object: a deleted Popen waits for its process, and would take the exit status from `_reap`.
         self._program = subprocess.Popen(command, preexec_fn=before_exec, stdout=output, stderr=output)
         self._log: threading.Thread | None = None
         if secret and said is not None and output is not None:
-            os.close(output)  # the program's; what it says ends with the last process that has it
+            os.close(output)  # the pipe ends when the last process below closes it, so ours must not stay open
             self._log = threading.Thread(target=_copy_without, args=(secret.encode(), said), daemon=True)
             self._log.start()
-        self.status: int | None = None  # of the program, once it ended
+        self.status: int | None = None  # the program's wait status, once it has ended
         self._has_children = True
 
     def run(self, grace_s: float) -> int:
-        """Wait for the program, or for a signal to stop it; returns its wait status when nothing is left."""
+        """Wait for the program, or for a signal to stop it. Return its wait status once no process is left."""
         if self._wait(lambda: self.status is not None, math.inf) in _STOP:
             self._signal_program(signal.SIGTERM)
             self._wait(lambda: self.status is not None, grace_s)
@@ -76,7 +77,7 @@ class Guard:
             self._signal_tree(signal.SIGTERM)
             self._wait(lambda: not self._has_children, LEFTOVER_GRACE_S)
         if self._has_children:
-            # Python's own processes that free what others leave in /dev/shm: they end by themselves after all others.
+            # Resource trackers free what others left in /dev/shm, and then end by themselves.
             self._signal_tree(signal.SIGKILL, spared="multiprocessing.resource_tracker")
             self._wait(lambda: not self._has_children, TRACKER_GRACE_S)
         while self._has_children:
@@ -88,7 +89,7 @@ class Guard:
         return self.status
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> int | None:
-        """Until `done`, a time-out, or the first stop signal of an unlimited wait, which is returned."""
+        """Wait until `done` or the time-out. An unlimited wait also ends at a stop signal, which is returned."""
         deadline = time.monotonic() + timeout_s
         self._reap()
         while not done():
@@ -100,12 +101,12 @@ class Guard:
                 if received in _STOP:
                     return received
             else:
-                signal.sigtimedwait(_AWAITED, left)  # asked to stop once more: it is under way
+                signal.sigtimedwait(_AWAITED, left)  # further stop signals change nothing: we are stopping
             self._reap()
         return None
 
     def _reap(self) -> None:
-        """Take note of every child that ended. Orphans of the program are children too."""
+        """Collect every child that has ended. The program's orphans are our children too."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._program.pid:
@@ -118,7 +119,7 @@ class Guard:
             os.kill(self._program.pid, number)
 
     def _signal_tree(self, number: int, spared: str | None = None) -> None:
-        """To everything below but what has `spared` in its command line."""
+        """Signal everything below, except processes with `spared` in their command line."""
         for pid in process_tree(os.getpid()).keys() - {os.getpid()}:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 if spared is None or spared.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -126,7 +127,8 @@ class Guard:
 
 
 def _copy_without(secret: bytes, source: int) -> None:
-    """Write what is said to our own output, line by line. What cannot be written is lost: no reason to hold it up."""
+    """Copy lines from `source` to our output without `secret`. Lines that cannot be written are lost, by intent: a full
+    disk must not stop the program."""
     with open(source, "rb") as lines:
         for line in lines:
             with contextlib.suppress(OSError):
@@ -134,7 +136,7 @@ def _copy_without(secret: bytes, source: int) -> None:
 
 
 def take_given_cores() -> None:
-    """Use the cores that our parent gave, if any. Where the system has taken them away since, go on with all."""
+    """Bind this process to the cores that our parent gave, if any. Use all if those are no longer available."""
     given = os.environ.pop(CORES_VARIABLE, None)
     if given is not None:
         try:
@@ -144,9 +146,9 @@ def take_given_cores() -> None:
 
 
 def process_tree(root: int) -> dict[int, list[str]]:
-    """A process and its living descendants, each with its fields of /proc/PID/stat from the state on.
+    """Return a process and its living descendants by pid, each with its fields of /proc/PID/stat from the state on.
 
-    Empty when it is gone, or where there is no /proc.
+    Empty when the process is gone, or where there is no /proc.
     """
     stat: dict[int, list[str]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -160,7 +162,7 @@ def process_tree(root: int) -> dict[int, list[str]]:
 
 
 def _prctl() -> Callable[[int, int], object]:
-    """The system call, looked up before any fork; nothing where there is none."""
+    """Return the prctl system call, looked up before any fork. Elsewhere than on Linux it does nothing."""
     if sys.platform != "linux":
         return lambda option, value: None
     call: Callable[[int, int], object] = ctypes.CDLL(None).prctl
@@ -171,7 +173,7 @@ def end_as(status: int) -> NoReturn:
     """Exit with the program's code, or die by the signal that it died by."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program left the core
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left its core dump already
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

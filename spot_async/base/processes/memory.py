@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-COLLECTION_THRESHOLD = 20_000  # new objects that a collection of the youngest waits for; Python's own is 700
+COLLECTION_THRESHOLD = 20_000  # new objects between two collections of the youngest generation; Python's own is 700
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -19,8 +19,8 @@ _M_MMAP_THRESHOLD = -3
 def tune_malloc() -> None:
     """Keep freed memory in the heap instead of handing it back after every tensor.
 
-    By default each large tensor is a fresh mapping whose pages fault in one by one, and those faults
-    can cost more than the arithmetic. Call it before the first tensor; elsewhere than on glibc a no-op.
+    By default each large tensor is a fresh mapping whose pages fault in one by one, and those faults can cost more than
+    the arithmetic. Call this before making the first tensor. It does nothing without glibc.
     """
     if sys.platform != "linux":
         return
@@ -34,8 +34,10 @@ def tune_malloc() -> None:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """For imports of torch and transformers: nothing that they make is garbage, and to look for some again and again
-    while it grows takes a fifth of their seconds."""
+    """Switch the garbage collector off while torch and transformers are imported.
+
+    Nothing that they make is garbage, and looking for some as the heap grows takes a fifth of the import's time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -46,10 +48,10 @@ def without_gc() -> Iterator[None]:
 
 
 def tune_gc() -> None:
-    """Keep the collector out of the way. Call it once everything long-lived is loaded.
+    """Make garbage collections rare and cheap. Call this once everything long-lived is loaded.
 
-    What is there now is never walked again: the libraries' half million objects. Requests and tasks make new objects
-    by the thousand and few cycles among them, so collections can be rare.
+    The half million objects that exist now, mostly the libraries', are never examined again. Requests and tasks make
+    thousands of new objects but few cycles, so collections can be rare.
     """
     gc.freeze()
     gc.set_threshold(COLLECTION_THRESHOLD)

@@ -1,4 +1,4 @@
-"""How many files and connections a process may have open."""
+"""Raises the limit of files and connections that a process may have open."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ENOUGH = 1 << 16
 
 
 def raise_open_file_limit() -> None:
-    """Use what the system lets this process have, up to `ENOUGH`; by default it has 1,024.
+    """Raise the limit to `ENOUGH`, or as far as the system allows; the default is 1,024.
 
-    Other users can connect to a port on loopback. Each connection is an open file, and torch aborts a process that gets
-    no more.
+    Other users can connect to a port on loopback. Each connection is an open file, and torch aborts a process that
+    cannot open another.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)

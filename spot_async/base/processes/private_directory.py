@@ -1,7 +1,8 @@
-"""Temporary directories, mostly for sockets: only this user can enter them, and none stays for long after its process.
+"""Temporary directories, mostly for sockets, that only this user can enter and that do not outlive their process long.
 
-A process removes its own, also at an end that skips all clean-up. One that is killed cannot: its directories are swept
-by the next process of the same user that makes one. The owner holds a lock in each, which the kernel ends with it.
+A process removes its own directories, even where it exits without other clean-up. A killed process cannot. The next
+process of the same user that makes a directory removes those. It recognises them by their lock, which the kernel
+releases when the owner dies.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from pathlib import Path
 
 from spot_async.errors import ConfigError, StorageError
 
-SOCKET_PATH_BYTES = 100  # the operating systems' limits are 104 to 108
+SOCKET_PATH_BYTES = 100  # operating systems allow 104 to 108
 
-_SWEPT = "spot-"  # what the names begin with
-_LOCK = "owner"  # without it a directory is not swept: it may be anybody's, or have been made where no locks are
+_SWEPT = "spot-"  # the names' prefix
+_LOCK = "owner"  # a directory without this file is left alone: it may be somebody else's, or be on a disk without locks
 
 _open: set[Path] = set()
 
 
 @contextlib.contextmanager
 def private_directory(prefix: str) -> Iterator[Path]:
-    """A new directory (mode 0700), removed on leaving; its path is short, as a Unix socket's must be.
+    """Make a directory (mode 0700) with a path short enough for a Unix socket in it, and remove it on leaving.
 
     Raises StorageError where none can be made.
     """
@@ -46,13 +47,13 @@ def private_directory(prefix: str) -> Iterator[Path]:
 
 
 def remove_private_directories() -> None:
-    """Remove those that are still open: for a process that is about to end without leaving anything in order."""
+    """Remove this process's directories. For a process that is about to exit without any other clean-up."""
     for path in list(_open):
         _remove(path)
 
 
 def check_length(directory: Path) -> None:
-    """Raises `ConfigError` for a directory whose path is too long for a socket in it."""
+    """Raise `ConfigError` for a directory whose path is too long for a socket in it."""
     if len(os.fsencode(directory)) + len("/ready") > SOCKET_PATH_BYTES:
         raise ConfigError(f"{directory} is too long for a socket's path: set TMPDIR to a shorter directory")
 
@@ -63,7 +64,7 @@ def _remove(path: Path) -> None:
 
 
 def _lock(directory: Path, stack: contextlib.ExitStack) -> None:
-    """Hold the directory's lock. It has its name only once it is held, so that nobody takes it before."""
+    """Lock the directory. The lock file gets its name only once it is locked, so that nobody can take it before."""
     file = stack.enter_context((directory / "new").open("x"))
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,7 +74,7 @@ def _lock(directory: Path, stack: contextlib.ExitStack) -> None:
 def _sweep(parent: Path) -> None:
     """Remove the user's directories whose owners are gone."""
     found: list[Path] = []
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:  # it may be one that cannot be listed
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:  # some directories cannot be listed
         found = [Path(entry) for entry in entries if entry.name.startswith(_SWEPT) and _is_ours(entry)]
     for directory in found:
         with contextlib.suppress(OSError), (directory / _LOCK).open() as file:
@@ -82,6 +83,6 @@ def _sweep(parent: Path) -> None:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    with contextlib.suppress(OSError):  # it went away meanwhile
+    with contextlib.suppress(OSError):  # it has gone
         return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
     return False
