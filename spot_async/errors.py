@@ -1,8 +1,29 @@
-"""The exceptions users can catch, one class per way of responding to it.
+"""The exceptions users can catch: one class for each way of responding.
 
-Every message is one line that names the thing at fault and what to do. An infrastructure failure is
-never turned into a reward: it is raised as one of these and handled by its class. Anything that is
-not a `SpotError` is a bug and stops the run with its trace.
+    SpotError                      raised on purpose; one without a class of its own stops the run
+    ├── ConfigError                correct the configuration (exit code 2)
+    ├── DataError                  correct the file (exit code 2)
+    ├── StorageError               the run stops: make room, or the directory writable
+    ├── RequestError               a request to a server failed
+    │   ├── PermanentError         give up the prompt
+    │   │   ├── RequestTooLargeError
+    │   │   └── VersionMismatchError
+    │   ├── ThrottledError         send again when the server allows it
+    │   ├── TransientError         send again soon, elsewhere where there is another server
+    │   │   ├── DeadlineExceededError
+    │   │   ├── UnreachableError
+    │   │   └── ServerRestartedError   also enter the server again and send it the weights
+    │   └── PoisonedReplyError     send again once
+    ├── ProcessDiedError           the run stops: read the log it names
+    ├── TrainerError               the run stops: read the message
+    ├── PluginError                the run stops: correct the policy or verifier
+    ├── ReplayMissError            the run stops: fill the cache with a teacher
+    ├── StalledError               the run stops: read the watchdog's report (exit code 3)
+    └── BudgetSpentError           the run ends early with all that is finished (exit code 4)
+
+Every message is one line. It names the thing at fault and what to do. A failure of infrastructure never becomes a
+reward: it is raised as one of these. Anything that is not a `SpotError` is a bug and stops the run with its trace.
+docs/architecture.md says in detail how a run responds to each.
 """
 
 from __future__ import annotations
@@ -12,8 +33,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
-LONG_PAUSE_S = 60.0  # people are told of pauses from this on
-LONGEST_PAUSE_S = 86_400.0  # that is kept: no quota that could be waited for is longer than a day's
+LONG_PAUSE_S = 60.0  # people are told of pauses at least this long
+# A longer pause counts as none asked for: no quota that is worth waiting for lasts longer than a day.
+LONGEST_PAUSE_S = 86_400.0
 
 
 class SpotError(Exception):
@@ -21,11 +43,11 @@ class SpotError(Exception):
 
 
 class ConfigError(SpotError):
-    """A configuration that cannot run: wrong key, value or combination. Found before anything starts."""
+    """The configuration cannot run: a wrong key, value or combination. Found before anything starts."""
 
 
 class DataError(SpotError):
-    """A problem file, model directory or weight file that cannot be used as it stands."""
+    """A problem file, model directory or weight file cannot be used as it is."""
 
 
 class StorageError(SpotError):
@@ -33,7 +55,7 @@ class StorageError(SpotError):
 
 
 class FailureClass(StrEnum):
-    """What another sending of a failed request would change; each class has a budget of its own (`base/retry.py`)."""
+    """Whether sending a failed request again can help. Each class has its own retry budget (`base/retry.py`)."""
 
     PERMANENT = "permanent"
     THROTTLED = "throttled"
@@ -43,13 +65,13 @@ class FailureClass(StrEnum):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What was sent and what came back, as far as people need it to see why a request failed. Holds no secrets."""
+    """What was sent and what came back, for people who look into a failed request. Holds no secrets."""
 
     endpoint: str  # address of the server
     method: str
     path: str
     sent_bytes: int
-    sent: Any  # the request's body as plain values, long lists and texts cut; sampling settings are in it
+    sent: Any  # the request's body as plain values, with sampling settings; long lists and texts are cut
     status: int | None = None  # None where there was no reply
     received: str = ""  # head of the reply's body
 
@@ -57,29 +79,29 @@ class Exchange:
 class RequestError(SpotError):
     """A request to a backend failed. Subclasses say whether sending it again can help.
 
-    Where it failed is filled in on the way up: the exchange at the edge, the stage and how often it sent the request
-    by the stage. None of it is part of the message.
+    The attributes say where it failed. The HTTP client fills in the exchange, and the stage fills in its own name and
+    the number of attempts. None of this is part of the message.
     """
 
     failure_class: ClassVar[FailureClass] = FailureClass.PERMANENT
     exchange: Exchange | None = None
-    was_sent: bool = True  # False: it never left, and tells nothing of the server
+    was_sent: bool = True  # False: it never left this process, so it says nothing about the server
     stage: str | None = None
     attempts: int = 1
 
     def reworded(self, message: str) -> Self:
-        """The same failure under another message."""
+        """Return the same failure with another message."""
         again = copy.copy(self)
         again.args = (message,)
         return again
 
 
 class PermanentError(RequestError):
-    """The same request would fail again (bad input, unknown model, vocabulary mismatch): never retried."""
+    """The same request would fail again (bad input, unknown model, vocabulary mismatch). It is never retried."""
 
 
 class RequestTooLargeError(PermanentError):
-    """The request has more bytes than the server reads."""
+    """The request is larger than the server accepts."""
 
 
 class VersionMismatchError(PermanentError):
@@ -89,8 +111,8 @@ class VersionMismatchError(PermanentError):
 class ThrottledError(RequestError):
     """The endpoint asks to be left alone for a while (429, 503, 529).
 
-    A pause of a year would only be a run that ended without a word. So one of more than `LONGEST_PAUSE_S` is not kept:
-    `asked_s` is what was asked for, `retry_after_s` what is waited for.
+    `asked_s` is the pause that the endpoint asked for. `retry_after_s` is the pause that is kept: None for more than
+    `LONGEST_PAUSE_S`, because a run that paused for a year would have ended without saying so.
     """
 
     failure_class = FailureClass.THROTTLED
@@ -113,7 +135,10 @@ class DeadlineExceededError(TransientError):
 
 
 class UnreachableError(TransientError):
-    """Nothing answers at the server's address, and nothing has since it was entered; `reason` is the system's."""
+    """Nothing has answered at the server's address since its backend was entered.
+
+    `reason` is the operating system's message.
+    """
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -121,15 +146,14 @@ class UnreachableError(TransientError):
 
 
 class ServerRestartedError(TransientError):
-    """The server is not the one that was entered, or holds weights that this run did not give it.
+    """The server was restarted, or somebody else updated it: it may hold weights that this run did not send.
 
-    It was restarted, or updated by somebody else. Another server may answer the request; this one must be left,
-    entered again and given weights first.
+    Another server may answer the request. This one must first be left, entered again and sent the weights.
     """
 
 
 class PoisonedReplyError(RequestError):
-    """A reply whose numbers cannot be true (NaN, rows missing, tokens out of the vocabulary)."""
+    """The reply's numbers cannot be true (NaN, missing rows, tokens outside the vocabulary)."""
 
     failure_class = FailureClass.POISONED
 
@@ -143,19 +167,19 @@ class TrainerError(SpotError):
 
 
 class PluginError(SpotError):
-    """Somebody's policy or verifier does not keep its contract, or raises; its author's to mend.
+    """A policy or verifier of somebody else's broke its contract, or raised. Its author has to mend it.
 
-    What it raised is the cause. The trace is in the run's log.
+    `__cause__` is what it raised. The trace is in the run's log.
     """
 
 
 class ReplayMissError(SpotError):
-    """A run without its teacher needs what the cache does not hold."""
+    """A run without its teacher needs a score that the cache does not hold."""
 
 
 class StalledError(SpotError):
-    """Nothing was committed for so long that nothing will be; the watchdog says what the run waited for."""
+    """The run made no progress for too long. The watchdog's report says what the run was waiting for."""
 
 
 class BudgetSpentError(SpotError):
-    """What the run may spend on requests is spent. Everything finished until then is saved."""
+    """The run's budget for requests is spent. Everything that was finished is saved."""

@@ -1,8 +1,7 @@
-"""What the orchestrator asks of backends, verifiers and policies. Small, and all of it async.
+"""What the orchestrator asks of backends, verifiers, policies and the trainer: the protocols they implement.
 
-Deadlines are absolute, on the running loop's clock (`asyncio.get_running_loop().time()`): an
-implementation gives up with `DeadlineExceededError` when one passes. All of them may be cancelled
-at any await and must then stop the work they started.
+Deadlines are absolute, on the running loop's clock (`asyncio.get_running_loop().time()`). An implementation raises
+`DeadlineExceededError` when its deadline passes. It may be cancelled at any await, and then stops the work it started.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from spot_async.types import (
 
 @runtime_checkable
 class Generator(Protocol):
-    """Student rollouts and probes, the teacher's responses, evaluation."""
+    """Samples responses: the student's rollouts and probes, the teacher's responses, evaluation."""
 
     async def generate(
         self,
@@ -48,36 +47,36 @@ class Generator(Protocol):
     ) -> Generation:
         """Sample one response to `prompt_ids` (P,), with the sampled tokens' log-probabilities.
 
-        `top_k` > 0 also asks for the most likely tokens of each position, (T, top_k). `session` names requests that
-        share a prefix, as a hint. `sampling.vocab_limit` limits what is sampled, before top-p, and no log-probability.
-        Raises a `RequestError`.
+        With `top_k` > 0 the reply also has the most likely tokens of each position, (T, top_k). `session` is a hint:
+        requests with the same session share a prefix. `sampling.vocab_limit` limits what is sampled, before top-p; it
+        changes no log-probability. Raises a `RequestError`.
         """
         ...
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Log-probabilities of given tokens: the teacher, a frozen reference."""
+    """Scores given responses: the teacher, a frozen reference."""
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        """Log-probabilities of `response_ids` (T,) after `prompt_ids` (P,), and the top-k of each position.
+        """Return log-probabilities of `response_ids` (T,) after `prompt_ids` (P,), and the top-k of each position.
 
-        At `temperature`, that of the rollouts, so that equal models give equal log-probabilities. Raises a
-        `RequestError`.
+        All are at `temperature`. It is that of the rollouts, so that equal models give equal log-probabilities. Raises
+        a `RequestError`.
         """
         ...
 
 
 @runtime_checkable
 class PositionScorer(Protocol):
-    """Optional for a teacher whose scores only bound the entropy: single positions again, with a wider top-k.
+    """Scores single positions with a wider top-k. Optional, for a teacher whose scores only bound the entropy.
 
-    A selection hangs on few positions; there a wider top-k narrows the bounds, and one as wide as the vocabulary
-    makes them exact. A server that returns the distribution after a prompt can do this, one request a position:
-    SGLang up to the vocabulary's size (top_logprobs_num), vLLM up to its --max-logprobs. `Capabilities` say how
-    wide: `max_position_top_k`.
+    Few positions decide a selection. A wider top-k narrows their bounds, and one as wide as the vocabulary makes them
+    exact. A server can do this if it returns the distribution after a prompt, with one request per position: SGLang up
+    to the vocabulary's size (top_logprobs_num), vLLM up to its --max-logprobs. `Capabilities.max_position_top_k` says
+    how wide.
     """
 
     async def score_at(
@@ -90,17 +89,17 @@ class PositionScorer(Protocol):
         temperature: float,
         deadline: float,
     ) -> ScoredPositions:
-        """Rows for response positions (N,), 0-based: the distributions that decide `response_ids[positions]`.
+        """Return the distributions that decide `response_ids[positions]`, for 0-based `positions` (N,).
 
-        `top_k` is at most `max_position_top_k`. What is returned stands for these positions from then on: it is
-        taken for exact, where `score` is taken to be within `logprob_noise_nats` of it.
+        `top_k` is at most `max_position_top_k`. The caller treats what is returned as exact, and what `score` returned
+        as within `logprob_noise_nats` of it.
         """
         ...
 
 
 @runtime_checkable
 class CandidateScorer(Protocol):
-    """Log-probabilities of chosen tokens at chosen positions: the behaviour student."""
+    """Scores chosen tokens at chosen positions: the behaviour student."""
 
     async def candidate_logprobs(
         self,
@@ -113,7 +112,7 @@ class CandidateScorer(Protocol):
         expected_version: WeightVersion,
         deadline: float,
     ) -> FloatArray:
-        """(N, k) for positions (N,) and candidate_ids (N, k), at `temperature`.
+        """Return the log-probabilities (N, k) of `candidate_ids` (N, k) at `positions` (N,), at `temperature`.
 
         Raises `VersionMismatchError` when the server holds other weights than `expected_version`.
         """
@@ -122,95 +121,98 @@ class CandidateScorer(Protocol):
 
 @runtime_checkable
 class WeightSink(Protocol):
-    """Servers that take new student weights. All or nothing: on an error the old ones still serve."""
+    """Loads new student weights into a server, all or nothing: after an error the server still has the old ones."""
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Returns once the server answers with the snapshot's weights. Raises a `RequestError`."""
+        """Load the snapshot's weights; return once the server answers with them. Raises a `RequestError`."""
         ...
 
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """Optional for a student's server that shares its devices with the trainer: it gives their memory back meanwhile.
+    """Frees a server's device memory while the trainer uses the same devices. Optional, for the student's server.
 
-    Asked to sleep only when nothing is in flight, and for nothing else until it is awake. It wakes with the weights
-    it had; new ones are sent after that.
+    It is asked to sleep only when no request is in flight, and it gets no request until it is awake. It wakes with the
+    weights it had; new ones are sent after that.
     """
 
     @property
     def sleeps_while_training(self) -> bool:
-        """Whether its settings ask for it."""
+        """Whether its settings ask it to sleep."""
         ...
 
     async def sleep(self, *, deadline: float) -> None:
-        """Returns once the memory is free."""
+        """Free the memory; return once it is free."""
         ...
 
     async def wake(self, *, deadline: float) -> None:
-        """Returns once the server can be asked again."""
+        """Wake the server; return once it answers requests again."""
         ...
 
 
 class Backend(Protocol):
-    """A running inference service in one role. Entering starts it and waits until it answers."""
+    """The client of one running server in one role. Entering starts the server and waits until it answers.
+
+    The protocols above and below say what more it can do.
+    """
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc_info: object) -> None: ...
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        """What the server was found to offer. May be asked once the backend has been entered."""
+        """Return what the server offers. Callers enter the backend first."""
         ...
 
     async def watch(self) -> None:
-        """Run for as long as the service lives; raise `ProcessDiedError` when it ends by itself."""
+        """Run for as long as the server lives. Raises `ProcessDiedError` when it ends by itself."""
         ...
 
 
 @runtime_checkable
 class TrafficSource(Protocol):
-    """Optional for a backend that talks to a server: how much, for the metrics `traffic/<role>/...`."""
+    """Counts requests, bytes and tokens for the metrics `traffic/<role>/...`. Optional, for a backend."""
 
     @property
     def traffic(self) -> Traffic:
-        """Grows while the backend runs; there once it has been entered."""
+        """The counts so far. Callers enter the backend first."""
         ...
 
 
 @runtime_checkable
 class HealthCheck(Protocol):
-    """Optional for a backend: whether its server lives, asked when it has not answered for a while."""
+    """Checks whether a server that has not answered for a while is alive. Optional, for a backend."""
 
     async def ping(self, *, deadline: float) -> None:
-        """Cheap, and no lie: fails for a server that is frozen, dead, or that answers but computes nothing.
+        """Raise a `RequestError` if the server is dead or frozen, or answers but computes nothing.
 
-        Raises a `RequestError`. One that is merely busy, or loads weights, passes.
+        A server that is only busy, or loads weights, passes. The check is cheap.
         """
         ...
 
 
 @runtime_checkable
 class Replicated(Protocol):
-    """Optional for a backend that stands for several servers of its role: each of them, to be asked for itself."""
+    """Gives access to each server. Optional, for a backend that stands for several servers of its role."""
 
     @property
     def backends(self) -> Mapping[str, Backend]:
-        """The servers' backends by name, as they are now; there once it has been entered."""
+        """The servers' backends by name, as they are now. Callers enter the backend first."""
         ...
 
 
 @runtime_checkable
 class Billed(Protocol):
-    """Optional for a backend whose requests are counted, limited or cost money."""
+    """Has an account. Optional, for a backend whose requests are counted, limited or cost money."""
 
     account: Account  # shared by all replicas of a role: set before the backend is entered
 
 
 class Verifier(Protocol):
-    """Judges a whole response. Never raises for what a model wrote: that is a verdict."""
+    """Judges whole responses. It never raises because of what a model wrote: that gets a verdict too."""
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-        """The verdict on a whole response. One that could not be reached is `Verdict.TIMEOUT` or `Verdict.ERROR`."""
+        """Return the verdict on a whole response: `Verdict.TIMEOUT` or `Verdict.ERROR` where none could be reached."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -219,101 +221,101 @@ class Verifier(Protocol):
 
 
 class PromptStages(Protocol):
-    """The stages as one prompt's coroutine sees them: priority, seed and deadline are already its own."""
+    """The stages as one prompt's coroutine sees them. Priority, seed and deadline are already set for the prompt."""
 
     @property
     def student(self) -> Capabilities | None:
-        """What the student's server was found to offer; None where nobody said: then all that a policy may ask for."""
+        """What the student's server offers. None where nobody asked it: then policies may use everything."""
         ...
 
     @property
     def teacher(self) -> Capabilities | None:
-        """The same of the teacher's."""
+        """What the teacher's server offers, or None as for the student."""
         ...
 
     @property
     def ends(self) -> EndTokens:
-        """What ends a response. Tokens that stages take and give end as the student's do, the teacher's too."""
+        """What ends a response. Tokens that stages take and return end as the student's do, also the teacher's."""
         ...
 
     async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
-        """Sample the prompt's n-th response from the behaviour policy, with the top-k of each token's distribution."""
+        """Sample the prompt's n-th response from the behaviour policy, with the top-k at each token."""
         ...
 
     async def teacher_response(self) -> Generation:
-        """Sample a response from the teacher, with the rollouts' settings."""
+        """Sample a response from the teacher, with the sampling settings of rollouts."""
         ...
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        """Score the response under the teacher. Its top-k are tokens that all models know.
+        """Score the response under the teacher. Its top-k are tokens that all models have.
 
-        With `top_k` 0 only the response's own tokens and the entropies are wanted, and the top-k may be anything.
+        With `top_k` 0 only the response's own tokens and the entropies are wanted, and the top-k may hold anything.
         """
         ...
 
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
         """Score single positions under the teacher once more, with a wider top-k; see `PositionScorer`.
 
-        Fewer than `top_k` tokens come back where some of those are not known to all models.
+        Tokens that some model does not have are left out, so there may be fewer than `top_k`.
         """
         ...
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
-        """Log-probabilities (T,) of the response under the frozen reference."""
+        """Return log-probabilities (T,) of the response under the frozen reference."""
         ...
 
     async def candidate_logprobs(
         self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
     ) -> FloatArray:
-        """Behaviour-policy log-probabilities (N, k) of candidates at response positions."""
+        """Return the behaviour policy's log-probabilities (N, k) of candidates at response positions (N,)."""
         ...
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
-        """The n-th continuation after `response_ids[:position], candidate_id`."""
+        """Sample the n-th continuation after `response_ids[:position], candidate_id`."""
         ...
 
     async def verify(self, response_ids: IntArray) -> Verdict:
-        """Judge a whole response to this prompt; missing evidence has already been retried once."""
+        """Judge a whole response to this prompt. Missing evidence has already been asked for once more."""
         ...
 
     def decode(self, token_ids: IntArray) -> str:
-        """Text of response tokens, special tokens left out."""
+        """Return the text of response tokens without special tokens."""
         ...
 
 
 class Policy(Protocol):
-    """A method: one coroutine per prompt over the stages. No I/O and no scheduling of its own.
+    """A method: one coroutine per prompt over the stages. It does no I/O and no scheduling of its own.
 
-    One that cannot supervise every prompt is also a `ScheduleChecker`.
+    A policy that cannot supervise every prompt is also a `ScheduleChecker`.
     """
 
     @property
     def needs(self) -> PolicyNeeds:
-        """What it asks of the backends; the same throughout a run."""
+        """What it needs from the backends. This does not change during a run."""
         ...
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
-        """Algorithm 1 for one prompt: its samples, one per trajectory.
+        """Run Algorithm 1 for one prompt; return its samples, one per trajectory.
 
-        Errors of stages are raised through: a `RequestError` gives up the prompt, `BudgetSpentError` ends admission.
+        Errors of stages pass through: a `RequestError` gives up the prompt, a `BudgetSpentError` ends admission.
         """
         ...
 
 
 @runtime_checkable
 class ScheduleChecker(Protocol):
-    """Optional for a policy: told before anything starts which prompts the run will train on."""
+    """Checks the prompts of a run before anything starts. Optional, for a policy."""
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Told all prompts in admission order, of every epoch. Raises ConfigError or DataError to refuse the run."""
+        """Check all prompts of all epochs, in admission order. Raises ConfigError or DataError to refuse the run."""
         ...
 
 
 class Trainer(Protocol):
-    """The other end of the supervision queue: takes a batch, answers with new weights."""
+    """Trains on batches from the supervision queue and publishes new weights."""
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        """Train on one batch; returns once the new weights are published. Iterations count from 0.
+        """Train on one batch; return once the new weights are published. Iterations count from 0.
 
         Raises `TrainerError` when a rank stopped (non-finite loss, full disk, killed).
         """

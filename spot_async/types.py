@@ -1,7 +1,7 @@
 """The values that travel between data, stages, policies and the trainer.
 
-Plain records without behaviour. Those that cross a process boundary are msgspec structs, so that
-`base/wire.py` can encode them without pickle; arrays are numpy and never lists of floats.
+Plain records without behaviour. Arrays are numpy, never lists of floats. Records that cross a process boundary are
+msgspec structs, so that `base/wire.py` can encode them without pickle.
 
 Conventions, everywhere in this package:
 * Response positions are 0-based: position `t` is the decision for `response_ids[t]`
@@ -27,14 +27,14 @@ from spot_async.config import SamplingConfig
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
-Int64Array = npt.NDArray[np.int64]  # indices, as numpy makes them
-Float64Array = npt.NDArray[np.float64]  # what is computed with
+Int64Array = npt.NDArray[np.int64]  # indices, as numpy returns them
+Float64Array = npt.NDArray[np.float64]  # for computing
 
 FinishReason = Literal["stop", "length"]
 
 
 class WeightVersion(NamedTuple):
-    """Which weights a token came from. After a roll-back the step repeats, the lineage does not."""
+    """Which weights a token came from. After a roll-back steps repeat, and the lineage tells them apart."""
 
     lineage: int
     step: int
@@ -44,13 +44,13 @@ class WeightVersion(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion:
-        """The inverse of `str`; raises ValueError for a version that is not ours."""
+        """Return the version that `str` wrote. Raises ValueError for any other text."""
         lineage, _, step = text.partition(".")
         return cls(int(lineage), int(step))
 
 
 class Verdict(StrEnum):
-    """What a verifier found. The first three are outcomes, the next two are missing evidence."""
+    """What a verifier found about a response. The first three are outcomes, the next two are missing evidence."""
 
     CORRECT = "correct"
     WRONG = "wrong"
@@ -61,19 +61,19 @@ class Verdict(StrEnum):
 
     @property
     def reward(self) -> float | None:
-        """1, 0 or, where the verifier could not or need not decide, None (method.md section 2)."""
+        """Return 1 or 0; None where the verifier could not, or had no need to, decide (method.md section 2)."""
         if self.is_missing or self is Verdict.UNJUDGED:
             return None
         return 1.0 if self is Verdict.CORRECT else 0.0
 
     @property
     def is_missing(self) -> bool:
-        """Whether it is missing evidence, which may be there if it is asked for once more."""
+        """Whether evidence is missing. Asking once more may find it."""
         return self in (Verdict.TIMEOUT, Verdict.ERROR)
 
 
 class ChatTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation, as chat templates know them."""
+    """One message of a conversation, in the form that chat templates read."""
 
     role: str  # system, user or assistant
     content: str
@@ -83,17 +83,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a problem file."""
 
     id: str
-    text: str  # in a conversation what the user says last
-    answer: str  # with choices the letter of the right one; empty where there is none, or a judge decides
-    tier: str | None = None  # group that evaluation tables report apart (difficulty, subject, ...)
+    text: str  # the question; in a conversation the user's last message
+    answer: str  # the letter of the right choice if there are choices; empty if there is no answer or a judge decides
+    tier: str | None = None  # group that evaluation tables report separately (difficulty, subject, ...)
     category: str | None = None  # subject or source, by which examples are matched
     choices: tuple[str, ...] = ()  # in the file's order, A first; not part of the text
-    solution: str | None = None  # a worked one, where examples are made of it
-    history: tuple[ChatTurn, ...] = ()  # what was said before the text: a system message, earlier turns
+    solution: str | None = None  # a worked solution, where examples are made from it
+    history: tuple[ChatTurn, ...] = ()  # the messages before the text: a system message, earlier turns
 
     @property
     def shown(self) -> str:
-        """All that is asked, for people."""
+        """Return the whole question as people read it."""
         return "\n".join([*(f"[{turn.role}] {turn.content}" for turn in self.history), self.text])
 
 
@@ -113,7 +113,8 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int
-    # Only ids below it are sampled, None: all. Log-probabilities stay those of the whole softmax, as under top-p.
+    # Only ids below this are sampled; None allows all. As under top-p, log-probabilities stay those of the whole
+    # softmax.
     vocab_limit: int | None = None
 
 
@@ -132,13 +133,13 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray  # (T,) of the sampled tokens
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]  # cover [0, T) in order
-    # (T, K) when top_k > 0 was asked for. Ids that a `vocab_limit` leaves out may be among them, or may be passed over.
+    # (T, K) when top_k > 0 was asked for. Ids beyond `vocab_limit` may or may not be among them.
     topk_ids: IntArray | None = None
     topk_logprobs: FloatArray | None = None  # (T, K)
 
 
 class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a given response under a model. Response rows only."""
+    """Log-probabilities of a given response under a model. There are rows for response tokens only."""
 
     logprobs: FloatArray  # (T,) of the response's own tokens
     topk_ids: IntArray  # (T, K) descending by probability
@@ -147,13 +148,13 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     entropy_lower: FloatArray  # (T,) equal to entropy when it is exact
     entropy_upper: FloatArray  # (T,)
     version: WeightVersion
-    # (T,) false where nothing is known: a server that reads text had tokenised it differently there. Such a row holds
-    # finite placeholders that nobody may use. None: all rows are known.
+    # (T,) false where nothing is known, because a server that reads text tokenised it differently there. Such rows
+    # hold finite placeholders that nobody may use. None: all rows are known.
     valid: BoolArray | None = None
 
 
 class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's distributions at a few response positions, in more detail than `TokenScores` has of all of them."""
+    """A model's distributions at a few response positions, in more detail than in `TokenScores`."""
 
     topk_ids: IntArray  # (N, K) descending by probability; special tokens included, as everywhere
     topk_logprobs: FloatArray  # (N, K)
@@ -162,14 +163,14 @@ class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traffic(msgspec.Struct, kw_only=True):
-    """What went to and came from one server so far. Bodies only, as they were on the wire."""
+    """What went to and came from one server so far. Byte counts are of bodies only, as they were on the wire."""
 
-    requests: int = 0  # attempts, whatever came of them
+    requests: int = 0  # attempts, whether they succeeded or not
     sent_bytes: int = 0
     received_bytes: int = 0
-    # Tokens as replies state them, else as requests had them. Counted only for servers that are not our own.
+    # Tokens as replies state them, or else as counted in requests. Not counted for our own server.
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts', those that the server had in its cache
+    cached_tokens: int = 0  # prompt tokens that the server already had in its cache
     completion_tokens: int = 0
 
 
@@ -180,8 +181,8 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: IntArray  # (N, k)
     probabilities: FloatArray  # (N, k) rows sum to 1
     weights: FloatArray  # (N,) factor of each position's cross-entropy in the trajectory's loss
-    # (N,) added to each cross-entropy before it is weighted; without a gradient. Minus the target's entropy
-    # makes the reported loss the KL divergence that a method is defined by.
+    # (N,) added to each cross-entropy before it is weighted. It carries no gradient. With minus the target's entropy
+    # the reported loss is a KL divergence, by which methods are defined.
     offsets: FloatArray | None = None
 
 
@@ -194,19 +195,19 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: IntArray  # (T,)
     behavior_logprobs: FloatArray  # (T,) log pi_old of the sampled tokens
     version: WeightVersion | None  # oldest student weights that sampled a token; None when none did (off-policy)
-    teacher_logprobs: FloatArray | None = None  # (T,) advantages follow as teacher - behaviour
-    advantages: FloatArray | None = None  # (T,) given directly; exclusive with teacher_logprobs
+    teacher_logprobs: FloatArray | None = None  # (T,) advantages are these minus behavior_logprobs
+    advantages: FloatArray | None = None  # (T,) given directly, instead of teacher_logprobs
     reference_logprobs: FloatArray | None = None  # (T,) for the reference KL
-    policy_mask: BoolArray | None = None  # (T,) false where nothing is known of the advantage; None: known everywhere
+    policy_mask: BoolArray | None = None  # (T,) false where the advantage is unknown; None: known everywhere
     soft_targets: SoftTargets | None = None
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy returns for one trajectory: the trainer's part, and what people look at.
+    """What a policy returns for one trajectory: supervision for the trainer, metrics and a record for people.
 
-    `supervision` is None for a trajectory that is not trained on; its record says why. `metrics` are
-    averaged over the iteration under their own names; `record` becomes one line of `samples.jsonl` and
-    holds plain values and arrays (NaN is written as null).
+    `supervision` is None for a trajectory that is not trained on, and its record says why. `metrics` are averaged over
+    the iteration under their own names. `record` becomes one line of `samples.jsonl`. It holds plain values and arrays
+    (NaN is written as null).
     """
 
     supervision: Supervision | None
@@ -215,20 +216,21 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy asks of the backends; checked against `Capabilities` before the first request."""
+    """What a policy needs from the backends. Checked against their `Capabilities` before the first request."""
 
     teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing
     teacher_top_k_key: str | None = None  # the key of `policy` that sets it
-    teacher_responses: bool = False  # the teacher writes responses of its own
+    teacher_responses: bool = False  # the teacher writes its own responses
     reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False
     candidate_logprobs: bool = False
-    outcomes: bool = True  # whether responses are right, so that problems must have answers
-    samples_per_prompt: int = 1  # trajectories, at most
-    probes_per_prompt: int = 0  # at most
-    soft_target_bytes: int = 0  # at most, per trajectory on the wire
-    soft_target_bytes_per_token: int = 0  # the same, growing with the response
-    record_bytes: int = 0  # at most, per trajectory: what its record holds beside texts and values of each token
+    outcomes: bool = True  # it learns from whether responses are right, so problems must have answers
+    # Upper limits, by which room is reserved when a prompt is admitted.
+    samples_per_prompt: int = 1  # trajectories
+    probes_per_prompt: int = 0
+    soft_target_bytes: int = 0  # on the wire, per trajectory
+    soft_target_bytes_per_token: int = 0  # on the wire, per response token
+    record_bytes: int = 0  # per trajectory: its record without texts and per-token values
 
     @property
     def teacher(self) -> bool:
@@ -237,21 +239,22 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know of the run it is part of."""
+    """What a policy may know about its run."""
 
-    vocab_size: int  # width of the teacher's softmax; of the student's in a run without a teacher
-    vocab_limit: int | None = None  # ids below it have a row in every model's softmax; None: all have the same rows
-    tokenizer: Any  # that model's transformers tokenizer; ids mean the same to the student
+    vocab_size: int  # width of the teacher's softmax, or of the student's in a run without a teacher
+    vocab_limit: int | None = None  # ids below this have a row in every model's softmax; None: all have the same rows
+    tokenizer: Any  # the same model's transformers tokenizer; ids mean the same to the student
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
-    teacher: str | None = None  # its model's directory, for people; None in a run without one
-    # Tells teachers apart: a digest of the weights and of the names it is asked by. Slow, it reads all weights.
+    teacher: str | None = None  # the teacher's model directory, for people; None in a run without a teacher
+    # Returns a digest of the teacher's weights and of the names it is asked by, to tell teachers apart. Slow: it reads
+    # all weights.
     teacher_identity: Callable[[], str] | None = None
-    run_seed: int = 0  # a policy's own random numbers derive from it and the prompt's ordinal
+    run_seed: int = 0  # a policy derives its random numbers from this and the prompt's ordinal
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
 
 
 class WeightSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Published weights: a Hugging Face directory with safetensors, complete once it is named."""
+    """Published weights: a Hugging Face directory with safetensors. It has its name only once it is complete."""
 
     directory: str
     version: WeightVersion
@@ -264,38 +267,38 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]  # loss parts, ratio and clip statistics, gradient norm, tokens, seconds
 
 
-# How a student's server gives log-probabilities of chosen tokens at chosen positions. batched: all positions of a
-# response in one forward pass. single: one request or more for each position. none: not at all.
+# How a student's server gives log-probabilities of chosen tokens at chosen positions.
+# batched: all positions of a response in one forward pass. single: at least one request per position. none: not at all.
 CandidateSupport = Literal["batched", "single", "none"]
-# The temperature that served log-probabilities are at: the request's own, or 1 whatever the request says.
+# The temperature of served log-probabilities: the request's own, or always 1.
 LogprobTemperature = Literal["request", "one"]
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend was found to offer at start-up. A policy states what it needs of these.
+    """What discovery found that a backend offers. `PolicyNeeds` is what a policy needs of it.
 
-    The defaults are what our own engine does; a backend for a server that does less says so.
+    The defaults describe our own engine. A backend whose server does less says so.
     """
 
     model: str
     vocab_size: int  # of the model's softmax
-    vocab_fingerprint: str  # equal for two servers whose tokenizers map the same ids to the same tokens
+    vocab_fingerprint: str  # equal for servers whose tokenizers map the same ids to the same tokens
     max_context_tokens: int
-    max_top_k: int  # of scores; 0 where the server scores no given tokens
-    unscored: str = ""  # why it scores none, for people: what it was asked for, and what it answered
-    max_generation_top_k: int = 0  # of generations, per sampled token
-    # Of single positions that are asked for again (`protocols.PositionScorer`); 0: not offered. A server that serves
-    # as many as `vocab_size` gives exact entropies there.
+    max_top_k: int  # largest top-k of scores; 0 where the server cannot score given tokens
+    unscored: str = ""  # why it cannot score, for people: what it was asked, and what it answered
+    max_generation_top_k: int = 0  # largest top-k of each sampled token
+    # Largest top-k of a single position that is asked for again (`protocols.PositionScorer`); 0: not offered. Where it
+    # reaches `vocab_size`, entropies at such positions are exact.
     max_position_top_k: int = 0
-    exact_entropy: bool  # else scores carry bounds from the served top-k
+    exact_entropy: bool  # False: scores carry bounds that follow from the served top-k
     candidate_logprobs: CandidateSupport
     weight_update: bool
     generation: bool = True
-    token_id_prompts: bool = True  # else text, and positions tokenised otherwise are masked
-    every_position: bool = True  # else scores may leave positions out (`TokenScores.valid`)
-    sampled_token_ids: bool = True  # else generations are text that is tokenised again: for KD and evaluation only
+    token_id_prompts: bool = True  # False: it reads text, and positions that it tokenises differently are masked
+    every_position: bool = True  # False: scores may leave positions out (`TokenScores.valid`)
+    sampled_token_ids: bool = True  # False: generations are text that is tokenised again, good for KD and evaluation
     abort: bool = True  # a request that is given up frees its place at once
-    # Largest difference seen between two computations of the same row; intervals are widened by it.
+    # The largest difference seen between two computations of the same row. Intervals are widened by it.
     logprob_noise_nats: float = 0.0
     logprob_convention: Literal["untruncated", "truncated"] = "untruncated"
     score_temperature: LogprobTemperature = "request"
@@ -303,7 +306,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     seeds: bool = True  # equal requests with equal seeds give equal tokens, whatever runs beside them
     slots: int | None = None  # requests that it has memory for at once; None where the server does not say
     prefix_caching: bool | None = None  # None where the server does not say
-    weight_transport: str | None = None  # how new weights reach it, for people; None where none do or it does not say
-    # Weights that are being served; None when a server that was already running may hold any.
+    weight_transport: str | None = None  # how new weights reach it, for people; None if they do not or it does not say
+    # The weights being served. None: the server was already running and may hold any weights.
     version: WeightVersion | None = WeightVersion(0, 0)
     server: str = "local"  # name and version of the server, for people
