@@ -1,1 +1,4 @@
-"""A model directory: its files, vocabulary and end tokens, and which output row decides which token."""
+"""Reads model directories: files, vocabulary, end tokens; and knows which output row decides which token.
+
+It loads no weights and runs no model.
+"""

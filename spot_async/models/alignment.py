@@ -1,9 +1,8 @@
 """The one place that knows which model output row decides which response token.
 
-A causal model's output row `i` is its distribution after reading token `i`. The decision for
-response position `t` (0-based) is therefore row `prompt_length + t - 1`. Scores, masks, candidates,
-entropies, losses and branch roots all come through here; being one row off crashes nothing and
-ruins everything (method.md, Alignment).
+A causal model's output row `i` is its distribution after reading token `i`. So row `prompt_length + t - 1` decides
+response position `t` (0-based). Scores, masks, candidates, entropies, losses and branch roots all ask this module: an
+error of one row crashes nothing and ruins everything (method.md, Alignment).
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from spot_async.types import IntArray
 
 
 def decision_row(prompt_length: int, position: int) -> int:
-    """Output row (0-based, over prompt + response) that decides response position `position`."""
+    """Return the output row (0-based, over prompt + response) that decides response position `position`."""
     if prompt_length < 1:
         raise ValueError("a response needs at least one prompt token before it")
     return prompt_length + position - 1
 
 
 def decision_rows(prompt_length: int, response_length: int) -> slice:
-    """Rows of all response positions, in order: `logits[decision_rows(P, T)]` is `(T, V)`."""
+    """Return the rows of all response positions, in order: `logits[decision_rows(P, T)]` is `(T, V)`."""
     first = decision_row(prompt_length, 0)
     return slice(first, first + response_length)
 
 
 def branch_prefix_length(prompt_length: int, position: int) -> int:
-    """Tokens of prompt + response that come before the decision at `position`: the context c_t."""
+    """Return how many tokens of prompt + response come before the decision at `position`: the length of context c_t."""
     return decision_row(prompt_length, position) + 1
 
 
 def branch_prefix(prompt_ids: IntArray, response_ids: IntArray, position: int) -> IntArray:
-    """The context c_t itself: token ids of prompt + response that come before the decision at `position`."""
+    """Return the context c_t: the token ids of prompt + response that come before the decision at `position`."""
     return np.concatenate([prompt_ids, response_ids])[: branch_prefix_length(len(prompt_ids), position)]

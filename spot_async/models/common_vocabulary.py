@@ -1,8 +1,8 @@
-"""What models of one tokenizer have in common where their softmaxes are padded to different widths.
+"""The token ids that all models of a run have, where one tokenizer's models have softmaxes of different widths.
 
-A token id means the same to all of them as far as the narrowest softmax goes. Ids beyond it are rows that some model
-lacks: they are sampled by nobody and are nobody's candidates. Their probability stays where the model put it, so every
-log-probability and entropy is still that of a model's own whole softmax (docs/methods.md). Pure but for `known_to_all`.
+An id below the narrowest softmax's width means the same to all models. Some model has no row for an id beyond it, so
+such an id is never sampled and never a candidate. Its probability stays where the model put it: every log-probability
+and entropy is still that of the model's own whole softmax (docs/methods.md). Pure except for `known_to_all`.
 
 Axes: T response positions, N positions, K served top-k.
 """
@@ -26,16 +26,16 @@ class CommonVocabulary:
 
     @property
     def limit(self) -> int | None:
-        """Ids below it are common to all; None where all softmaxes are equally wide, and nothing is left out."""
+        """Ids below this are common to all models. None where all softmaxes are equally wide."""
         return min(self.widths.values()) if len(set(self.widths.values())) > 1 else None
 
     def left_out(self, role: str) -> int:
-        """Rows of the role's softmax that some other model lacks."""
+        """Return how many rows of the role's softmax some other model does not have."""
         return self.widths[role] - self.limit if self.limit is not None and role in self.widths else 0
 
     @property
     def words(self) -> list[str]:
-        """A line for each model that has rows to leave out."""
+        """One line for people for each model that has rows to leave out."""
         narrow = " and ".join(role for role, width in self.widths.items() if width == self.limit)
         return [
             f"ids {self.limit} to {width - 1} of the {role} are left out, {self.left_out(role)} of its {width} softmax "
@@ -48,10 +48,10 @@ class CommonVocabulary:
 async def known_to_all(
     ask: Callable[[int], Awaitable[TokenScores]], common: CommonVocabulary, top_k: int, widest: int | None
 ) -> TokenScores:
-    """What `ask` gives of the teacher's top-k, with candidates that all models know; with `top_k` 0 as it comes.
+    """Return the teacher's scores from `ask`, with a top-k of ids that all models have. Top-k 0 is not filtered.
 
-    Asked once more, for as many more as could be in the way, where left-out ids stand among the likeliest. `widest` is
-    what the teacher serves at most; None where nobody said. Positions that even this gives too few candidates are
+    Where ids that are left out stand among the top-k, `ask` is called again for as many more as may be in the way, but
+    not for more than `widest`, the teacher's limit (None: unknown). Positions that still have too few candidates are
     masked.
     """
     asked = max(1, top_k)
@@ -73,19 +73,19 @@ async def known_to_all(
 
 
 def known_positions(rows: ScoredPositions, limit: int) -> ScoredPositions:
-    """The same rows without left-out ids: as many candidates as every one of them has."""
+    """Return the rows without ids that are left out, all cut to the shortest row's number of candidates."""
     ids, logprobs = _common_first(rows.topk_ids, rows.topk_logprobs, limit)
     least = int((ids < limit).sum(axis=1).min(initial=ids.shape[1]))
     return msgspec.structs.replace(rows, topk_ids=ids[:, :least], topk_logprobs=logprobs[:, :least])
 
 
 def _is_known(scores: TokenScores, limit: int, top_k: int) -> BoolArray:
-    """(T,) where the served top-k holds as many common ids as were asked for, and the scores say anything at all."""
+    """Return (T,) true where the scores are valid and the served top-k holds `top_k` common ids."""
     enough: BoolArray = (scores.topk_ids < limit).sum(axis=1) >= top_k
     return enough if scores.valid is None else enough & scores.valid
 
 
 def _common_first(ids: IntArray, logprobs: FloatArray, limit: int) -> tuple[IntArray, FloatArray]:
-    """Each row (.., K) with its common ids first, likeliest first as before."""
+    """Return each row (.., K) with its common ids first; both parts stay likeliest first."""
     order = np.argsort(ids >= limit, axis=1, kind="stable")
     return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logprobs, order, axis=1)

@@ -1,6 +1,6 @@
-"""What ends a response, as student and teacher spell it: one decision, whichever tokens (method.md section 6).
+"""Translates end tokens between student and teacher, who may end a response with different ids (method.md section 6).
 
-Pure maps from one spelling to the other, for scores and for candidates. Asking the teacher is up to the stages.
+To end is one decision, whichever token says so. Pure maps for scores and for candidates; stages ask the teacher.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ EndScore: TypeAlias = Literal["replace", "sum"]
 
 
 class EndTokens:
-    """The end tokens of both models, the one that each writes by itself first."""
+    """The end tokens of both models. The first of each is the one that the model writes by itself."""
 
     def __init__(self, student: Sequence[int], teacher: Sequence[int], score: EndScore) -> None:
         self.ours, self.theirs = student[0], teacher[0]
-        # A teacher that only tolerates the student's token among its stop ids would score it as nearly impossible.
+        # The student's own token is replaced even if it is among the teacher's stop ids. A teacher that only stops at
+        # it, and never writes it, would score it as nearly impossible.
         self._foreign = ({*student} - {*teacher} | {self.ours}) - {self.theirs}
         self._others = np.array(teacher[1:] if score == "sum" else (), np.int32)
 
     @property
     def may_sum(self) -> bool:
-        """Whether any response has a last token to which `summed_with_last` adds something."""
+        """Whether `summed_with_last` can return anything, for any response."""
         return bool(self._foreign) and len(self._others) > 0
 
     def as_teachers(self, response_ids: IntArray) -> IntArray:
-        """What the teacher is asked to score (T,): an end token only the student has is the teacher's (`replace`)."""
+        """Return the response (T,) for the teacher to score: a student's end token at its end becomes the teacher's."""
         if not self._ends_foreign(response_ids):
             return response_ids
         return np.concatenate([response_ids[:-1], np.array([self.theirs])], dtype=np.int32)
 
     def summed_with_last(self, response_ids: IntArray) -> IntArray:
-        """The teacher's further end tokens (E,) that `sum` adds to the one that `as_teachers` put last."""
+        """Return the teacher's other end tokens (E,). `sum` adds their probabilities to that of the last token."""
         return self._others if self._ends_foreign(response_ids) else self._others[:0]
 
     def swapped(self, token_ids: IntArray) -> IntArray:
-        """What the teacher says of its own end token, said of the student's: candidates, targets, KD's responses."""
+        """Return the ids with the two models' end tokens swapped: the teacher's candidates, targets or responses."""
         return swap_tokens(token_ids, self.ours, self.theirs)
 
     def _ends_foreign(self, response_ids: IntArray) -> bool:
@@ -49,7 +50,10 @@ class EndTokens:
 
 
 def swap_tokens(token_ids: IntArray, one: int, other: int) -> IntArray:
-    """Each in the other's place (any shape), so that candidates stay different from one another; its own inverse."""
+    """Swap two token ids in an array of any shape.
+
+    Swapping, unlike replacing, keeps candidates distinct. Applied twice it is the identity.
+    """
     if one == other:
         return token_ids
     others = np.where(token_ids == one, other, token_ids)
@@ -57,7 +61,8 @@ def swap_tokens(token_ids: IntArray, one: int, other: int) -> IntArray:
 
 
 def with_summed_last(scores: TokenScores, logprobs: FloatArray) -> TokenScores:
-    """The last token's probability and those of `logprobs` (E,), of other tokens in its place, added up."""
+    """Add to the last token's probability those of other tokens in its place, with log-probabilities (E,)."""
     summed = scores.logprobs.copy()
-    summed[-1] = min(np.logaddexp.reduce([summed[-1], *logprobs], dtype=np.float64), 0.0)  # 1 but for rounding
+    # Rounding may take the sum past 1.
+    summed[-1] = min(np.logaddexp.reduce([summed[-1], *logprobs], dtype=np.float64), 0.0)
     return msgspec.structs.replace(scores, logprobs=summed)

@@ -1,6 +1,6 @@
-"""What a model directory says of itself: vocabulary, softmax size, context length.
+"""Reads a model directory's vocabulary, softmax size and context length.
 
-Read from files only. A remote server's model needs no weights here, but its tokenizer and config.json.
+A remote server's model needs its tokenizer and config.json here, but no weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model directory says of itself."""
+    """What a model directory's files say about the model."""
 
     directory: Path
     vocab_size: int
@@ -34,15 +34,15 @@ class ModelFiles:
 
     @property
     def policy_context(self) -> PolicyContext:
-        """What a policy may know, when these are the teacher's files (the student's in a run without a teacher)."""
+        """What a policy may know. These must be the teacher's files, or the student's in a run without a teacher."""
         return PolicyContext(vocab_size=self.vocab_size, tokenizer=self.vocabulary.tokenizer)
 
 
 def read_model(role: str, name: str) -> ModelFiles:
     """Read a Hugging Face directory's configuration and tokenizer.
 
-    A large tokenizer takes a second to read, which happens once in a process as long as the files stay as they are: a
-    run reads its models before its servers, and every server that is made again finds them read.
+    Unchanged files are read once per process, because a large tokenizer takes a second to read, and each backend that
+    is made reads its model again.
     """
     directory = Path(name)
     if not directory.is_dir():
@@ -60,7 +60,7 @@ def read_model(role: str, name: str) -> ModelFiles:
 
 
 def softmax_width(role: str, directory: Path) -> int:
-    """The rows of a model's softmax, without reading anything else of it."""
+    """Return the number of rows of a model's softmax. Reads only config.json."""
     width = _text_config(role, directory).get("vocab_size")
     if width is None:
         raise DataError(f"{role}.model: {directory}/config.json names no vocab_size")
@@ -75,12 +75,13 @@ def _text_config(role: str, directory: Path) -> dict[str, Any]:
         raise DataError(said) from None
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{role}.model: cannot read {directory}/config.json: {first_line(error)}") from None
-    text_config: dict[str, Any] = raw.get("text_config", raw)  # multimodal models keep the language model's part apart
+    # Multimodal models keep the language model's part separately.
+    text_config: dict[str, Any] = raw.get("text_config", raw)
     return text_config
 
 
 def no_directory(name: str) -> str:
-    """Says that there is no such model directory, where it was looked for, and how a model of the hub gets there."""
+    """Say that there is no such model directory, where it was looked for, and how to download a model of the hub."""
     path = Path(name)
     tried = "" if path.is_absolute() else f" ({path.absolute()})"
     said = f"no directory {name!r}{tried}; give the path of a Hugging Face model directory"
@@ -91,12 +92,12 @@ def no_directory(name: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _vocabulary(directory: Path, signature: object) -> Vocabulary:
-    """`signature` tells changed files."""
+    """Load the vocabulary. `signature` makes the cache miss when files have changed."""
     return Vocabulary.load(directory)
 
 
 def files_signature(files: Iterable[Path]) -> object:
-    """Equal, and hashable, for the same files as long as none of them is replaced or written to."""
+    """Return a hashable value that stays equal until one of the files is replaced or written to."""
     try:
         return tuple((path, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(files))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the orchestrator knows of a tokenizer: text, end tokens, fingerprint. One per role."""
+"""A role's vocabulary: text of token ids, end tokens, and a fingerprint that tells tokenizers apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # slow to import
 
 
 class Vocabulary:
-    """A model directory's tokenizer with the ids that end a response."""
+    """A model directory's tokenizer, and the ids that end a response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
@@ -26,7 +26,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, directory: Path) -> Vocabulary:
-        """Read the tokenizer and the end tokens that tokenizer and generation config name."""
+        """Read the tokenizer, and the end tokens that it and the generation config name."""
         tokenizer = load_tokenizer(directory)
         ends = end_token_ids(directory, tokenizer)
         if not ends:
@@ -34,7 +34,7 @@ class Vocabulary:
         return cls(tokenizer, ends)
 
     def decode(self, token_ids: IntArray) -> str:
-        """Text without special tokens. Single tokens, of which a sample's record names many, are decoded once."""
+        """Return the text without special tokens. Single tokens are cached: samples' records name many of them."""
         return self._token_text(int(token_ids[0])) if len(token_ids) == 1 else self._text(token_ids)
 
     def _text(self, token_ids: IntArray | list[int]) -> str:
@@ -47,13 +47,13 @@ class Vocabulary:
 
 
 def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
-    """What ends a response: a student may end with its own token or, once distilled, with its teacher's."""
+    """Return all ids that end a response. A student may end with its own token or, once distilled, its teacher's."""
     return tuple(dict.fromkeys(end for vocabulary in vocabularies for end in vocabulary.end_token_ids))
 
 
 @without_gc()  # imports transformers
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; raises DataError when there is none that loads."""
+    """Load the tokenizer of a model directory. Raises DataError when there is none that loads."""
     from transformers import AutoTokenizer  # slow to import
 
     try:
@@ -63,7 +63,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def end_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a response by tokenizer and generation config; empty when neither names one."""
+    """Return the ids that end a response by tokenizer and generation config; empty when neither names one."""
     from transformers import GenerationConfig  # slow to import
 
     ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
@@ -78,7 +78,7 @@ def end_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash that is equal for tokenizers which map the same ids to the same tokens."""
+    """Return a hash that is equal for tokenizers that map the same ids to the same tokens."""
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{token_id}\t{token}\n".encode("utf-8", errors="surrogatepass"))

@@ -1,6 +1,6 @@
-"""Which files of a Hugging Face directory hold its weights; making such a directory, keeping it in use, deleting it.
+"""Finds the weight files of a Hugging Face directory, and makes, holds and deletes such directories.
 
-Reads no tensor and imports no torch.
+It reads no tensor and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The directory's safetensors files; raises `DataError` when there are none or the index is unusable."""
+    """Return the directory's safetensors files. Raises `DataError` when there are none or the index is unusable."""
     index = directory / INDEX_FILE
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
@@ -39,13 +39,13 @@ def weight_files(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def complete_directory(final: Path) -> Iterator[Path]:
-    """A directory to fill with files, which gets its name once it is complete.
+    """Make a directory to fill with files, and name it `final` once it is complete.
 
-    It is a hidden sibling until then, whose files are on the disk before it is renamed: a reader sees all of `final` or
-    nothing of it, also after a power cut. Where filling it fails nothing is left.
+    Until then it is a hidden sibling. Its files are flushed to disk before it is renamed, so a reader sees all of
+    `final` or nothing, even after a power cut. If filling it fails, nothing is left.
     """
     partial = final.with_name(f".{final.name}")
-    if partial.exists():  # of a process that was killed
+    if partial.exists():  # left by a process that was killed
         shutil.rmtree(partial)
     try:
         partial.mkdir()
@@ -62,9 +62,9 @@ def complete_directory(final: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def in_use(directory: Path) -> Iterator[None]:
-    """While inside, `delete_weights` leaves the directory alone, in whichever process. Ends with this process too.
+    """Keep `delete_weights`, in any process, from deleting the directory during the `with` block.
 
-    Where the directory or the file system's locks are not there nothing is kept, and nothing fails.
+    The hold also ends with this process. Without the directory, or without locks in its file system, this does nothing.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -73,10 +73,7 @@ def in_use(directory: Path) -> Iterator[None]:
 
 
 def delete_weights(directory: Path) -> None:
-    """Delete a directory that nobody needs. It stays while it is `in_use`.
-
-    One that cannot be deleted, as on a busy disk, is logged and stays.
-    """
+    """Delete a directory unless it is `in_use`. A failure, as on a busy disk, is logged and leaves it."""
     try:
         with contextlib.ExitStack() as stack:
             descriptor = _opened(stack, directory)
