@@ -1,6 +1,6 @@
-"""Judging responses: the last box, the paper's string match, and Math-Verify in processes that can be killed.
+"""Judges responses: by the last box, the paper's string match, and Math-Verify in processes that can be killed.
 
-Importing this imports neither sympy nor Math-Verify: only the worker processes do.
+Importing this room imports neither sympy nor Math-Verify: only the worker processes do.
 """
 
 from spot_async.types import Verdict

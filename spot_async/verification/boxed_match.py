@@ -1,7 +1,7 @@
 """The training verifier: the paper's "binary rule-based boxed-answer match".
 
-The last balanced box of the response and the gold answer are equal as normalised strings, or they are not. It is
-string work in linear time, so it runs where it is called: no worker, no time-out, no errors.
+It compares the response's last balanced box with the gold answer as normalised strings. That takes linear time, so it
+needs no worker process and no timeout, and it never fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spot_async.verification.normalization import normalize_answer
 
 
 def boxed_match(gold: str, response_text: str) -> Verdict:
-    """CORRECT, WRONG, or NO_ANSWER without a box or with an empty one. An oversized answer is WRONG."""
+    """Return CORRECT or WRONG, or NO_ANSWER if there is no box or it is empty. An oversized answer is WRONG."""
     answer = extract_boxed(response_text)
     if answer is None:
         return Verdict.NO_ANSWER
@@ -39,7 +39,7 @@ class BoxedMatch:
         self.settings = settings
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-        """Immediate, whatever the deadline. UNJUDGED where the problem has no answer."""
+        """Judge at once, whatever the deadline. UNJUDGED where the problem has no answer."""
         if not problem.answer:
             return Verdict.UNJUDGED
         return boxed_match(problem.answer, response_text)

@@ -1,7 +1,7 @@
 r"""Cuts a response down to the text of its last box.
 
-The answer of a response is its last balanced `\boxed{...}` or `\fbox{...}` (method.md section 6), the one
-that opens last when boxes nest. What the answer means is not decided here.
+The answer of a response is its last balanced `\boxed{...}` or `\fbox{...}` (method.md section 6). When boxes nest it is
+the one that opens last. What the answer means is not decided here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 MAX_ANSWER_CHARS = 500
 MAX_NESTING = 40
 
-# One alternative per thing that matters to brace matching. An escaped brace is no brace, and `\\boxed`
-# (a response that escaped its backslashes) is a box. Every repetition ends at a character it cannot
-# match, so that a scan is linear in the text.
+# One alternative for each thing that matters to brace matching. An escaped brace is not a brace. `\\boxed` is a box,
+# since some responses escape their backslashes. Every repetition ends at a character that it cannot match, which makes
+# a scan linear in the text.
 _TOKEN = re.compile(
     r"""
     \\\\? (?:boxed|fbox) (?![A-Za-z])
@@ -33,15 +33,15 @@ _TOKEN = re.compile(
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last balanced box in `text`, stripped; None when there is none.
+    r"""Return the content of the last balanced box in `text`, stripped; None when there is none.
 
-    Spaces may stand before the brace, and a box may hold one number, command or letter without braces
-    (`\boxed 5`), but not a word of prose (`\boxed a form`) or a command with its arguments (`\boxed \frac12`), which
-    TeX would not box as they are meant. A box that never closes is no box: an earlier one that does is then the
-    last. Surrounding white space and one trailing full stop are dropped. An empty box gives the empty string. Linear
-    in the length of `text`.
+    Spaces may stand before the brace. Without braces a box may hold one number, command or letter (`\boxed 5`). It may
+    not hold a word of prose (`\boxed a form`) or a command with arguments (`\boxed \frac12`), because TeX would box
+    only their first character. A box that never closes is not a box, and an earlier one that closes counts instead.
+    Surrounding white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
+    length of `text`.
     """
-    open_braces: list[int | None] = []  # where a box's command starts; None for any other brace
+    open_braces: list[int | None] = []  # where the command of a box starts; None for any other brace
     contents: list[int] = []  # where the content of that brace starts
     last = -1
     content: str | None = None
@@ -60,7 +60,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def strip_answer(answer: str) -> str:
-    """`answer` without surrounding white space and one trailing full stop (an ellipsis stays)."""
+    """Return `answer` without surrounding white space and one trailing full stop. An ellipsis stays."""
     answer = answer.strip()
     if answer.endswith(".") and not answer.endswith(".."):
         answer = answer[:-1].rstrip()
@@ -68,7 +68,7 @@ def strip_answer(answer: str) -> str:
 
 
 def is_oversized(answer: str) -> bool:
-    """Longer or deeper than an answer to a problem is: it cannot be right, and must not reach a parser."""
+    """Return whether an answer is too long or too deep to be right. Such an answer must not reach a parser."""
     if len(answer) > MAX_ANSWER_CHARS:
         return True
     depth = deepest = 0

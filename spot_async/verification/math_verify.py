@@ -1,11 +1,15 @@
 r"""The evaluation verifier: the last balanced box, judged by Math-Verify.
 
-What can be decided by looking at the strings is decided here; the rest goes to worker processes, since text that a
-model wrote can hold a parser's interpreter for ever (`9^{9^{9^{9}}}`). Deliberate differences from Math-Verify on a
-whole response: one box counts, the last; without a box there is no answer; plain numbers are compared as numbers also
-where Math-Verify's six absolute decimals make 2e-19 zero; differing base suffixes differ; a relative tolerance, where
-one is set, is not Math-Verify's at all. Its other leniencies (units,
-order of a list, `50\%` for `0.5`) are kept, so that figures compare with other people's.
+What two strings show is decided here. The rest goes to worker processes, since text that a model wrote can keep a
+parser busy for ever (`9^{9^{9^{9}}}`). This differs from Math-Verify on a whole response, deliberately:
+
+* Only the last box counts, and without a box there is no answer.
+* Plain numbers are compared as numbers. Math-Verify rounds to six decimals, so 2e-19 would be 0.
+* Numbers with different base suffixes are different.
+* A relative tolerance is ours, not Math-Verify's.
+
+Math-Verify's other leniencies (units, order of a list, `50\%` for `0.5`) stay, so that results can be compared with
+other people's.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ _MIB = 1 << 20
 
 
 class MathVerify:
-    """Math-Verify behind processes that can be killed. Outcomes are remembered, missing evidence is not."""
+    """Math-Verify in processes that can be killed. Outcomes are cached, missing evidence is not."""
 
     class Settings(PluginSettings):
         WITHOUT_EFFECT = frozenset({"workers", "cache_entries"})
@@ -53,7 +57,7 @@ class MathVerify:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        # -P: this directory holds a module that is called math_verify too.
+        # -P keeps this directory off the module path, since it also holds a math_verify.
         command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
         self._pool = WorkerPool(command, size=settings.workers)
         self._tolerance = Decimal(str(settings.relative_tolerance))
@@ -69,9 +73,9 @@ class MathVerify:
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         """Judge the response's last box against `problem.answer`.
 
-        UNJUDGED where that is empty, NO_ANSWER without a box or with an empty one, TIMEOUT when the comparison was
-        killed for its time, ERROR when its worker died. Raises `DeadlineExceededError` when the deadline passes before
-        a worker was free.
+        UNJUDGED if that is empty, NO_ANSWER if there is no box or it is empty, TIMEOUT if the comparison was killed for
+        taking too long, ERROR if its worker died. Raises `DeadlineExceededError` if no worker was free before the
+        deadline.
         """
         if not problem.answer:
             return Verdict.UNJUDGED
@@ -111,7 +115,7 @@ class MathVerify:
 
 
 def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decimal(0)) -> Verdict | None:
-    """What needs no parser: equal strings, oversized answers, two plain numbers, two base suffixes. Else None."""
+    """Judge what needs no parser: equal strings, oversized answers, two plain numbers, two base suffixes. Else None."""
     if gold.split() == answer.split():
         return Verdict.CORRECT
     if is_oversized(answer):
@@ -126,18 +130,19 @@ def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decima
 
 
 def numbers_equal(gold: Decimal, number: Decimal, relative_tolerance: Decimal = Decimal(0)) -> bool:
-    """A whole number equals itself alone; two others are equal to Math-Verify's 1e-6, relative to the larger below 1.
+    """Return whether two numbers count as equal: integers exactly, others within Math-Verify's 1e-6.
 
-    With a relative tolerance also whatever is within that share of the gold, integers included.
+    That is 1e-6 in absolute terms, but below 1 relative to the larger number. With a relative tolerance a number within
+    that share of the gold is equal too, also if it is an integer.
     """
     if gold == number or abs(gold - number) <= relative_tolerance * abs(gold):
         return True
     if gold == gold.to_integral_value() or number == number.to_integral_value():
-        return False  # as Math-Verify has it: no float but 72.0 is the integer 72
+        return False  # as in Math-Verify, where only 72.0 equals the integer 72
     return abs(gold - number) <= _TOLERANCE * min(Decimal(1), max(abs(gold), abs(number)))
 
 
 def _spell_exponent(answer: str) -> str:
-    r"""`4.5e33` as `4.5 \times 10^{33}`: Math-Verify reads the e as Euler's number."""
+    r"""Write `4.5e33` as `4.5 \times 10^{33}`, because Math-Verify would read the e as Euler's number."""
     match = _EXPONENT.fullmatch(answer)
     return rf"{match[1]} \times 10^{{{match[2]}}}" if match else answer

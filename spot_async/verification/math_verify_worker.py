@@ -1,10 +1,11 @@
 r"""A process that compares answers with Math-Verify. Started by `math_verify.py` as a script, never imported.
 
-It reads `{"gold": ..., "answer": ..., "relative_tolerance": ...}`, one JSON object a line, and writes
-`{"equal": ...}`. Math-Verify's own time limits are off, since they need SIGALRM and leave half-built caches: the
-parent kills the process instead. An answer that does not parse is not equal. Running out of memory ends the process,
-which the parent takes for missing evidence, unless sympy swallows the MemoryError: then the answer, which no gold
-resembles, is not equal.
+It reads `{"gold": ..., "answer": ..., "relative_tolerance": ...}`, one JSON object per line, and writes
+`{"equal": ...}`. An answer that does not parse is not equal.
+
+Math-Verify's own time limits are off, since they need SIGALRM and leave half-built caches. The parent kills the process
+instead. Running out of memory ends the process, and the parent takes that for missing evidence. If sympy swallows the
+MemoryError, the answer counts as not equal, which is true of an answer so unlike any gold.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 
 from spot_async.base.processes.child import exit_with_parent
 
-TINY = 1e-3  # Math-Verify rounds to six decimals, which is one part in as many of such a number, and of 2e-19 nothing
+# Below this, equality by Math-Verify is checked again, within TINY relative to the gold: Math-Verify rounds to six
+# decimals, which leaves three digits of 1e-3 and nothing of 2e-19.
+TINY = 1e-3
 
 
 def load_comparison() -> Callable[[str, str, float], bool]:
@@ -29,7 +32,7 @@ def load_comparison() -> Callable[[str, str, float], bool]:
     from math_verify import parse, verify
 
     def value(found: list[Any]) -> complex | None:
-        """The number that an answer is, if it is one."""
+        """Return the answer as a number, if it is one."""
         for each in found:
             if isinstance(each, sympy.Expr) and each.is_number:
                 with suppress(TypeError, ValueError, ArithmeticError):
@@ -37,7 +40,7 @@ def load_comparison() -> Callable[[str, str, float], bool]:
         return None
 
     def equal(gold: str, answer: str, relative_tolerance: float) -> bool:
-        # Both in a box: bare golds fail to parse in one case of five, those between dollars when they hold dollars.
+        # Both go into a box: a bare gold fails to parse in one case of five, and one between dollars if it holds one.
         parsed = [parse(rf"\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
         is_equal = bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
         if not (is_equal or relative_tolerance):
@@ -55,13 +58,13 @@ def load_comparison() -> Callable[[str, str, float], bool]:
         except Exception as error:
             if isinstance(error, MemoryError):
                 raise
-            return False  # sympy and ANTLR raise nearly every type for text that is no mathematics
+            return False  # sympy and ANTLR raise nearly every type for text that is not mathematics
 
     return equal_or_unparsable
 
 
 def limit_memory(limit_bytes: int) -> None:
-    """Bound the address space, where the system can (macOS cannot), and leave no core dumps."""
+    """Limit the address space, where the system can (macOS cannot), and leave no core dumps."""
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -73,7 +76,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # Math-Verify logs whole responses
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     equal = load_comparison()
-    # From here on parsers may print what they like; a failure to start is still seen.
+    # From here on parsers may print what they like. Until here, messages of a failure to start are still seen.
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a file descriptor is wanted
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
         os.dup2(nowhere.fileno(), sys.stderr.fileno())

@@ -1,8 +1,9 @@
-r"""The verifier of multiple choice: the letter of the last box, or the text of one of the options in it.
+r"""The verifier of multiple choice: the last box must hold the letter or the text of the right option.
 
-A box that holds a letter, alone or in front of something (`B`, `(B)`, `\text{B}`, `B. 4 cm`, `B) 4 cm`), names that
-option, also where another option's text is that letter. Any other box names the option whose normalised text it equals;
-a small letter that equals none (`c` may be a speed) stands for the capital. String work in linear time.
+A box with a capital letter, alone or in front of something (`B`, `(B)`, `\text{B}`, `B. 4 cm`, `B) 4 cm`), names that
+option, even if the letter is also another option's text. Any other box names the option whose normalised text it
+equals. A small letter that equals none stands for the capital; one that equals an option (`c` may be a speed) does not.
+String work in linear time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LETTER = re.compile(r"\(?\s*(?:[Oo]ption\s+)?([A-Za-z])\s*(?:\)|$|[.:](?=\s|$))
 
 
 def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
-    """Which of the options the content of a box names; None where it names none."""
+    """Return the index of the option that a box's content names; None if it names none."""
     text = _WRAPPED.sub(r"\1", answer).strip().strip("$").strip()
     letter = _LETTER.match(text)
     named = ascii_uppercase.index(letter[1].upper()) if letter is not None else len(choices)
@@ -44,9 +45,9 @@ class MultipleChoice:
         self.settings = settings
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-        """Immediate, whatever the deadline.
+        """Judge at once, whatever the deadline.
 
-        NO_ANSWER without a box or with an empty one, UNJUDGED where the problem has no answer.
+        NO_ANSWER if there is no box or it is empty, UNJUDGED where the problem has no answer.
         """
         if not problem.answer:
             return Verdict.UNJUDGED

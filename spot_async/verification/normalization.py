@@ -1,8 +1,7 @@
 r"""Brings two spellings of one short answer to the same string, by rules that fit on this page.
 
-Pure string work in linear time: nothing is evaluated. The rules forgive layout, not mathematics: `1/2` meets
-`\frac{1}{2}`, but neither meets `0.5`. `tests/verification/` lists what
-is forgiven and what is not.
+Pure string work in linear time: nothing is evaluated. The rules forgive layout, not mathematics: `1/2` equals
+`\frac{1}{2}`, but neither equals `0.5`. `tests/verification/` lists what is forgiven and what is not.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from decimal import Decimal
 
 from spot_async.verification.extraction import strip_answer
 
-_COMMANDS = {  # LaTeX command -> what stands for it; all others stay
+_COMMANDS = {  # LaTeX command -> its replacement; all others stay
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
     **dict.fromkeys(("textbf", "textit", "textrm", "textnormal", "mathrm", "mathbf", "mbox", "operatorname"), r"\text"),
     **dict.fromkeys(("left", "right", "displaystyle", "quad", "qquad", "degree", "big", "Big", "bigl", "bigr"), ""),
@@ -48,15 +47,18 @@ _NUMBER = re.compile(
 _NUMBER_SPACING = re.compile(r"\\[!,;:]\s*")
 
 
-@functools.lru_cache(maxsize=4096)  # the branches of one rollout mostly come to the same few answers
+@functools.lru_cache(maxsize=4096)  # the branches of one rollout mostly give the same few answers
 def normalize_answer(answer: str) -> str:
-    r"""The canonical spelling of an answer.
+    r"""Return the canonical spelling of an answer. The steps, in order:
 
-    In this order: white space and a trailing full stop around it; `\left \right`, spacing commands, `$`, degree and
-    per cent signs dropped; `\dfrac` to `\frac`, `\mathrm` and its like to `\text`, `\leq` to `\le`; a unit in `\text`
-    after a number dropped, other `\text{..}` unwrapped; all white space dropped; `\frac12`, `\sqrt3`, `1/2`,
-    `\frac{-1}{2}` spelled out, `x^{2}` shortened; `x=` and the brackets of a choice `(C)` dropped; numbers without
-    thousands commas, leading zeros, or decimals that are zero.
+    1. Drop white space around it, and a trailing full stop.
+    2. Drop `\left`, `\right`, spacing commands, `$`, degree and per cent signs.
+    3. Replace `\dfrac` by `\frac`, `\mathrm` and its like by `\text`, `\leq` by `\le`.
+    4. Drop a unit in `\text` after a number; unwrap every other `\text{..}`.
+    5. Drop all white space.
+    6. Spell out `\frac12`, `\sqrt3`, `1/2` and `\frac{-1}{2}`; shorten `x^{2}`.
+    7. Drop `x=` and the brackets of a choice `(C)`.
+    8. Write numbers without thousands commas, leading zeros, and decimals that are zero.
     """
     text = _TOKEN.sub(_rewrite, strip_answer(answer))
     text = _TEXT.sub(r"\1", _UNIT.sub("", text))
@@ -76,7 +78,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def parse_number(text: str) -> Decimal | None:
-    r"""The value of one plain or scientific decimal (`-1,234.50`, `4.5e33`, `2 \times 10^{-3}`), else None."""
+    r"""Return the value of one plain or scientific decimal (`-1,234.50`, `4.5e33`, `2 \times 10^{-3}`), else None."""
     match = _NUMBER.fullmatch(_NUMBER_SPACING.sub("", text).replace("{,}", ",").strip())
     if match is None:
         return None

@@ -1,9 +1,8 @@
 """Worker processes that answer one JSON line with one JSON line, and that can be killed at any moment.
 
-Each worker serves one request at a time over its own pipes, so killing one (a request past its time limit, a
-cancelled caller) can neither corrupt nor block another. Nothing inside a worker has to cooperate: not a signal
-handler, not a lock, not the interpreter. What a worker computes is its own business; it prints one line when it is
-ready, and ends when its standard input does.
+Each worker serves one request at a time over its own pipes. So killing one, for its time or because the caller was
+cancelled, can neither corrupt nor block another. Nothing inside a worker has to cooperate: no signal handler, no lock,
+not the interpreter. A worker prints one line when it is ready, and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from typing import Any, Self
 from spot_async.errors import DeadlineExceededError, ProcessDiedError
 
 STARTUP_TIMEOUT_S = 60.0
-# Workers read text that a model wrote, so they see none of the parent's other variables, which may be keys.
+# Workers parse text that a model wrote, so they get none of the parent's other variables: those may hold keys.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 
 
 class WorkerPool:
-    """Up to `size` processes running `command`, started when first needed and kept for the next request.
+    """Up to `size` processes running `command`. They are started when needed and kept for later requests.
 
-    Entering starts one, so that a command that cannot run is found at once; leaving kills all of them.
+    Entering starts one, so that a command that cannot run is found at once. Leaving kills all.
     """
 
     def __init__(self, command: Sequence[str], *, size: int) -> None:
         self._command = tuple(command)
         self._slots = asyncio.Semaphore(size)
-        self._idle: list[_Worker] = []  # last in, first out: the warmest
-        self._workers: set[_Worker] = set()  # every one not known to be gone
+        self._idle: list[_Worker] = []  # last in, first out, so that the warmest is used
+        self._workers: set[_Worker] = set()  # all that are not known to be gone
         self._open = False
 
     async def __aenter__(self) -> Self:
@@ -49,16 +48,16 @@ class WorkerPool:
         self._open = False
         self._idle.clear()
         for worker in self._workers:
-            worker.kill()  # all of them before the first await, which may be cancelled
+            worker.kill()  # kill all before the first await, which may be cancelled
         for worker in tuple(self._workers):
             await self._kill(worker)
 
     async def ask(self, request: dict[str, Any], *, timeout_s: float, deadline: float) -> dict[str, Any]:
-        """One worker's reply to `request`.
+        """Return one worker's reply to `request`.
 
-        Waiting for a worker counts towards `deadline` (loop time) only; its work is limited by both. Raises
-        `DeadlineExceededError` when no worker was free in time, `TimeoutError` when one was killed for taking too
-        long, `ProcessDiedError` when one died by itself.
+        `deadline` (loop time) limits both the wait for a worker and its work; `timeout_s` limits the work alone. Raises
+        `DeadlineExceededError` when no worker was free in time, `TimeoutError` when one was killed for taking too long,
+        `ProcessDiedError` when one died by itself.
         """
         loop = asyncio.get_running_loop()
         if loop.time() >= deadline:
@@ -69,7 +68,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def _lease(self, deadline: float) -> AsyncIterator[_Worker]:
-        """A worker for one request; killed unless the request ended well."""
+        """Lend a worker for one request; kill it unless the request ended well."""
         async with self._slot(deadline):
             worker = await self._ready_worker(deadline)
             try:
@@ -112,7 +111,7 @@ class WorkerPool:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
-            start_new_session=True,  # Ctrl-C reaches the parent alone
+            start_new_session=True,  # so that Ctrl-C reaches only the parent
         )
         worker = _Worker(process)
         self._workers.add(worker)
@@ -161,11 +160,12 @@ class _Worker:
     def kill(self) -> None:
         """Send SIGKILL, unless the process is known to be gone."""
         if self.alive:
-            with suppress(ProcessLookupError):  # not Process.kill: it polls, and so takes the exit status from asyncio
+            # Not Process.kill: that polls the process, which takes the exit status away from asyncio.
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait_gone(self) -> None:
-        """Until the process has ended and its pipes are closed."""
+        """Wait until the process has ended and its pipes are closed."""
         self._stdin.close()
         await self._process.wait()
         with suppress(ConnectionError):
