@@ -1,7 +1,7 @@
-"""Problem sets: reading files of many layouts, mending what is known to be damaged in them, and checking them.
+"""Reads problem sets from files of many layouts, mends known damage in them, and makes prompts of the problems.
 
-`load_problem_set` is what a run calls. `tools/data_check/` is behind `spot-async data check`. What a problem looks like
-to a model is `prompts.py`; what makes an answer right is `verification/`.
+A run calls `load_problem_set`; `prompts.py` renders and orders the prompts. Whether an answer is right is decided in
+`verification/`. The command `spot-async data check` is in `tools/data_check/`.
 """
 
 from spot_async.data.problem_set import ProblemSet, load_problem_set, require_answers

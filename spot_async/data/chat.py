@@ -1,6 +1,6 @@
-"""Chat messages as OpenAI has them: which of them ask, and what the assistant said last.
+"""Reads chat messages in OpenAI's form: the question, the turns before it, and the assistant's last answer.
 
-The last message of a user asks; those before it are what was said until then, and those behind it the answer to it.
+The question is the last message of a user. Messages before it are the history, messages after it are the answer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def is_chat(value: object) -> bool:
-    """Whether a column holds chat messages."""
+    """Return whether a column holds chat messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
 
 
 def asked(messages: Messages) -> tuple[str, tuple[ChatTurn, ...]]:
-    """What a user says last, and all that was said before it.
+    """Return the user's last message and all turns before it.
 
-    Raises ValueError, in words that follow the name of the column, where no template could render it.
+    Raises ValueError if no template could render them. The message continues a sentence that begins with the column's
+    name.
     """
     last = max((index for index, each in enumerate(messages) if each["role"] == "user"), default=None)
     if last is None:
@@ -32,7 +33,7 @@ def asked(messages: Messages) -> tuple[str, tuple[ChatTurn, ...]]:
 
 
 def last_of_assistant(messages: Messages) -> str:
-    """The text of the assistant's last message; empty where there is none."""
+    """Return the text of the assistant's last message; empty where there is none."""
     said = [each.get("content") for each in messages if each["role"] == "assistant"]
     return (_text(said[-1]) or "") if said else ""
 
@@ -47,7 +48,7 @@ def _turn(number: int, message: dict[str, Any]) -> ChatTurn:
 
 
 def _text(content: object) -> str | None:
-    """The text of a message, which may be a list of parts; None where it holds anything else."""
+    """Return the text of a message, which may be a list of parts; None if it holds anything but text."""
     if isinstance(content, list):
         texts = [each.get("text") for each in content if isinstance(each, dict) and each.get("type") == "text"]
         content = "".join(map(str, texts)) if len(texts) == len(content) else None

@@ -1,7 +1,7 @@
-"""Reads data sets of the Hugging Face hub, by the `datasets` library. Nothing of a data set is executed.
+"""Reads data sets of the Hugging Face hub with the `datasets` library. No code of a data set is executed.
 
-The library tries again and again before it gives up a hub that it cannot reach. So the hub is asked once before that,
-briefly: whether it answers at all, not what it says.
+The library retries for a long time when it cannot reach the hub. So we first ask once, briefly, whether the hub answers
+at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[str, Any]]:
-    """The rows of the data set `name`. Raises DataError where there is none, or no way to it."""
+    """Yield the rows of the data set `name`. Raises DataError if it does not exist or cannot be reached."""
     import datasets  # slow to import
 
     _require_answer(name, key)
@@ -40,8 +40,8 @@ def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[s
 
 
 def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: str, key: str) -> None:
-    """Without the hub the library takes the newest copy in its cache, whatever it was asked for."""
-    cached = {Path(file["filename"]).parent.name for file in cache_files}  # named after their commits
+    """Raise DataError if another revision was loaded. Offline, the library takes the newest in its cache regardless."""
+    cached = {Path(file["filename"]).parent.name for file in cache_files}  # folders are named after commits
     if cached != {revision}:
         raise DataError(
             f"{setting(key, 'revision')}: {revision} of {name} is not the newest copy in the cache, which is of "
@@ -50,9 +50,9 @@ def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: st
 
 
 def _require_answer(name: str, key: str) -> None:
-    """Any answer but of a broken hub will do: why a data set is refused, `load_dataset` says itself.
+    """Raise DataError unless the hub answers. In offline mode, do not ask.
 
-    Nothing is asked in offline mode.
+    Any answer except a server error will do: `load_dataset` says itself why a data set is refused.
     """
     import datasets
     from huggingface_hub import HfApi

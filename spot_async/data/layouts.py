@@ -1,7 +1,7 @@
-r"""How the rows of well-known data sets become problems, each with what is known to be wrong in its files.
+r"""How the rows of well-known data sets become problems, and what is known to be wrong in their files.
 
-A layout says where the parts of a problem stand, how they are mended, and which rows are dropped. Everything that is
-mended or dropped is counted under the words that are given here. Where the facts come from is in docs/data.md.
+A layout says in which columns the parts of a problem are, how to mend them, and which rows to drop. Each mend and
+refusal returns the words under which it is counted, or None where it did nothing. docs/data.md has the sources.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from spot_async.data.rows import Columns
 from spot_async.verification.extraction import extract_boxed, strip_answer
 from spot_async.verification.multiple_choice import chosen_option
 
-Mend = Callable[[Draft], str | None]  # changes the draft; says what it did, if anything
-Refusal = Callable[[Draft], str | None]  # why the row is dropped, if it is
+Mend = Callable[[Draft], str | None]  # changes the draft; returns what it did, if anything
+Refusal = Callable[[Draft], str | None]  # returns why the row is dropped, if it is
 
 
 class Layout(NamedTuple):
@@ -27,12 +27,14 @@ class Layout(NamedTuple):
     columns_of: Mapping[Part, tuple[str, ...]]
     mends: tuple[Mend, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    needs: tuple[Part, ...] = ("problem", "answer")  # a row without them is an error, not a row to drop
-    duplicates: Duplicates = "conflicting"  # unless the settings say otherwise; figures of benchmarks are over all rows
+    needs: tuple[Part, ...] = ("problem", "answer")  # a row without these is an error; it is not dropped
+    # The default, which the settings may change. Benchmarks keep duplicates, since their results are over all rows.
+    duplicates: Duplicates = "conflicting"
     prepare: Callable[[Columns], Columns] = lambda columns: columns
 
 
-_CHINESE = re.compile("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff]")  # open-r1's, on which DAPO's 14,116 rest
+# The characters that open-r1 uses to find Chinese problems. DAPO's known count of 14,116 problems depends on them.
+_CHINESE = re.compile("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff]")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _FLOAT_OF_INTEGER = re.compile(r"(-?[0-9]+)\.0+")
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
@@ -53,18 +55,18 @@ _INSTRUCTION = r"""
       | let's\ think\ step\ by\ step\ and\ output\ the\ final\ answer\ after\ "\#\#\#\#"
     )\.?
 """
-# One separator and no more: in DAPO, texts that differ by a further blank are different rows. What follows in the same
-# sentence would lose its meaning.
+# Remove only one separator, because DAPO has different rows whose texts differ by one more blank. Do not remove an
+# instruction in front if its sentence goes on, because the rest would lose its meaning.
 _INSTRUCTION_BEFORE = re.compile(rf"\s*{_INSTRUCTION}(?:(?<=\.)(?:\n\n|\s)?|\n\n?)", re.VERBOSE | re.IGNORECASE)
 _INSTRUCTION_BEHIND = re.compile(rf"(?:\n\n|\s)?{_INSTRUCTION}\s*\Z", re.VERBOSE | re.IGNORECASE)
 
 
 GPQA_CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-GATHERED = "Correct Answer with Incorrect Answer 1 to 3"  # a column of ours, for messages too
+GATHERED = "Correct Answer with Incorrect Answer 1 to 3"  # our own column; messages may name it
 
 
 def remove_instruction(draft: Draft) -> str | None:
-    """Some files ship problems with somebody's instruction in front or behind: with ours there would be two."""
+    """Remove an instruction before or after the problem, which some files include. We add our own."""
     text = draft.problem
     if found := _INSTRUCTION_BEFORE.match(text):
         text = text[found.end() :]
@@ -76,19 +78,19 @@ def remove_instruction(draft: Draft) -> str | None:
 
 
 def _is_within_sentence(before: str, instruction: str) -> bool:
-    """Whether `instruction` goes on with what `before` began: without it a fragment would be left."""
+    """Return whether `instruction` continues a sentence of `before`. Removing it would then leave a fragment."""
     begins_small = instruction.lstrip(" \t")[:1].islower()
     return begins_small and before.rstrip(" \t")[-1:].replace(",", "a").isalnum()
 
 
 def last_turn_only(draft: Draft) -> str | None:
-    """Files of one question each, which trainers wrote as chat messages: what stands before it is their own."""
+    """Drop the messages before the question: in these files of single questions they are somebody's own prompt."""
     had, draft.history = bool(draft.history), ()
     return "messages before the user's last one left out" if had else None
 
 
 def narrow_digits(draft: Draft) -> str | None:
-    """Full-width digits and signs, which no verifier reads."""
+    """Replace full-width digits and signs, which no verifier reads."""
     narrow = draft.gold.translate(_FULL_WIDTH)
     if narrow == draft.gold:
         return None
@@ -97,7 +99,7 @@ def narrow_digits(draft: Draft) -> str | None:
 
 
 def whole_number(draft: Draft) -> str | None:
-    """27.0 where the competition asks for integers."""
+    """Write 27.0 as 27, where the competition asks for integers."""
     found = _FLOAT_OF_INTEGER.fullmatch(str(draft.answer).strip())
     if found is None:
         return None
@@ -112,7 +114,7 @@ def without_leading_zeros(draft: Draft) -> str | None:
 
 
 def tidy_answer(draft: Draft) -> str | None:
-    """`{17}.`, which is left of a box that was opened as `\\boxed {17}.`"""
+    """Write `{17}.` as `17`: it was cut out of a box that was written `\\boxed {17}.`"""
     bare = strip_answer(draft.gold)
     bare = found[1] if (found := _IN_BRACES.fullmatch(bare)) else bare
     if bare == draft.gold:
@@ -122,7 +124,7 @@ def tidy_answer(draft: Draft) -> str | None:
 
 
 def unboxed(draft: Draft) -> str | None:
-    """The answer itself where the column holds a box, or a whole solution with one."""
+    """Take the answer out of the column's box, or out of the last box of a whole solution there."""
     boxed = extract_boxed(draft.gold) if "boxed" in draft.gold else None
     if boxed is None:
         return None
@@ -131,7 +133,7 @@ def unboxed(draft: Draft) -> str | None:
 
 
 def behind_hashes(draft: Draft) -> str | None:
-    """The answer of GSM8K, whose column holds the worked solution and ends in `#### 1,450`: of a number, its digits."""
+    """Take the answer of GSM8K from the end of its worked solution, `#### 1,450`. Numbers lose their commas."""
     found = _BEHIND_HASHES.search(draft.gold)
     if found is None:
         return None
@@ -141,7 +143,7 @@ def behind_hashes(draft: Draft) -> str | None:
 
 
 def answer_in_solution(draft: Draft) -> str | None:
-    """The last box of the solution, which normalisations of the answer column damaged in several files of MATH."""
+    """Take the answer from the last box of the solution, since several files of MATH have damaged answer columns."""
     boxed = extract_boxed(draft.solution) if draft.solution else None
     if boxed is None:
         return None
@@ -150,7 +152,7 @@ def answer_in_solution(draft: Draft) -> str | None:
 
 
 def empty_box_is_zero(draft: Draft) -> str | None:
-    """The two solutions of MATH train with an empty box (Number Theory, Level 5): the answer of both problems is 0."""
+    """Answer 0 for an empty box, as in two solutions of MATH train (Number Theory, Level 5), where it is right."""
     if draft.gold or not draft.solution or extract_boxed(draft.solution) != "":
         return None
     draft.answer = "0"
@@ -158,14 +160,14 @@ def empty_box_is_zero(draft: Draft) -> str | None:
 
 
 def name_level(draft: Draft) -> str | None:
-    """Levels 1 to 5, as a number or as `Level 3`; `Level ?` is none."""
+    """Name the tier after the level, given as `3` or `Level 3`. `Level ?` is no level."""
     level = (draft.tier or "").removeprefix("Level").strip()
     draft.tier = f"level {level}" if level.isdecimal() else None
     return "level unknown" if level and draft.tier is None else None
 
 
 def suspect_float(draft: Draft) -> str | None:
-    """Integers that passed through a float with 53 bits cannot be mended, only counted."""
+    """Count integers that may have lost digits in a 53-bit float. They cannot be mended."""
     digits = draft.gold.lstrip("-")
     is_float = isinstance(draft.answer, float) and abs(draft.answer) >= EXACT_FLOATS
     is_long = is_float or (digits.isdecimal() and len(digits) > 15)
@@ -173,21 +175,21 @@ def suspect_float(draft: Draft) -> str | None:
 
 
 def forget_solution(draft: Draft) -> str | None:
-    draft.solution = None  # not needed once the answer is known, and longer than all the rest
+    draft.solution = None  # it is not needed once the answer is known, and it is longer than all the rest
     return None
 
 
 def drop_fillers(draft: Draft) -> str | None:
-    """MMLU-Pro once had ten options everywhere: those at the end that are no choices."""
+    """Drop the `N/A` options at the end, with which MMLU-Pro once filled every row up to ten."""
     while draft.choices and draft.choices[-1].strip() == "N/A":
         draft.choices = draft.choices[:-1]
     return None
 
 
 def letter_of_choice(draft: Draft) -> str | None:
-    """`C` for `(C)`, `C) 4 cm`, the text of that choice, or its place: a number counts from 0, as `answer_index` does.
+    """Write the answer as the letter `C`, if it is `(C)`, `C) 4 cm`, that choice's text, or its place counted from 0.
 
-    A number that is text may be either, so that one which is also another choice's text is left as it is.
+    A number written as text may be a place or a choice's text. If the two name different choices, it is left as it is.
     """
     if not 0 < len(draft.choices) <= len(ascii_uppercase):
         return None
@@ -215,7 +217,7 @@ def is_no_choice(draft: Draft) -> str | None:
 
 
 def gather_choices(columns: Columns) -> Columns:
-    """GPQA's four columns as one list, the right choice first: whoever asks must shuffle them."""
+    """Join GPQA's four columns into one list with the right choice first. Whoever asks must shuffle it."""
     if any(columns.get(name) is None for name in GPQA_CHOICES):
         return columns
     return {**columns, GATHERED: [str(columns[name]).strip() for name in GPQA_CHOICES], "answer": "A"}
@@ -289,7 +291,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def recognise(columns: Columns) -> str:
-    """The name of the layout that a row's columns are those of; `columns` where only their names are familiar."""
+    """Return the name of the layout that a row's columns belong to. `columns` means that only their names are known."""
     names = columns.keys()
     source = found.lower() if isinstance(found := columns.get("data_source"), str) else ""
     if names >= set(GPQA_CHOICES):

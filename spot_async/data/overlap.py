@@ -1,9 +1,9 @@
-"""Which problems of an evaluation set also stand in a training set: identical ones, and others by runs of 13 words.
+"""Finds evaluation problems that are also in a training set, by identical texts or by shared runs of 13 words.
 
-Words are runs of letters and digits, in small letters. An evaluation problem counts as contained in a training problem
-that is identical but for white space, of whatever length, or that holds at least half of its 13-word runs. Rewordings
-are missed, and of problems with fewer than 13 words all that are not identical, so that what is found is a lower bound.
-Linear in the texts.
+Words are runs of letters and digits, in small letters. A training problem contains an evaluation problem if the texts
+are identical except for white space, or if it has at least half of the evaluation problem's 13-word runs. So the count
+is a lower bound: rewordings are missed, and a problem of fewer than 13 words is found only where it is identical. Time
+is linear in the texts' length.
 """
 
 from __future__ import annotations
@@ -22,44 +22,45 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 class Overlap(NamedTuple):
-    """An evaluation problem, and the training problem that holds most of it."""
+    """An evaluation problem, and the training problem that contains most of it."""
 
     evaluation: Problem
     training: Problem
     share: float  # of the evaluation problem's runs, in [0.5, 1]
-    is_identical: bool = False  # but for white space
+    is_identical: bool = False  # except for white space
 
     @property
     def has_equal_answer(self) -> bool:
-        """A copy; where answers differ the two may only share a template."""
+        """Whether the answers are equal too. Problems with different answers may only share a template."""
         return normalize_answer(self.evaluation.answer) == normalize_answer(self.training.answer)
 
 
 def runs_of_words(text: str) -> set[int]:
-    """A hash for each run of 13 words; none for a shorter text. Equal for equal runs within one process."""
+    """Return a hash for each run of 13 words; none for a shorter text. Hashes compare only within one process."""
     words = _WORD.findall(text.lower())
     return {hash(tuple(words[i : i + WORDS_PER_RUN])) for i in range(len(words) - WORDS_PER_RUN + 1)}
 
 
 def identity(problem: Problem, *, with_system: bool = True) -> object:
-    """Equal for problems that ask the same but for white space; one stem with other choices is another problem."""
+    """Return a value that is equal for problems with the same text, choices and history, except for white space."""
     turns = [(each.role, " ".join(each.content.split())) for each in problem.history]
     said = tuple(turn for turn in turns if with_system or turn[0] != "system")
     return " ".join(problem.text.split()), problem.choices, said
 
 
 def count_identical(training: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
-    """How many of `evaluation` stand in `training` too, whatever their length."""
+    """Count the problems of `evaluation`, of any length, that are also in `training`."""
     trained = {_question(problem) for problem in training}
     return sum(_question(problem) in trained for problem in evaluation)
 
 
 def _question(problem: Problem) -> object:
-    return identity(problem, with_system=False)  # which is no part of what is known once the answer is
+    # A system message is no part of the question: whoever knows the answer knows it under any.
+    return identity(problem, with_system=False)
 
 
 def find_overlaps(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[Overlap]:
-    """Those of `evaluation` that a problem of `training` contains, in their order."""
+    """Return the problems of `evaluation` that a problem of `training` contains, in their order."""
     runs = [runs_of_words(problem.text) for problem in evaluation]
     holders = defaultdict(list)  # run -> evaluation problems
     for index, each in enumerate(runs):
@@ -85,5 +86,5 @@ def find_overlaps(training: Sequence[Problem], evaluation: Sequence[Problem]) ->
 
 
 def too_short(problems: Sequence[Problem]) -> int:
-    """How many have no run of 13 words, so that only identical ones can be found."""
+    """Count the problems with fewer than 13 words, which are found only where they are identical."""
     return sum(not runs_of_words(problem.text) for problem in problems)

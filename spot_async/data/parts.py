@@ -1,6 +1,6 @@
-"""A problem in the making, and finding its parts in a row: by column, inside nested columns, inside chat messages.
+"""Finds the parts of a problem in a row: by column, inside nested columns, inside chat messages.
 
-Whether a part is right is the layouts' business (`layouts.py`).
+The result is a draft. Layouts mend it and decide whether its parts are right (`layouts.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from spot_async.types import ChatTurn, Problem
 from spot_async.verification.extraction import extract_boxed
 
 Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution"]
-EXACT_FLOATS = 1e15  # whole floats below it are the integers they were
+EXACT_FLOATS = 1e15  # a float with a whole value below this has lost no digits
 SHOWN_CHARS = 80
 _ABSENT = object()
-_shown = reprlib.Repr()  # ends early, also for a value that is huge or nested without end
+_shown = reprlib.Repr()  # shortens values that are huge, or nested without end
 _shown.maxstring = SHOWN_CHARS
 _LABEL = (str | int | float | list[str], "text, a number or a list of texts")
 _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
@@ -39,7 +39,7 @@ _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
 
 
 class Draft(msgspec.Struct, kw_only=True):
-    """What a row says of a problem, before anything is mended."""
+    """What a row says about a problem, before anything is mended."""
 
     problem: str
     answer: str | int | float = ""
@@ -49,7 +49,7 @@ class Draft(msgspec.Struct, kw_only=True):
     choices: tuple[str, ...] = ()
     solution: str | None = None
     history: tuple[ChatTurn, ...] = ()
-    lacks_box: bool = False  # the answer is asked of the assistant's last message, which has no box
+    lacks_box: bool = False  # the answer should be in the assistant's last message, but that has no box
 
     @property
     def gold(self) -> str:
@@ -57,7 +57,7 @@ class Draft(msgspec.Struct, kw_only=True):
         return as_text(self.answer).strip()
 
     def finish(self, prefix: str, number: int) -> Problem:
-        """The problem. Without an id it is called after its row, the header not counted."""
+        """Return the problem. Without an id it is named after its row's number, where a header does not count."""
         return Problem(
             id=prefix + (f"row-{number}" if self.id is None else self.id),
             text=self.problem,
@@ -71,7 +71,7 @@ class Draft(msgspec.Struct, kw_only=True):
 
 
 def as_text(value: str | int | float) -> str:
-    """3 for 3.0: programs that know no integer with gaps make floats of a whole column."""
+    """Return the value as text, `3` for 3.0: some programs turn a column of integers with gaps into floats."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOATS:
         return str(int(value))
     return str(value)
@@ -80,9 +80,9 @@ def as_text(value: str | int | float) -> str:
 def read_draft(
     row: Row, columns_of: Mapping[Part, tuple[str, ...]], chosen: Mapping[Part, str], key: str, needs: Collection[Part]
 ) -> Draft:
-    """The parts of `row`, each from the first of its columns that holds something; `chosen` columns must be there.
+    """Return the parts of `row`, each from the first of its columns that is not empty. `chosen` columns must exist.
 
-    Raises DataError naming the row and the part that is missing or of a wrong type.
+    Raises DataError naming the row and the part that is missing or has a wrong type.
     """
     parts: dict[str, Any] = {}
     for part in dict.fromkeys([*columns_of, *chosen]):
@@ -99,7 +99,7 @@ def read_draft(
             parts[part] = _typed(part, found[name], name, row, key)
         elif part in needs and found:
             raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
-        elif part in needs and row.number > 1:  # the layout found it in all rows before
+        elif part in needs and row.number > 1:  # all rows before have it, so this row is at fault and not the layout
             raise DataError(
                 f"{row.where}: no `{part}`, which all rows before have; {_has(row)}: correct or remove the row"
             )
@@ -112,7 +112,7 @@ def read_draft(
 
 
 def _remedy(part: Part, row: Row, key: str) -> str:
-    """What to do about a part for which the layout found no column."""
+    """Say what to do about a part for which the layout found no column."""
     field, layout = setting(key, f"fields.{part}"), setting(key, "layout")
     if part != "answer":
         return f"name its column in {field}, or another {layout}"
@@ -125,7 +125,7 @@ def _remedy(part: Part, row: Row, key: str) -> str:
 
 
 def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, Any]:
-    """A part where its column holds chat messages: the last of a user asks, the last of the assistant answers."""
+    """Read a part from chat messages: the question is the user's last, the answer the assistant's last."""
     if part == "problem":
         try:
             text, history = asked(messages)
@@ -140,7 +140,7 @@ def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, A
 
 
 def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int | float | tuple[str, ...]:
-    """`value` of the column `name` as a draft holds `part`."""
+    """Convert `value` of the column `name` to the type that a draft has for `part`."""
     types, words = _ACCEPTED[part]
     try:
         found = msgspec.convert(value, types)
@@ -159,14 +159,14 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
 
 
 def _is_empty(value: Any) -> bool:
-    """Null, and what programs write for it: an empty cell or list, and NaN, which is the answer to no problem."""
+    """Return whether a value is null or what programs write for it: an empty cell or list, or NaN."""
     if isinstance(value, float):
         return not math.isfinite(value)
     return value is None or value == [] or (isinstance(value, str) and value.strip().lower() in ("", "nan"))
 
 
 def _look_up(columns: Columns, name: str) -> Any:
-    """The value of a column, or of `b` inside `a` for `a.b`."""
+    """Return the value of a column, or for `a.b` that of `b` inside `a`."""
     value: Any = columns.get(name, _ABSENT)
     if value is _ABSENT and "." in name:
         head, _, rest = name.partition(".")

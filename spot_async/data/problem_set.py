@@ -1,4 +1,4 @@
-"""From the configuration of a problem set to its problems: rows in, drafts mended, duplicates out, all counted."""
+"""Loads a problem set as configured: reads rows, mends them, drops duplicates, and counts what it did."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from spot_async.errors import DataError
 from spot_async.types import Problem
 from spot_async.verification.normalization import normalize_answer
 
-OWN_COLUMNS = {"problem", "answer", "choices", "solution"}  # whoever names one of these has no well-known file
+OWN_COLUMNS = {"problem", "answer", "choices", "solution"}  # a user who names one of these has a file of their own
 
 
 @dataclass
 class ProblemSet:
-    """The problems of a set in the order of their files, and what became of the rows."""
+    """The problems of a set in the order of their files, and counts of what was done to the rows."""
 
     problems: list[Problem] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)  # of each file
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
     mended: Counter[str] = field(default_factory=Counter)  # rows by what was done to them
-    unanswered: int = 0  # rows without the answer that others of their layout have
+    unanswered: int = 0  # rows without an answer, in a layout that has answers
 
     @property
     def layout(self) -> str:
-        """In words: what `auto` takes where it knows the columns' names only is no layout that can be asked for."""
+        """The layouts for people. `columns` gets other words, because no setting can ask for it."""
         names = ("auto, by the usual columns" if name == "columns" else name for name in self.layouts)
         return ", ".join(dict.fromkeys(names))
 
     @property
     def counts(self) -> dict[str, int]:
-        """Flat, for records: `read`, `problems`, and one entry for each reason to drop and each kind of mending."""
+        """Flat counts for records: `read`, `problems`, and one for each reason to drop and each kind of mending."""
         dropped = {f"dropped: {why}": rows for why, rows in self.dropped.items()}
         mended = {f"mended: {what}": rows for what, rows in self.mended.items()}
         unanswered = {"without an answer": self.unanswered} if self.unanswered else {}
@@ -46,13 +46,14 @@ class ProblemSet:
 
 
 def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: bool = True) -> ProblemSet:
-    """Read, mend and filter the problems that `key` of the configuration describes; empty where there is none.
+    """Read, mend and filter the problems that `key` of the configuration describes.
 
-    Without `needs_answers` a row may have none, except in layouts that drop such rows; see also `require_answers`.
+    A row is dropped, and counted, if its layout says so, if another row with the same text has another answer, or if it
+    is a duplicate and the settings or the layout drop those. Without `needs_answers` rows need no answer, except in
+    layouts that drop such rows; see also `require_answers`.
 
-    Rows are dropped, and counted, for reasons of their layout, because another row with the same text has another
-    answer, and as duplicates where the settings or the layout say so. Raises DataError, naming file and line, for a
-    row that cannot be used otherwise, for an id that is used twice and when nothing is left.
+    Raises DataError, naming file and line, for a row that cannot be used for any other reason, for an id that is used
+    twice, and when no problem is left.
     """
     found = ProblemSet()
     groups: dict[object, _Group] = {}
@@ -61,7 +62,7 @@ def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: boo
         duplicates = settings.duplicates or layout.duplicates
         group = groups.setdefault(_sameness(problem, duplicates, len(groups)), _Group(problem))
         group.rows += 1
-        if problem.answer and group.answer:  # one without an answer contradicts none
+        if problem.answer and group.answer:  # a row without an answer contradicts no other
             group.is_contradicted |= normalize_answer(problem.answer) != normalize_answer(group.answer)
         group.answer = group.answer or problem.answer
         if group.first is problem or duplicates == "conflicting":
@@ -69,7 +70,7 @@ def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: boo
             group.kept += 1
     found.dropped["conflicting answers"] = sum(group.rows for group in groups.values() if group.is_contradicted)
     found.dropped["duplicate"] = sum(g.rows - g.kept for g in groups.values() if not g.is_contradicted)
-    found.dropped = +found.dropped  # without those that are zero
+    found.dropped = +found.dropped  # unary plus removes zero counts
     where_of_id: dict[str, str] = {}
     for problem, where, group in kept:
         if group.is_contradicted:
@@ -88,7 +89,7 @@ def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: boo
 
 
 def require_answers(found: ProblemSet, key: str) -> None:
-    """Raises DataError where a problem has none, since its layout reads none."""
+    """Raise DataError if a problem has no answer, as in a layout that reads none."""
     if problem := next((each for each in found.problems if not each.answer), None):
         raise DataError(
             f"{about(key)}problem {problem.id!r} has no answer, which layout {found.layout} does not read: name its "
@@ -101,14 +102,14 @@ class _Group:
     """Rows that count as the same problem."""
 
     first: Problem
-    answer: str = ""  # of the first that has one
+    answer: str = ""  # the answer of the first row that has one
     rows: int = 0
     kept: int = 0
     is_contradicted: bool = False
 
 
 def _sameness(problem: Problem, duplicates: Duplicates, unique: int) -> object:
-    """Equal for problems that count as the same; `unique` for none."""
+    """Return a value that is equal for problems that count as the same, or `unique` where duplicates are kept."""
     if duplicates == "keep":
         return unique
     return identity(problem) if duplicates == "spacing" else (problem.text, problem.choices, problem.history)
@@ -117,9 +118,9 @@ def _sameness(problem: Problem, duplicates: Duplicates, unique: int) -> object:
 def _read(
     settings: ProblemSetConfig, key: str, found: ProblemSet, needs_answers: bool
 ) -> Iterator[tuple[Problem, str, Layout]]:
-    """Every problem of every file with its place and its layout; counts what is read, mended and dropped."""
+    """Yield every problem of every file with its place and layout. Counts what is read, mended and dropped."""
     for number, path in enumerate(settings.paths, start=1):
-        prefix = f"{number}/" if len(settings.paths) > 1 else ""  # ids are those of one file
+        prefix = f"{number}/" if len(settings.paths) > 1 else ""  # an id may be used in several files
         name: str = settings.layout
         for row in read_rows(path, settings, key):
             found.read += 1

@@ -1,8 +1,7 @@
-"""From problems to the prompts of a run: rendering, filtering, and their order. Problems are read by `data/`.
+"""Makes the prompts of a run from problems: renders them, drops those that are too long, and puts them in order.
 
-The order is a pure function of the seed and the problems: each epoch is its own permutation, and the
-problems left over by its last incomplete batch are dropped for that epoch, as the paper does
-(method.md section 6).
+The order is a pure function of the seed and the problems. Each epoch has its own permutation. Problems of an epoch's
+last, incomplete batch are left out of that epoch, as in the paper (method.md section 6).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ DATE_WARNING = (
     'its variable for the date a value, as in prompt.template_arguments.date_string="26 Jul 2024"'
 )
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}today\N{OBJECT REPLACEMENT CHARACTER}"
-# Put before a template, it takes the place of the function by which transformers lets templates read the clock.
+# In front of a template, this macro replaces the function through which transformers lets templates read the clock.
 _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
 
 
 class PromptRenderer:
-    """Renders problems with a chat template: one user message, the instruction behind the problem, after what was said.
+    """Renders problems with a chat template: the problem's history, then a user message of problem and instruction.
 
     The template is the tokenizer's own, or the Jinja file that `config.template` names.
     """
@@ -60,11 +59,11 @@ class PromptRenderer:
             )
 
     def text(self, problem: Problem) -> str:
-        """The prompt as the model reads it, special tokens included."""
+        """Return the prompt as the model reads it, with special tokens."""
         return str(self._apply(problem, tokenize=False))
 
     def token_ids(self, problem: Problem) -> IntArray:
-        """(P,) ids of the rendered prompt. Raises DataError where it would be empty, which no server takes."""
+        """Return the ids (P,) of the rendered prompt. Raises DataError if it is empty, which no server accepts."""
         encoded = self._apply(problem, tokenize=True, return_dict=True)
         if not encoded["input_ids"]:
             raise DataError(
@@ -74,23 +73,24 @@ class PromptRenderer:
         return np.array(encoded["input_ids"], dtype=np.int32)
 
     def check_differ(self, sources: Sequence[PromptSource]) -> None:
-        """Raises DataError where problems with different texts all have the same prompt."""
+        """Raise DataError if problems with different texts all have the same prompt."""
         if len({source.problem.text.strip() for source in sources}) < 2:
             return
         if len({source.token_ids.tobytes() for source in sources}) > 1:
             return
-        if len({self.text(source.problem) for source in sources}) == 1:  # else the tokenizer is what tells none apart
+        # Where texts differ and ids do not, the fault is the tokenizer's.
+        if len({self.text(source.problem) for source in sources}) == 1:
             raise DataError(
                 f"{self._name}: the chat template makes the same prompt of all {len(sources)} problems: correct the "
                 "template, which is to write messages[0].content"
             )
 
     def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
-        """A prompt outside any schedule; its seeds and priority derive from `ordinal`."""
+        """Return a prompt outside of any schedule. Its seeds and priority derive from `ordinal`."""
         return Prompt(ordinal=ordinal, problem=problem, token_ids=self.token_ids(problem))
 
     def reads_clock(self, problem: Problem) -> bool:
-        """Whether the problem's prompt has today's date in it."""
+        """Return whether the problem's prompt contains today's date."""
         template = self._tokenizer.get_chat_template(self._arguments.get("chat_template"))
         return _MARK in self._apply(problem, tokenize=False, chat_template=_MARKED_CLOCK + template)
 
@@ -110,7 +110,7 @@ class PromptRenderer:
 
 
 def template_line(error: Exception) -> int | None:
-    """The line of a Jinja template that an exception came from, as Jinja writes it into tracebacks."""
+    """Return the line of a Jinja template that an exception came from. Jinja writes it into the traceback."""
     if isinstance(error, jinja2.TemplateSyntaxError):
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)
@@ -118,7 +118,7 @@ def template_line(error: Exception) -> int | None:
 
 
 def read_template(path: Path) -> str:
-    """The text of a Jinja file."""
+    """Return the text of a Jinja file. Raises DataError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -129,9 +129,10 @@ def read_template(path: Path) -> str:
 def render_all(
     problems: Sequence[Problem], renderer: PromptRenderer, max_prompt_tokens: int | None = None
 ) -> list[PromptSource]:
-    """Render every problem; the caller compares lengths to see how many were filtered as too long.
+    """Render every problem and drop prompts longer than `max_prompt_tokens`.
 
-    Raises DataError where a prompt is empty, or all are the same.
+    The caller can compare lengths to see how many were dropped. Raises DataError if a prompt is empty, or all are the
+    same.
     """
     rendered = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
     renderer.check_differ(rendered)
@@ -148,7 +149,7 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptSchedule:
-    """Which prompt comes when. Restartable: iterating twice gives the same prompts."""
+    """The order of a run's prompts. Iterating twice gives the same prompts."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class PromptSchedule:
         self.left_over_per_epoch = len(sources) - per_epoch * batch_size
 
     def __iter__(self) -> Iterator[Prompt]:
-        """All prompts of the run, and beyond its last batch those that would replace dead ones."""
+        """Yield all prompts of the run, and after its last batch more, to replace prompts that are given up."""
         ordinal = 0
         epoch = 0
         while True:

@@ -1,7 +1,7 @@
-"""Reads files of any format and data sets of the hub into plain rows. What the columns mean is not decided here.
+"""Reads files of any format, and data sets of the hub, into plain rows. What the columns mean is not decided here.
 
-A row comes with the place it was read from, so that whatever is wrong with it later can be named. Files are read as
-streams, with a bound on what a row may take: a few megabytes of gzip can hold gigabytes.
+Each row has the place it was read from, so that messages can name it. Files are read as streams and rows are limited in
+size, because a few megabytes of gzip can hold gigabytes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from spot_async.errors import DataError
 
 Columns: TypeAlias = dict[str, Any]
 
-MAX_ROW_BYTES = 16 << 20  # as the file has it; worked solutions of a million characters fit
-MAX_INFLATED_BYTES = 256 << 20  # of a .gz whose format has to be in memory as a whole
-_BATCH_ROWS = 1024  # of Parquet, which are Python objects at the same time
+MAX_ROW_BYTES = 16 << 20  # as encoded in the file; worked solutions of a million characters fit
+MAX_INFLATED_BYTES = 256 << 20  # of a .gz whose format must be in memory as a whole
+_BATCH_ROWS = 1024  # rows of Parquet that are Python objects at the same time
 
-_NO_NUMBER = re.compile(rb"[:,\[]\s*-?(?:NaN|Infinity)\s*[,}\]]")  # what Python's json writes for such floats
+_NO_NUMBER = re.compile(rb"[:,\[]\s*-?(?:NaN|Infinity)\s*[,}\]]")  # Python's json writes these, but JSON has no such
 
 
 class Row(NamedTuple):
@@ -42,11 +42,10 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
-    """The rows of one file, or of a data set on the hub where `path` is none.
+    """Yield the rows of one file, or of a data set on the hub if `path` is not a file.
 
-    `key` of the configuration names it; empty where there is no configuration.
-
-    Raises DataError for what cannot be read, naming the place.
+    `key` is the configuration key for messages, empty where there is no configuration. Raises DataError naming the
+    place that cannot be read.
     """
     file = Path(path)
     suffix = Path(path.lower().removesuffix(".gz")).suffix
@@ -77,12 +76,12 @@ def _unknown(path: str, suffix: str) -> str:
 
 
 class _RowLines(Generic[AnyStr]):
-    """The lines of a file, of which those of one row may not exceed `MAX_ROW_BYTES` together."""
+    """The lines of a file. The lines of one row may not be longer than `MAX_ROW_BYTES` together."""
 
     def __init__(self, stream: IO[AnyStr], path: str) -> None:
         self._stream: IO[AnyStr] = stream
         self._path = path
-        self._read = 0  # lines
+        self._read = 0  # lines so far
         self.begin_row()
 
     def begin_row(self) -> None:
@@ -124,7 +123,7 @@ def _read_jsonl(path: str, stream: BinaryIO) -> Iterator[Row]:
 
 
 def _whole(path: str, stream: BinaryIO) -> bytes:
-    """All of a file. Of what is compressed no more than `MAX_INFLATED_BYTES`: its size says nothing."""
+    """Return a file's whole content. Of a compressed file no more than `MAX_INFLATED_BYTES` are read."""
     is_compressed = isinstance(stream, gzip.GzipFile)
     content = stream.read(MAX_INFLATED_BYTES + 1 if is_compressed else -1)
     if is_compressed and len(content) > MAX_INFLATED_BYTES:
@@ -136,7 +135,7 @@ def _whole(path: str, stream: BinaryIO) -> bytes:
 
 
 def _read_json(path: str, stream: BinaryIO) -> Iterator[Row]:
-    """A list of objects, or an object that holds one such list."""
+    """Read a list of objects, or an object that holds one such list."""
     found = _decode(_whole(path, stream).removeprefix(codecs.BOM_UTF8), path, Any)
     if isinstance(found, dict):
         lists = [value for value in found.values() if isinstance(value, list)]
@@ -150,7 +149,7 @@ def _read_json(path: str, stream: BinaryIO) -> Iterator[Row]:
 
 
 def _read_csv(path: str, stream: BinaryIO) -> Iterator[Row]:
-    csv.field_size_limit(MAX_ROW_BYTES)  # the default of 128 KiB is less than some solutions
+    csv.field_size_limit(MAX_ROW_BYTES)  # some solutions are longer than the default of 128 KiB
     lines: _RowLines[str] = _RowLines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), path)
     try:
         rows = csv.DictReader(lines, strict=True)
@@ -182,7 +181,7 @@ def _read_parquet(path: str, stream: BinaryIO) -> Iterator[Row]:
             for columns in batch.to_pylist():
                 number += 1
                 yield Row(f"{path}: row {number}", number, columns)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # OSError: what it says of damaged pages
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # it raises OSError for damaged pages
         raise DataError(f"{path}: not valid Parquet: {first_line(error)}") from None
 
 
