@@ -1,8 +1,7 @@
-"""Where to probe: the acquisition score of every response position, and the choice of the best few.
+"""Decides where to probe: the acquisition score of every response position, and the choice of the best few.
 
-Pure numpy in float64, from log-probabilities that a caller has already gathered; asks no server and
-samples nothing. What to do at a chosen position (probing, targets) is decided elsewhere. Definitions
-are method.md section 1 and, in the paper, Eqs. (2) and (5)-(7).
+Pure numpy in float64, from log-probabilities that the caller has gathered. What happens at a chosen position (probing,
+targets) is decided elsewhere. The definitions are in method.md section 1, and in the paper's Eqs. (2) and (5)-(7).
 
 Axes: T response positions, k candidates, V vocabulary.
 """
@@ -33,7 +32,7 @@ class PositionScores(NamedTuple):
     entropy: Float64Array  # Hbar: teacher entropy over log V
     mass: Float64Array  # C: teacher probability of the candidates
     coverage: Float64Array  # A: student probability of the same candidates
-    divergence: Float64Array  # JS in bits of the two policies renormalised on the candidates
+    divergence: Float64Array  # JS, in bits, of the two policies renormalised on the candidates
     gap: Float64Array  # G = lambda_mass (1 - A) + lambda_shape JS
 
 
@@ -47,16 +46,15 @@ def score_positions(
     lambda_shape: float = 0.5,
     variant: ScoreVariant = "Full",
 ) -> PositionScores:
-    """Acquisition scores from full-vocabulary natural logs at the teacher's top-k tokens.
+    """Return the acquisition scores, from full-vocabulary natural logs at the teacher's top-k tokens.
 
-    `teacher_logprobs` and `student_logprobs` are (T, k) over the same tokens; `teacher_entropy` is
-    (T,) in nats; `vocab_size` is the size of the teacher's softmax.
+    `teacher_logprobs` and `student_logprobs` are (T, k) over the same tokens, `teacher_entropy` is (T,) in nats, and
+    `vocab_size` is the width of the teacher's softmax.
 
-    Log-probabilities may be -inf. Where all of a student's row is -inf it has no mass on the candidates, and JS
-    counts as 1: the position gets the largest score it can have. Callers may pass such a row for a student that
-    they have not asked yet.
+    Log-probabilities may be -inf. A student's row of only -inf has no mass on the candidates. Its JS counts as 1, which
+    gives the position the largest score it can have. So callers may pass such a row for a student not asked yet.
 
-    Raises `ValueError` on shapes that do not belong together and on lambdas that are not a convex pair.
+    Raises `ValueError` if shapes do not match or the lambdas are negative or do not sum to 1.
     """
     teacher = np.asarray(teacher_logprobs, dtype=np.float64)  # (T, k)
     student = np.asarray(student_logprobs, dtype=np.float64)  # (T, k)
@@ -69,7 +67,7 @@ def score_positions(
     if min(lambda_mass, lambda_shape) < 0 or not math.isclose(lambda_mass + lambda_shape, 1.0, rel_tol=1e-5):
         raise ValueError(f"lambda_mass {lambda_mass} and lambda_shape {lambda_shape} must be >= 0 and sum to 1")
 
-    # Servers compute in float32 or less: rounding must not push a share past 1 and a score below 0.
+    # Servers compute in float32 or less. Rounding must not push a share above 1, or the score would be negative.
     normalized_entropy = np.clip(entropy / np.log(vocab_size), 0.0, 1.0)
     mass = np.minimum(np.exp(teacher).sum(axis=-1), 1.0)
     coverage = np.minimum(np.exp(student).sum(axis=-1), 1.0)
@@ -86,9 +84,9 @@ def score_positions(
 
 
 def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) -> Int64Array:
-    """The `budget` best valid positions, ascending; ties go to the earlier one.
+    """Return the `budget` best valid positions, ascending. Ties go to the earlier position.
 
-    `score` and `valid` are (T,). Positions with score 0 are never chosen, so the result may be short.
+    `score` and `valid` are (T,). Positions with score 0 are never chosen, so there may be fewer.
     """
     scores = np.asarray(score, dtype=np.float64)
     best_first = np.argsort(-scores, kind="stable")
@@ -97,16 +95,16 @@ def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) ->
 
 
 def random_scores(count: int, seed: int) -> Float64Array:
-    """The control that looks at nothing: uniform scores (count,) in (0, 1], drawn from `seed` alone."""
+    """Return uniform scores (count,) in (0, 1], drawn from `seed` alone: a control that looks at nothing."""
     return 1.0 - np.random.default_rng(seed).random(count)
 
 
 def probeable_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> BoolArray:
-    """Which token ids (V,) may stand at a probed position.
+    """Return which token ids (V,) may stand at a probed position.
 
-    Not eligible are special and padding tokens, tokens that are only whitespace or only punctuation,
-    and ids without a token (models pad their softmax). Bytes of a longer character decode to the
-    replacement character, which is neither, and stay eligible.
+    Not eligible are special and padding tokens, tokens of only whitespace or only punctuation, and ids without a token
+    (models pad their softmax). A token that is part of a character stays eligible: it decodes to the replacement
+    character, which is neither whitespace nor punctuation.
     """
     special = set(tokenizer.all_special_ids)
     special |= {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -118,16 +116,16 @@ def probeable_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Boo
 
 
 def _is_blank_or_punctuation(text: str) -> bool:
-    # Unicode calls $ + < = > ^ ` | ~ symbols; here they count as punctuation, as all ASCII punctuation does.
+    # Unicode calls $ + < = > ^ ` | ~ symbols. Here they are punctuation, as in string.punctuation.
     return all(
         character in string.punctuation or unicodedata.category(character).startswith("P") for character in text.strip()
     )
 
 
 def _renormalized(logprobs: Float64Array) -> Float64Array:
-    """Probabilities (T, k) that sum to 1 over the candidates, or 0 throughout where no candidate has mass.
+    """Return probabilities (T, k) that sum to 1 over the candidates, or are all 0 where no candidate has mass.
 
-    Shifted by the row's peak, so that a shape survives probabilities too small for a float.
+    Rows are shifted by their peak, so that probabilities too small for a float keep their ratios.
     """
     peak = logprobs.max(axis=-1, keepdims=True)
     weights = np.exp(logprobs - np.where(np.isneginf(peak), 0.0, peak))
@@ -136,7 +134,7 @@ def _renormalized(logprobs: Float64Array) -> Float64Array:
 
 
 def _jensen_shannon_bits(p: Float64Array, q: Float64Array) -> Float64Array:
-    """JS (T,) of rows (T, k) in [0, 1]; 1 where either has no mass at all."""
+    """Return the JS (T,), in [0, 1], of rows (T, k); 1 where either row has no mass."""
     mixture_entropy = -plogp((p + q) / 2.0).sum(axis=-1)
     mean_entropy = -(plogp(p) + plogp(q)).sum(axis=-1) / 2.0
     divergence = np.clip((mixture_entropy - mean_entropy) / np.log(2.0), 0.0, 1.0)

@@ -1,7 +1,7 @@
-"""Entropy-aware on-policy distillation: OPD, and where the teacher is uncertain its whole distribution as well.
+"""Entropy-aware on-policy distillation: OPD, plus a forward KL where the teacher is uncertain.
 
-Method.md section 5, the paper's Eqs. (3) and (4): at positions whose teacher entropy exceeds tau, the
-forward KL from the teacher, renormalised on its top-k, to the student's full-vocabulary distribution.
+At positions whose teacher entropy exceeds tau it adds the forward KL from the teacher, renormalised on its top-k, to
+the student's full-vocabulary distribution (method.md section 5, the paper's Eqs. (3) and (4)).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .targets import target_entropy, teacher_prior
 
 
 class EopdSettings(PluginSettings):
-    """Keys carry the paper's symbols in their descriptions."""
+    """Settings. Descriptions begin with the paper's symbols."""
 
     kind: str = "eopd"
     top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
@@ -68,18 +68,18 @@ class EopdPolicy:
         ]
 
     def _uncertain(self, scores: TokenScores, stages: PromptStages) -> BoolArray:
-        """(T,) true where tau lies within the entropy's bounds, so that their midpoint decides the gate.
+        """Return (T,) true where tau lies within the entropy's bounds, so that only their midpoint decides.
 
-        Bounds are widened by the teacher's noise, which changes entropies by a factor (see `score_bounds`).
+        The bounds are widened by the teacher's noise, which changes an entropy by a factor (see `score_bounds`).
         """
         factor = math.exp(stages.teacher.logprob_noise_nats) if stages.teacher is not None else 1.0
         tau = self.settings.tau_nats
         return (scores.entropy_lower / factor <= tau) & (tau < scores.entropy_upper * factor)
 
     def _forward_kl(self, scores: TokenScores, gated: Int64Array) -> SoftTargets:
-        """The forward KL at the gated positions (N,), weighted alpha / T (the paper's Eqs. (3) and (4)).
+        """Return the forward KL at the gated positions (N,), weighted alpha / T (the paper's Eqs. (3) and (4)).
 
-        The method takes the mean over all T positions, and the trainer sums soft targets over a trajectory.
+        The method takes the mean over all T positions, but the trainer sums soft targets over a trajectory.
         """
         target = teacher_prior(scores.topk_logprobs[gated])  # (N, k)
         return SoftTargets(

@@ -1,7 +1,7 @@
-"""GRPO: outcome rewards relative to a group of samples of the same prompt; no teacher.
+"""GRPO: rewards relative to a group of samples of the same prompt. It needs no teacher.
 
-Method.md section 5, as verl runs it: the advantage of every token is its response's reward, normalised
-in the group; the KL to the frozen initial student belongs to the run's loss (`training.reference_kl`).
+As in verl, every token's advantage is its response's reward, normalised within the group (method.md section 5). The KL
+to the frozen initial student is part of the run's loss (`training.reference_kl`).
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class GrpoPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         group = await gather(self._attempt(n, stages) for n in range(self.settings.samples))
-        # Missing evidence is not a reward of 0: such a response is left out of the group's mean, and not trained on.
+        # Missing evidence is not a reward of 0. Such a response is left out of the group's mean and is not trained on.
         rewards = np.array([a.verdict.reward for a in group if a.verdict.reward is not None])
         advantages = iter(group_advantages(rewards))
-        of_group = {"group_rewards": [attempt.verdict.reward for attempt in group]}  # what people ask the advantage for
+        # An advantage can be understood only beside the rewards of the whole group.
+        of_group = {"group_rewards": [attempt.verdict.reward for attempt in group]}
         return [
             self._sample(
                 prompt, stages, n, attempt, None if attempt.verdict.reward is None else next(advantages), of_group
@@ -117,9 +118,9 @@ class GrpoPolicy:
 
 
 def group_advantages(rewards: npt.ArrayLike) -> list[float]:
-    """`(R - mean) / (std + 1e-6)` of a group's rewards (N,), with the sample standard deviation (ddof 1).
+    """Return `(R - mean) / (std + 1e-6)` of a group's rewards (N,), with the sample standard deviation (ddof 1).
 
-    All 0 where the group gives no direction: equal rewards, or a single response with evidence.
+    All are 0 where the group gives no direction: equal rewards, or a single response with evidence.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if len(values) < 2:

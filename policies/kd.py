@@ -1,8 +1,8 @@
 """Knowledge distillation, off-policy: the student learns from what the teacher writes.
 
-Method.md section 5: one teacher response per problem, reused in every epoch; at each of its positions
-cross-entropy on the token written and forward KL to the teacher renormalised on its top-k. There is no
-policy term: everything is soft targets.
+The teacher writes one response per problem, which is reused in every epoch. The loss at each position is cross-entropy
+on the written token plus forward KL to the teacher, renormalised on its top-k (method.md section 5). There is no policy
+term: everything is soft targets.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KdSettings(PluginSettings):
 
 
 class KdPolicy:
-    """KD for one prompt at a time; remembers each problem's response for later epochs."""
+    """KD for one prompt at a time. It remembers each problem's response for later epochs."""
 
     Settings = KdSettings
 
@@ -67,7 +67,8 @@ class KdPolicy:
         self.settings = settings
         self._top_k = settings.top_k if settings.forward_kl_weight > 0 else 0  # 0: cross-entropy alone, no scores
         self._responses: dict[str, TeacherResponse] = {}  # by problem, with the teacher's end token
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # epochs may overlap
+        # Epochs may overlap. The lock of a problem keeps a second epoch from asking for its response again.
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._file: ResponseFile | None = None
         if settings.load is not None:
             self._responses = ResponseFile(Path(settings.load), context, self._top_k).read()
@@ -83,7 +84,7 @@ class KdPolicy:
         )
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Refuse a loaded file that lacks a scheduled problem, and any that was written for other prompts."""
+        """Refuse a loaded file without a response to a scheduled problem, and any file written for other prompts."""
         if not self._responses and self.settings.load is None:
             return
         scheduled = {prompt.problem.id: prompt for prompt in prompts}
@@ -160,13 +161,13 @@ class KdPolicy:
         )
 
     def _targets(self, taught: TeacherResponse) -> SoftTargets:
-        """`(1 - w) CE + w FKL` at every position (T,), as one soft target each.
+        """Return `(1 - w) CE + w FKL` as one soft target at each position (T,).
 
-        The target gives 1 - w to the token written and spreads w over the teacher's prior; its offset makes the
-        reported loss the KL. Positions whose candidates are unknown keep the cross-entropy, weighted 1 - w.
+        The target gives 1 - w to the written token and spreads w over the teacher's prior. Its offset makes the
+        reported loss the KL. Positions with unknown candidates keep only the cross-entropy, weighted 1 - w.
         """
         k, scores = self._top_k, taught.scores
-        written = taught.response.token_ids[:, None]  # (T, 1); may be among the candidates, probabilities then add up
+        written = taught.response.token_ids[:, None]  # (T, 1); one that is also a candidate gets both probabilities
         tokens = len(written)
         if scores is None or not k:
             topk_ids, prior, known = np.zeros((tokens, 0), np.int32), np.zeros((tokens, 0)), np.zeros(tokens, np.bool_)

@@ -1,7 +1,7 @@
 """On-policy distillation: the student's own tokens, judged one by one by the teacher.
 
-Method.md section 4 with the branch term off: the advantage of each sampled token is
-`log pi_T - log pi_old`, which the trainer forms from what is carried here.
+The advantage of each sampled token is `log pi_T - log pi_old` (method.md section 4 without the branch term). The
+trainer computes it from the log-probabilities in the sample.
 """
 
 from __future__ import annotations

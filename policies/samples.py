@@ -1,4 +1,4 @@
-"""What policies share: the sample made of a rollout and the teacher's scores, and what any sample shows people."""
+"""Makes samples for policies: the one of a rollout and the teacher's scores, and metrics and records of any sample."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def distillation_sample(
     metrics: dict[str, float] | None = None,
     record: dict[str, Any] | None = None,
 ) -> Sample:
-    """A sample supervised by the teacher's log-probabilities, with soft targets where the policy made some.
+    """Return a sample supervised by the teacher's log-probabilities, and by soft targets if the policy made some.
 
     `metrics` and `record` are added to those that every such sample has.
     """
@@ -54,7 +54,7 @@ def distillation_sample(
 
 
 def teacher_metrics(scores: TokenScores) -> dict[str, float]:
-    """The mean entropy over known positions; of a teacher that reads text also the share of unknown ones."""
+    """Return the mean entropy over known positions; for a teacher that reads text also the share of unknown ones."""
     if scores.valid is None:
         return {"teacher/entropy_nats": float(scores.entropy.mean())}
     masked = {"teacher/masked": 1.0 - float(scores.valid.mean())}
@@ -62,7 +62,7 @@ def teacher_metrics(scores: TokenScores) -> dict[str, float]:
 
 
 def teacher_record(scores: TokenScores) -> dict[str, Any]:
-    """Per position; NaN (null in the file) where nothing is known."""
+    """Return the teacher's values at each position; NaN (null in the file) where they are unknown."""
 
     def shown(values: FloatArray) -> FloatArray:
         return values if scores.valid is None else np.where(scores.valid, values, np.float32(np.nan))
@@ -71,7 +71,7 @@ def teacher_record(scores: TokenScores) -> dict[str, Any]:
 
 
 def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, verdict: Verdict) -> dict[str, Any]:
-    """`response_record` of what the student wrote: also which weights did, and their log-probabilities."""
+    """Return `response_record` of a student's response, with the weights that wrote it and their log-probabilities."""
     return response_record(prompt, stages, rollout, verdict) | {
         "version": str(oldest_version(rollout)),
         "behavior_logprobs": rollout.logprobs,
@@ -79,7 +79,7 @@ def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, ve
 
 
 def response_record(prompt: Prompt, stages: PromptStages, response: Generation, verdict: Verdict) -> dict[str, Any]:
-    """The problem, the response and its verdict: what every line of `samples.jsonl` starts with."""
+    """Return the problem, the response and its verdict, with which every line of `samples.jsonl` starts."""
     return {
         "problem_id": prompt.problem.id,
         "problem": prompt.problem.shown,
@@ -93,14 +93,15 @@ def response_record(prompt: Prompt, stages: PromptStages, response: Generation, 
 
 
 def oldest_version(rollout: Generation) -> WeightVersion:
-    """The oldest weights that sampled one of its tokens."""
+    """Return the oldest weights that sampled a token of the rollout."""
     return min(span.version for span in rollout.version_spans)
 
 
 def rollout_metrics(rollout: Generation, verdict: Verdict) -> dict[str, float]:
-    """Accuracy counts outcomes only: a verdict that is missing evidence says nothing of the answer.
+    """Return the metrics of a rollout.
 
-    Of a problem without an answer there is neither accuracy nor a share that could not be judged.
+    Accuracy counts outcomes only, since missing evidence says nothing about the answer. A problem without an answer has
+    neither accuracy nor a share that could not be judged.
     """
     metrics = {
         "rollout/tokens": float(len(rollout.token_ids)),

@@ -1,8 +1,8 @@
 """SPOT: sparse probing and outcome calibration (Algorithm 1's inner loop).
 
-Acquisition decides where to probe, exploration what each teacher candidate leads to when the student
-carries on, exploitation tilts the teacher's prior by those outcomes. With `positions: 0` it is OPD. The
-paper's ablations and two controls for the choice of positions are settings.
+Acquisition decides where to probe. Exploration finds out what each of the teacher's candidates leads to when the
+student continues from it. Exploitation tilts the teacher's prior by those outcomes. With `positions: 0` it is OPD. The
+paper's ablations, and two controls for the choice of positions, are settings.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from .targets import calibrated_target, teacher_prior
 from .truncated.score_bounds import ScoreRule
 from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
 
-# At most, of what is recorded of a branch, of each of its candidates and of each continuation, their texts apart.
+# Upper limits of the bytes in a record for each branch, candidate and continuation, without their texts.
 BRANCH_BYTES, CANDIDATE_BYTES, CONTINUATION_BYTES = 1536, 768, 128
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
 
 class SpotSettings(PluginSettings):
-    """Keys carry the paper's symbols in their descriptions."""
+    """Settings. Descriptions begin with the paper's symbols."""
 
     kind: str = "spot"
     positions: int = Field(2, ge=0, description="M: positions probed per rollout")
@@ -96,7 +96,7 @@ class SpotSettings(PluginSettings):
 
 @dataclass(frozen=True)
 class Branch:
-    """One probed position: the teacher's candidates, the prior, and what came of each candidate."""
+    """One probed position: the teacher's candidates, the prior, and the outcomes of each candidate."""
 
     position: int
     candidate_ids: npt.NDArray[np.int32]  # (k_p,)
@@ -107,39 +107,39 @@ class Branch:
 
     @cached_property
     def mean_rewards(self) -> list[float | None]:
-        """k_p mean rewards; None for a candidate with no evidence left."""
+        """The k_p mean rewards; None for a candidate without any evidence."""
         rewards = [outcome_rewards(verdicts) for verdicts in self.verdicts]
         return [sum(each) / len(each) if each else None for each in rewards]
 
     @cached_property
     def values(self) -> Float64Array | None:
-        """(k_p,) mean reward of each candidate; None when a candidate has no evidence left."""
+        """The mean reward of each candidate (k_p,). None if any candidate has no evidence."""
         known = [value for value in self.mean_rewards if value is not None]
         return np.array(known) if len(known) == len(self.mean_rewards) else None
 
     @property
     def viable(self) -> bool:
-        """Whether the position belongs to B+: some candidate has a positive value."""
+        """Whether the position belongs to B+, because some candidate has a positive value."""
         return self.values is not None and bool((self.values > 0).any())
 
     @cached_property
     def prior(self) -> Float64Array:
-        """(k_p,) the teacher renormalised on its candidates."""
+        """The teacher renormalised on its candidates (k_p,)."""
         return teacher_prior(self.teacher_logprobs)
 
     @cached_property
     def target(self) -> Float64Array:
-        """(k_p,) the prior calibrated by the values; the prior itself where there are none."""
+        """The prior calibrated by the values (k_p,), or the prior itself where there are none."""
         return self.prior if self.values is None else calibrated_target(self.teacher_logprobs, self.values, self.gamma)
 
 
 def outcome_rewards(verdicts: Iterable[Verdict]) -> list[float]:
-    """Rewards of the verdicts that are outcomes; missing evidence is left out."""
+    """Return the rewards of verdicts that are outcomes. Missing evidence is left out."""
     return [reward for verdict in verdicts if (reward := verdict.reward) is not None]
 
 
 class SpotPolicy:
-    """Algorithm 1 for one prompt at a time: `supervise` is its inner loop."""
+    """SPOT for one prompt at a time: `supervise` is Algorithm 1's inner loop."""
 
     Settings = SpotSettings
 
@@ -192,14 +192,14 @@ class SpotPolicy:
         ]
 
     async def _rollout(self, stages: PromptStages) -> Generation:
-        """The student's response. Its top-k is asked for only where the student cannot score candidates in one pass."""
+        """Sample the student's response, with its top-k only if the student cannot score candidates in one pass."""
         if self._estimates(stages) and self._rule.asks_student and stages.student and not is_batched(stages.student):
             top_k = min(self.settings.served_top_k, stages.student.max_generation_top_k)
             return await stages.rollout(top_k=top_k)
         return await stages.rollout()
 
     def _teacher_top_k(self, stages: PromptStages) -> int:
-        """k_s, or more where the teacher's entropy is bounded from its top-k: more tokens give tighter bounds."""
+        """Return k_s, or more where the entropy is bounded from the top-k, since more tokens give tighter bounds."""
         if self._probeable is None:
             return 0  # OPD has no candidates
         needed = self.settings.score_top_k
@@ -208,7 +208,7 @@ class SpotPolicy:
         return needed
 
     def _estimates(self, stages: PromptStages) -> bool:
-        """Whether servers give only part of what the acquisition score needs, so that it is known within intervals."""
+        """Return whether servers give only part of what the score needs, so that it is only known within intervals."""
         if self._probeable is None or self.settings.selection == "random":
             return False
         asks_student = self.settings.selection == "score" and not is_batched(stages.student)
@@ -217,7 +217,7 @@ class SpotPolicy:
     async def _acquire(
         self, prompt: Prompt, rollout: Generation, scores: TokenScores, stages: PromptStages
     ) -> Selection:
-        """Where to probe: the M best of the eligible positions."""
+        """Choose where to probe: the M best of the eligible positions."""
         if self._probeable is None:
             return NOTHING_SELECTED
         probeable = self._probeable[rollout.token_ids]  # (T,)
@@ -246,7 +246,7 @@ class SpotPolicy:
     async def _acquisition_score(
         self, eligible: Int64Array, rollout: Generation, scores: TokenScores, stages: PromptStages
     ) -> tuple[npt.NDArray[np.float32], PositionScores]:
-        """The student's log-probabilities (E, k_s), and s = H C G with its parts (equations 5 to 7)."""
+        """Return the student's log-probabilities (E, k_s), and s = H C G with its parts (equations 5 to 7)."""
         student_logprobs = await stages.candidate_logprobs(
             rollout.token_ids,
             eligible.astype(np.int32),
@@ -265,7 +265,7 @@ class SpotPolicy:
         return student_logprobs, parts
 
     async def _explore(self, rollout: Generation, scores: TokenScores, position: int, stages: PromptStages) -> Branch:
-        """What each of the teacher's top k_p candidates leads to (equation 8)."""
+        """Find out what each of the teacher's top k_p candidates leads to (equation 8)."""
         k, n = self.settings.probe_top_k, self._probes
         candidate_ids = scores.topk_ids[position, :k]
 
@@ -287,7 +287,7 @@ class SpotPolicy:
         )
 
     def _exploit(self, retained: Sequence[Branch]) -> SoftTargets | None:
-        """What to distil: outcome-calibrated targets, weighted beta / |B+| (equations 10 and 12)."""
+        """Return what to distil: outcome-calibrated targets, weighted beta / |B+| (equations 10 and 12)."""
         if not retained:
             return None
         return SoftTargets(
@@ -298,7 +298,7 @@ class SpotPolicy:
         )
 
     def _keeps(self, branch: Branch) -> bool:
-        """Whether the branch is distilled: those in B+, and all of them without verifier guidance."""
+        """Return whether the branch is distilled: if it is in B+; without verifier guidance always."""
         return branch.viable or not self.settings.verifier_guidance
 
     def _metrics(
@@ -328,7 +328,7 @@ class SpotPolicy:
     def _record(
         self, rollout: Generation, stages: PromptStages, selection: Selection, branches: Sequence[Branch]
     ) -> dict[str, Any]:
-        """What SPOT saw, for `samples.jsonl`: the score of each position (null where masked) and each branch."""
+        """Return what SPOT adds to `samples.jsonl`: each position's score (null where masked) and each branch."""
         score = np.full(len(rollout.token_ids), np.nan, dtype=np.float32)
         score[selection.eligible] = selection.score
         return {
@@ -340,7 +340,7 @@ class SpotPolicy:
     def _branch_record(
         self, rollout: Generation, stages: PromptStages, selection: Selection, branch: Branch
     ) -> dict[str, Any]:
-        """Probabilities are over the full vocabulary; only `prior` and `target` sum to 1 over the candidates."""
+        """Return one branch's record. Only `prior` and `target` sum to 1; others are full-vocabulary probabilities."""
         row = int(np.searchsorted(selection.eligible, branch.position))
         parts = {} if selection.parts is None else selection.parts._asdict()
         student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])

@@ -1,7 +1,6 @@
-"""What to distil: the teacher's prior over its best candidates, as it is or calibrated by outcomes.
+"""Computes what to distil: the teacher's prior over its best candidates, as it is or calibrated by outcomes.
 
-A few formulas, in float64. Which positions get a target and how much a target weighs is the policy's
-business.
+All in float64. The policy decides which positions get a target and how much it weighs.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from spot_async.types import Float64Array
 
 
 def teacher_prior(teacher_logprobs: npt.ArrayLike) -> Float64Array:
-    """The teacher renormalised on its candidates: (..., k) natural logs to (..., k) probabilities."""
+    """Return the teacher renormalised on its candidates: (..., k) natural logs to (..., k) probabilities."""
     logprobs = np.asarray(teacher_logprobs, dtype=np.float64)
     return calibrated_target(logprobs, np.zeros_like(logprobs), gamma=0.0)
 
 
 def target_entropy(target: npt.ArrayLike) -> Float64Array:
-    """Entropy of target distributions (..., k), in nats (...): cross-entropy minus this is the KL divergence."""
+    """Return the entropy (...), in nats, of targets (..., k). Cross-entropy minus this is the KL divergence."""
     probabilities = np.asarray(target, dtype=np.float64)
     return np.asarray(-(probabilities * np.log(np.where(probabilities > 0.0, probabilities, 1.0))).sum(axis=-1))
 
 
 def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, gamma: float) -> Float64Array:
-    """`p(v) exp(gamma V(v)) / Z` over the candidates, `p` the teacher renormalised on them.
+    """Return `p(v) exp(gamma V(v)) / Z` over the candidates, where `p` is the teacher renormalised on them.
 
-    `teacher_logprobs` and `values` are (..., k_p), natural logs (any common offset cancels) and mean
-    rewards; the result has the same shape and rows that sum to 1. It is the maximiser of
-    `E_rho[V] - KL(rho || p) / gamma` (paper Eq. (10), method.md section 3). `gamma = 0` gives `p`.
+    `teacher_logprobs` (..., k_p) are natural logs, in which any common offset cancels. `values` (..., k_p) are mean
+    rewards. The result has the same shape, and rows that sum to 1. It maximises `E_rho[V] - KL(rho || p) / gamma`
+    (paper Eq. (10), method.md section 3). `gamma = 0` gives `p`.
 
     Raises `ValueError` for a gamma that is negative or not finite.
     """
@@ -39,8 +38,8 @@ def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, ga
         raise ValueError(f"gamma must be finite and >= 0, not {gamma}")
     logprobs = np.asarray(teacher_logprobs, dtype=np.float64)
     rewards = np.asarray(values, dtype=np.float64)
-    # The target ignores a common shift of the values. Taken from the best one, no exponent grows with
-    # gamma, and ties for the best keep the teacher's odds to the last bit.
+    # A common shift of the values does not change the target. Shifting the best value to 0 keeps exponents from growing
+    # with gamma, and candidates that tie for the best keep the teacher's odds to the last bit.
     bonus = gamma * (rewards - rewards.max(axis=-1, keepdims=True))
     logits = logprobs + bonus
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))

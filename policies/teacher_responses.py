@@ -1,8 +1,8 @@
-"""The file that keeps a teacher's responses and scores, so that KD can train again without the teacher.
+"""The file of a teacher's responses and scores, from which KD can train again without the teacher.
 
-A header, then one frame per problem, each a little-endian length and that many bytes of msgpack with raw
-arrays (`spot_async.base.wire`); never pickle. Frames are appended as responses come, so a run that was ended
-early leaves a file that can be used as far as it goes, or continued by a run like it.
+It has a header and one frame per problem. Each is a little-endian length and that many bytes of msgpack with raw arrays
+(`spot_async.base.wire`), never pickle. Frames are appended as responses come. So a run that ended early leaves a file
+that can be used as far as it goes, or continued by a run with the same settings.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LENGTH = struct.Struct("<I")
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
-    """What the header has in every version."""
+    """The part of the header that every version has."""
 
     format_version: int
 
 
 class Header(Format, frozen=True, kw_only=True):
-    """What a reader must agree with, and where the responses come from."""
+    """The settings that a reader must agree with, and where the responses come from."""
 
     vocab_fingerprint: str
     top_k: int
@@ -38,26 +38,27 @@ class Header(Format, frozen=True, kw_only=True):
     top_p: float
     max_response_tokens: int
     teacher: str | None  # its model's directory
-    teacher_identity: str | None  # as `PolicyContext` has it, for who goes on with the file
+    teacher_identity: str | None  # `PolicyContext.teacher_identity`, checked by a run that continues the file
 
 
 class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What the teacher wrote for one problem, and how it scores its own tokens.
 
-    Kept with the teacher's end token, since another run's student may end with another one than this run's.
+    It is kept with the teacher's end token, since another run's student may end with another token than this run's.
     """
 
     problem_id: str
-    prompt_ids: IntArray  # (P,) as it was rendered
+    prompt_ids: IntArray  # (P,) the rendered prompt
     end_token_id: int  # the teacher's
     response: Generation
     scores: TokenScores | None  # None when no log-probabilities were asked for
     verdict: Verdict
 
     def respelled(self, end_token_id: int) -> TeacherResponse:
-        """The same response with the teacher's end token and `end_token_id`, a student's, in each other's place.
+        """Return the response with the teacher's end token and `end_token_id`, the student's, swapped.
 
-        Its own inverse: it makes the form that is kept of what stages gave, and again what that student trains on.
+        Applied once, it turns a response from stages into the form that is kept. Applied again, it turns that into what
+        the student trains on.
         """
         tokens = swap_tokens(self.response.token_ids, end_token_id, self.end_token_id)
         scores = self.scores
@@ -70,15 +71,18 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseFile:
-    """Written by one run, or by several like it one after the other (`to_save`, `append`); read by others (`read`)."""
+    """A file of responses. Any run can read it (`read`).
+
+    One run writes it, or several with the same settings, one after another (`to_save`, `append`).
+    """
 
     def __init__(self, path: Path, context: PolicyContext, top_k: int, key: str = "policy.load") -> None:
         """`key` is the setting that names the file, for errors."""
-        identify = context.teacher_identity if key == "policy.save" else None  # a reader takes any teacher's
+        identify = context.teacher_identity if key == "policy.save" else None  # a reader accepts any teacher's file
         self._path = path
         self._key = key
         self._limit = context.vocab_limit or context.vocab_size
-        self._unfinished_bytes = 0  # at its end, of a writer that was interrupted
+        self._unfinished_bytes = 0  # at the file's end, left by a writer that was interrupted
         sampling = context.sampling
         self._header = Header(
             format_version=FORMAT_VERSION,
@@ -93,10 +97,9 @@ class ResponseFile:
 
     @classmethod
     def to_save(cls, path: Path, context: PolicyContext, top_k: int) -> tuple[ResponseFile, dict[str, TeacherResponse]]:
-        """A file to append to, and the responses that it already holds, by problem.
+        """Return a file to append to, and the responses already in it, by problem. Those are not asked for again.
 
-        Those have been paid for, and are not asked for again. Nothing is written before the first new response.
-        Raises ConfigError or DataError.
+        Nothing is written before the first new response. Raises ConfigError or DataError.
         """
         if not path.parent.is_dir():
             raise ConfigError(f"policy.save: no directory {str(path.parent)!r} to write {path.name} to")
@@ -112,7 +115,7 @@ class ResponseFile:
                 f"teacher.model={ours.teacher}: weights, served_model or request_fields differ; train from it with "
                 "policy.load or give another file"
             )
-        if msgspec.structs.replace(header, teacher=ours.teacher) != ours:  # the same teacher may have been moved
+        if msgspec.structs.replace(header, teacher=ours.teacher) != ours:  # the teacher's directory may have moved
             raise ConfigError(
                 f"policy.save: {self._path} exists already with responses {_origin(header)} and its top-{header.top_k} "
                 "that are not this run's; train from it with policy.load or give another"
@@ -120,7 +123,7 @@ class ResponseFile:
         return {response.problem_id: response for response in responses}
 
     def append(self, response: TeacherResponse) -> None:
-        """Raises StorageError when it cannot be written."""
+        """Write a response to the end of the file. Raises StorageError when that fails."""
         try:
             with self._path.open("ab") as file:
                 if self._unfinished_bytes:
@@ -133,7 +136,7 @@ class ResponseFile:
             raise StorageError(f"cannot write {self._path}: {error.strerror}") from None
 
     def read(self) -> dict[str, TeacherResponse]:
-        """All responses by problem. Raises ConfigError or DataError when the file is not for this run."""
+        """Return all responses by problem. Raises ConfigError or DataError if the file does not fit this run."""
         header, responses = self._decoded()
         self._check(header)
         self._check_lengths(header, responses)
@@ -182,7 +185,7 @@ class ResponseFile:
             )
 
     def _check_tokens(self, responses: Sequence[TeacherResponse]) -> None:
-        """Another run's student may have had more rows of the softmax."""
+        """Refuse ids that this run's models do not have: the file's student may have had a wider softmax."""
         for each in responses:
             largest = max(ids.max(initial=0) for ids in (each.response.token_ids, *_candidates(each)))
             if largest >= self._limit:
@@ -192,7 +195,7 @@ class ResponseFile:
                 )
 
     def _check_lengths(self, found: Header, responses: Sequence[TeacherResponse]) -> None:
-        """Room in the queue and in the context is reserved for no more than the run's longest response."""
+        """Refuse responses longer than this run's limit, by which room in queue and context is reserved."""
         allowed = self._header.max_response_tokens
         longest = max(responses, key=lambda each: len(each.response.token_ids), default=None)
         if longest is not None and len(longest.response.token_ids) > allowed:
@@ -220,7 +223,7 @@ def _frame(record: msgspec.Struct) -> bytes:
 
 
 def _frames(data: bytes) -> Iterator[memoryview]:
-    """All whole frames; what an interrupted writer left unfinished at the end is passed over."""
+    """Yield all whole frames. Skip an unfinished one at the end, which an interrupted writer left."""
     view, start = memoryview(data), 0
     while start + LENGTH.size <= len(view):
         (size,) = LENGTH.unpack_from(view, start)

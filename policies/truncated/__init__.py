@@ -1,1 +1,1 @@
-"""What can be known of a score when servers show only the top of a distribution: bounds, certainty, selection."""
+"""Selects positions when servers show only the top of a distribution: bounds of scores, certainty, selection."""

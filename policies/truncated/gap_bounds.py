@@ -1,13 +1,14 @@
-"""True intervals of JS and of the gap G when both policies' probabilities are only known within bounds.
+"""Bounds JS and the gap G when both policies' probabilities are only known within bounds. The intervals surely hold.
 
-Pure numpy in float64. JS is jointly convex in the two renormalised policies P and Q. Each of them lies in a box and
-sums to 1. Both extremes are bounded by linear programmes whose duals hold for any multiplier:
+Pure numpy in float64. JS is jointly convex in the two renormalised policies P and Q. Each lies in a box and sums to 1.
+Both extremes are bounded by linear programmes, whose duals give a true bound for any multiplier:
 
-* from below, JS(P, Q) >= 1/2 sum P log r + Q log(2 - r) for every r in (0, 2), with equality at r = 2P / (P + Q);
-* from above, a convex function on a box is at most its largest corner, term by term, with what the sums cost taken off.
+* From below, JS(P, Q) >= 1/2 sum P log r + Q log(2 - r) for every r in (0, 2), with equality at r = 2P / (P + Q).
+* From above, a convex function on a box is at most its largest corner. This is applied term by term, and a price on the
+  constraint "sums to 1" is taken off.
 
-Both halves of the gap depend on the student's coverage A: a larger A leaves less mass missing, and it also limits the
-share that one candidate can have. So the interval of A is cut into slices, and each slice gets bounds of its own.
+Both parts of the gap depend on the student's coverage A: a larger A leaves less mass missing, and also limits the share
+that one candidate can have. So the interval of A is cut into slices, and each slice gets its own bounds.
 
 Axes: T positions, J slices of coverage, k candidates.
 """
@@ -21,12 +22,12 @@ import numpy as np
 from spot_async.types import Float64Array
 
 SLICES = 8
-SMALLEST_SLICE = 1e-3  # share of the largest coverage; below it nothing is known of the shape anyway
+SMALLEST_SLICE = 1e-3  # as a share of the largest coverage; for less coverage the shape is unknown anyway
 BISECTIONS = 40
-SLACK = 1e-11  # boxes and bounds are widened by this much, which is more than float64 rounds
+SLACK = 1e-11  # boxes and bounds are widened by this, which is more than the rounding of float64
 TINY = 1e-300
-LEAST_PROBABILITY = 1e-290  # float64 loses the digits of smaller ones: they may be anything from 0 to this
-STEEPEST = 1e3  # more than any slope of a term of JS; a steeper one is the rounding of a difference over a tiny width
+LEAST_PROBABILITY = 1e-290  # float64 loses digits of smaller probabilities, so they count as anything from 0 to this
+STEEPEST = 1e3  # no term of JS has a steeper slope; one that seems steeper is rounding, divided by a tiny width
 
 
 class Pair(NamedTuple):
@@ -52,7 +53,7 @@ def gap_bounds(
     lambda_mass: float,
     lambda_shape: float,
 ) -> tuple[Pair, Pair]:
-    """Intervals (T,) of JS in bits, and of G = lambda_mass (1 - A) + lambda_shape JS.
+    """Return intervals (T,) of JS in bits, and of G = lambda_mass (1 - A) + lambda_shape JS.
 
     `share_*` (T, k) bound the teacher renormalised on its candidates, `student_*` (T, k) the student's full-vocabulary
     probabilities of the same candidates, and `coverage` (T,) their sum A.
@@ -69,7 +70,7 @@ def gap_bounds(
     least = _at_least(middle, nearest, p_lower, p_upper, box_lower, box_upper) / np.log(2.0) - SLACK
     most = _at_most(middle, nearest, p_lower, p_upper, box_lower, box_upper) / np.log(2.0) + SLACK
     least, most = np.clip(least, 0.0, 1.0), np.clip(most, 0.0, 1.0)
-    most = np.where(less <= 0.0, 1.0, most)  # a student without any mass has no shape: JS counts as 1
+    most = np.where(less <= 0.0, 1.0, most)  # JS counts as 1 for a student without any mass on the candidates
     low = lambda_mass * (1.0 - more) + lambda_shape * least
     high = lambda_mass * (1.0 - less) + lambda_shape * most
     return (
@@ -79,7 +80,7 @@ def gap_bounds(
 
 
 def _slices(coverage: Bounds) -> Float64Array:
-    """(T, J + 1) ascending from the least coverage to the most, in equal ratios."""
+    """Return the slices' edges (T, J + 1), ascending from the least coverage to the most in equal ratios."""
     first = np.maximum(coverage.lower, SMALLEST_SLICE * coverage.upper)
     ratio = np.maximum(coverage.upper, TINY) / np.maximum(first, TINY)
     edges = first[:, None] * ratio[:, None] ** np.linspace(0.0, 1.0, SLICES + 1)
@@ -90,9 +91,9 @@ def _slices(coverage: Bounds) -> Float64Array:
 def _share_box(
     lower: Float64Array, upper: Float64Array, less: Float64Array, more: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Bounds (T, J, k) of the student's shares when it covers between `less` and `more` (T, J)."""
+    """Return bounds (T, J, k) of the student's shares where its coverage is between `less` and `more` (T, J)."""
     others_lower, others_upper = _sum_of_others(lower), _sum_of_others(upper)
-    # Of itself and the others: exact for the box alone. Of the slice: what its total allows.
+    # Two bounds, of which the tighter counts: what the other candidates leave, and what the slice's total allows.
     alone_lower = lower / np.maximum(lower + others_upper, TINY)
     alone_upper = upper / (upper + others_lower)
     box_lower = np.maximum(alone_lower[:, None, :], lower[:, None, :] / np.maximum(more, TINY)[:, :, None])
@@ -102,7 +103,7 @@ def _share_box(
 
 
 def _sum_of_others(values: Float64Array) -> Float64Array:
-    """(T, k) sums over all candidates but one. None is subtracted: that would lose those far smaller than it."""
+    """Return the sums (T, k) over all candidates but one, without subtracting, which would lose small candidates."""
     before, after = np.zeros_like(values), np.zeros_like(values)
     before[:, 1:] = np.cumsum(values[:, :-1], axis=-1)
     after[:, :-1] = np.cumsum(values[:, :0:-1], axis=-1)[:, ::-1]
@@ -110,9 +111,9 @@ def _sum_of_others(values: Float64Array) -> Float64Array:
 
 
 def _nearest(middle: Float64Array, lower: Float64Array, upper: Float64Array) -> Float64Array:
-    """The shares (T, J, k) in the box that are closest to `middle` in JS: a common multiple of it, clipped.
+    """Return the shares (T, J, k) in the box that are closest to `middle` in JS: a multiple of it, clipped.
 
-    Found by bisection on the logarithm of the multiple. An inexact result makes bounds wider, never wrong.
+    The multiple is found by bisection on its logarithm. An inexact result makes bounds wider, never wrong.
     """
     small, large = np.full(lower.shape[:2], -60.0), np.full(lower.shape[:2], 60.0)
     for _ in range(BISECTIONS):
@@ -130,7 +131,7 @@ def _at_least(
     q_lower: Float64Array,
     q_upper: Float64Array,
 ) -> Float64Array:
-    """Lower bound (T, J) in nats: the tangent at (p, q), minimised over both boxes."""
+    """Return the lower bound (T, J) of JS in nats: the tangent at (p, q), minimised over both boxes."""
     r = np.clip(2.0 * p / np.maximum(p + q, TINY), 1e-12, 2.0 - 1e-12)
     of_p = _least_linear(np.log(r), p_lower, p_upper)
     of_q = _least_linear(np.log(2.0 - r), q_lower, q_upper)
@@ -138,7 +139,7 @@ def _at_least(
 
 
 def _least_linear(slope: Float64Array, lower: Float64Array, upper: Float64Array) -> Float64Array:
-    """Minimum (T, J) of sum slope x over lower <= x <= upper, sum x = 1: the best of the dual's breakpoints."""
+    """Return the minimum (T, J) of sum(slope x) over lower <= x <= upper, sum(x) = 1: the dual's best breakpoint."""
     best: Float64Array = np.full(slope.shape[:-1], -np.inf)
     for i in range(slope.shape[-1]):
         level = slope[:, :, i : i + 1]
@@ -155,7 +156,7 @@ def _at_most(
     q_lower: Float64Array,
     q_upper: Float64Array,
 ) -> Float64Array:
-    """Upper bound (T, J) in nats: the largest corner of each term, with a Lagrange price on "sums to 1"."""
+    """Return the upper bound (T, J) of JS in nats: each term's largest corner, with a Lagrange price on "sums to 1"."""
     price = (p * 0.5 * np.log(np.maximum(2.0 * p / np.maximum(p + q, TINY), TINY))).sum(axis=-1, keepdims=True)
 
     def corner(share: Float64Array) -> Float64Array:
@@ -173,7 +174,7 @@ def _at_most(
 
 
 def _term(p: Float64Array, q: Float64Array) -> Float64Array:
-    """One candidate's part of JS in nats: 1/2 (p log(2p / (p + q)) + q log(2q / (p + q))), 0 at 0."""
+    """Return one candidate's part of JS in nats: 1/2 (p log(2p / (p + q)) + q log(2q / (p + q))), 0 at 0."""
     total = np.maximum(p + q, TINY)
     return 0.5 * (_times_log(p, 2.0 * p / total) + _times_log(q, 2.0 * q / total))
 

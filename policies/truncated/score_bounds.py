@@ -1,12 +1,11 @@
-"""Intervals that surely hold the acquisition score, for servers that give a top-k of each row, not the whole row.
+"""Computes intervals that surely contain the acquisition score, when servers give only a top-k of each row.
 
-Pure numpy in float64; asks no server and selects nothing. Method.md section 1, "When the full distribution is not
-served".
+Pure numpy in float64. It selects nothing. Method.md section 1, "When the full distribution is not served".
 
-What noise means here. A server that computes the same row twice (in another batch, with another kernel) gives two
-slightly different distributions. The *served* row is one of them. The row that *counts*, from which the exact selection
-would be made, is another. All bounds rest on one assumption: between the two, the log-probability of each token, served
-or not, differs by at most the server's measured noise `n`. It follows that
+Noise. A server that computes the same row twice (in another batch, with another kernel) gives two slightly different
+distributions. The *served* row is one of them. The row that *counts*, from which the exact selection would be made, is
+another. All bounds rest on one assumption: between the two, the log-probability of each token, served or not, differs
+by at most the server's measured noise `n`. It follows that
 
 * the log-probability of any set of tokens, and of its complement, differs by at most `n` too;
 * the entropies differ by a factor of at most e^n, since `H' <= -sum p' log p <= e^n H`, and the other way round;
@@ -31,14 +30,14 @@ from spot_async.types import BoolArray, Float64Array, Int64Array
 from ..acquisition import PositionScores, ScoreVariant, score_positions
 from .gap_bounds import gap_bounds
 
-ROUNDING_NATS = 2e-6  # what float32 rounds a log-probability down to -16 by, and the sum of many
-FLOAT32_SPACING = 2.0**-23  # relative, between neighbours
-MASS_ROUNDING = 1e-6  # what float32 rounds a sum of probabilities by
-OUTWARD = 1e-12  # relative; float64 rounds a hundred operations to less
+ROUNDING_NATS = 2e-6  # largest error of a log-probability down to -16, or of a sum of many, in float32
+FLOAT32_SPACING = 2.0**-23  # relative distance between neighbouring float32 numbers
+MASS_ROUNDING = 1e-6  # largest error of a sum of probabilities in float32
+OUTWARD = 1e-12  # relative; more than the rounding of a hundred operations in float64
 
 
 class Interval(NamedTuple):
-    """What is known of a quantity at each position: it lies in [lower, upper]."""
+    """A quantity at each position is known to lie in [lower, upper]."""
 
     lower: Float64Array  # (T,)
     upper: Float64Array  # (T,)
@@ -51,16 +50,16 @@ class Interval(NamedTuple):
         return Interval(self.lower[rows], self.upper[rows])
 
     def times(self, other: Interval) -> Interval:
-        """The product of two quantities that are not negative."""
+        """Return the product of two quantities that are not negative."""
         return Interval(self.lower * other.lower * (1.0 - OUTWARD), self.upper * other.upper * (1.0 + OUTWARD))
 
     def complement(self) -> Interval:
-        """One minus the quantity, a probability. What it loses to rounding is no share of a small difference."""
+        """Return one minus the quantity, a probability. Its rounding is absolute: the difference may be tiny."""
         return Interval(np.maximum(1.0 - self.upper - OUTWARD, 0.0), np.minimum(1.0 - self.lower + OUTWARD, 1.0))
 
 
 class ScoreBounds(NamedTuple):
-    """Intervals of `acquisition.PositionScores`, part by part; equal ends where a quantity is known exactly."""
+    """Intervals of `acquisition.PositionScores`, part by part. Where a quantity is exact, its ends are equal."""
 
     score: Interval
     entropy: Interval
@@ -74,7 +73,7 @@ class ScoreBounds(NamedTuple):
         return PositionScores(*(part.middle for part in self))
 
     def replaced(self, rows: Int64Array, other: ScoreBounds) -> ScoreBounds:
-        """These bounds with `rows` taken from `other`, which has only those."""
+        """Return these bounds with `rows` replaced by those of `other`, which has no other rows."""
         parts = [Interval(mine.lower.copy(), mine.upper.copy()) for mine in self]
         for mine, theirs in zip(parts, other, strict=True):
             mine.lower[rows], mine.upper[rows] = theirs.lower, theirs.upper
@@ -83,13 +82,13 @@ class ScoreBounds(NamedTuple):
 
 @dataclass
 class TeacherRows:
-    """What is known of the teacher. A row that is asked for again replaces the one served first."""
+    """What is known about the teacher. A row that is asked for again replaces the one served first."""
 
     ids: Int64Array  # (T, K) descending by probability
     logprobs: Float64Array  # (T, K)
     entropy_lower: Float64Array  # (T,) nats, of the served row
     entropy_upper: Float64Array  # (T,)
-    exact_entropy: BoolArray  # (T,) whether the served row's entropy is exact, not bounded from its top-k
+    exact_entropy: BoolArray  # (T,) whether the served row's entropy is exact; else it is bounded from its top-k
     noise_nats: Float64Array  # (T,) 0 where the served row is the one that counts
 
     def at(self, rows: Int64Array) -> TeacherRows:
@@ -98,9 +97,9 @@ class TeacherRows:
 
 @dataclass
 class StudentRows:
-    """What is known of the student: some tokens in any order, and upper bounds for all others."""
+    """What is known about the student: some tokens in any order, and upper bounds for all others."""
 
-    ids: Int64Array  # (T, L) -1 where empty; of a token that is listed twice the first entry counts
+    ids: Int64Array  # (T, L) -1 where empty; if a token is listed twice, the first entry counts
     logprobs: Float64Array  # (T, L)
     noise_nats: Float64Array  # (T, L) 0 where the value is the one that counts
     cap: Float64Array  # (T,) largest probability that any one token not listed can have
@@ -110,7 +109,7 @@ class StudentRows:
         return StudentRows(*(value[rows] for value in vars(self).values()))
 
     def with_room(self, count: int) -> StudentRows:
-        """The same with `count` empty places in front, for `put`."""
+        """Return the same rows with `count` empty places in front, for `put`."""
         empty = np.zeros((len(self.ids), count))
         return StudentRows(
             np.concatenate([empty.astype(np.int64) - 1, self.ids], axis=-1),
@@ -121,29 +120,29 @@ class StudentRows:
         )
 
     def put(self, rows: Int64Array, ids: Int64Array, logprobs: npt.ArrayLike) -> None:
-        """Exact values (N, k) at the candidates (N, k), in the places that `with_room` made."""
+        """Put exact values (N, k) of the candidates (N, k) into the places that `with_room` made."""
         self.ids[rows, : ids.shape[-1]] = ids
         self.logprobs[rows, : ids.shape[-1]] = np.asarray(logprobs, dtype=np.float64)
 
     def logprobs_at(self, ids: Int64Array) -> Float64Array:
-        """The log-probabilities (T, k) listed for tokens (T, k); NaN where a token is not listed."""
+        """Return the log-probabilities (T, k) listed for tokens (T, k); NaN where a token is not listed."""
         same = ids[:, :, None] == self.ids[:, None, :]
         told = np.take_along_axis(self.logprobs, same.argmax(axis=-1), axis=-1)
         return np.where(same.any(axis=-1), told, np.nan)
 
     def is_exact_at(self, ids: Int64Array) -> BoolArray:
-        """(T,) true where all of the tokens (T, k) are listed with the values that count."""
+        """Return (T,) true where all of the tokens (T, k) are listed with the values that count."""
         exact = (self.noise_nats == 0.0)[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
         return np.asarray(exact.any(axis=-1).all(axis=-1))
 
     def drop(self, rows: Int64Array, count: int) -> None:
-        """Empty the first `count` places of `rows` again, where `put` writes: the candidates have changed."""
+        """Empty the first `count` places of `rows`, where `put` writes, because the candidates have changed."""
         self.ids[rows, :count] = -1
 
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a score is made of its parts (method.md section 1)."""
+    """How a score is computed from its parts (method.md section 1)."""
 
     candidates: int  # k_s
     vocab_size: int
@@ -157,7 +156,7 @@ class ScoreRule:
 
 
 def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
-    """Rows of a student that was asked for the exact log-probabilities (T, L) of tokens (T, L)."""
+    """Return the rows of a student that was asked for exact log-probabilities (T, L) of tokens (T, L)."""
     values = np.asarray(logprobs, dtype=np.float64)
     missing = _left_by(np.exp(values).sum(axis=-1), 0.0)
     return StudentRows(np.asarray(ids, dtype=np.int64), values, np.zeros(values.shape), missing, missing)
@@ -170,11 +169,11 @@ def served_student(
     sampled_logprobs: npt.ArrayLike,
     noise_nats: float,
 ) -> StudentRows:
-    """Rows of a student known only by its rollout: its top-K (T, K), or (T, 0) for none, and sampled tokens (T,)."""
+    """Return the rows of a student known only by its rollout: its top-K (T, K), which may be 0, and its tokens (T,)."""
     ids, sampled = np.asarray(topk_ids, dtype=np.int64), np.asarray(sampled_ids, dtype=np.int64)
     logprobs = np.asarray(topk_logprobs, dtype=np.float64)
     last = logprobs[:, -1] if ids.shape[1] else np.zeros(len(ids))
-    last = np.where(np.isneginf(last), 0.0, last)  # a place that the server left empty bounds nothing
+    last = np.where(np.isneginf(last), 0.0, last)  # a place that the server left empty bounds no other token
     sampled = np.where((ids == sampled[:, None]).any(axis=-1), -1, sampled)
     ids = np.concatenate([ids, sampled[:, None]], axis=-1)
     logprobs = np.concatenate([logprobs, np.asarray(sampled_logprobs, dtype=np.float64)[:, None]], axis=-1)
@@ -185,14 +184,14 @@ def served_student(
 
 
 def _left_by(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Float64Array:
-    """What a set of tokens leaves to all others at most. Rows in float32 sum to 1 up to their rounding."""
+    """Return the most mass that a set of tokens leaves to all others. Float32 rows sum to 1 only up to rounding."""
     return np.minimum(probability_interval(mass, noise_nats).complement().upper + MASS_ROUNDING, 1.0)
 
 
 def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *, shape: bool = True) -> ScoreBounds:
-    """Intervals (T,) of the scores, and their parts, of the rows that count.
+    """Return intervals (T,) of the scores, and of their parts, in the rows that count.
 
-    `shape=False` leaves JS at [0, 1]: its bounds take most of the time.
+    `shape=False` leaves JS at [0, 1], to save the time that its bounds take, which is most of it.
     """
     k = rule.candidates
     served = teacher.entropy_lower, teacher.entropy_upper, teacher.exact_entropy
@@ -227,9 +226,9 @@ def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *,
 def normalized_entropy(
     lower: npt.ArrayLike, upper: npt.ArrayLike, exact: npt.ArrayLike, noise_nats: npt.ArrayLike, vocab_size: int
 ) -> Interval:
-    """Interval of Hbar (T,) in the rows that count, from entropy bounds (T,) in nats of the served rows."""
+    """Return the interval of Hbar (T,) in the rows that count, from entropy bounds (T,) in nats of the served rows."""
     factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
-    # A sum of float32 probabilities leaves this much unseen, wherever in the vocabulary it may be.
+    # Rounding may hide this much mass in a sum of float32 probabilities, anywhere in the vocabulary.
     lost = np.where(exact, 0.0, MASS_ROUNDING * np.log(vocab_size / MASS_ROUNDING))
     low = np.asarray(lower, dtype=np.float64) / factor - lost
     high = np.asarray(upper, dtype=np.float64) * factor + lost
@@ -238,15 +237,15 @@ def normalized_entropy(
 
 
 def rounding_nats(logprobs: npt.ArrayLike) -> Float64Array:
-    """What float32 rounds log-probabilities, or the log of a sum of probabilities, by at most. No mass stays none."""
+    """Return the largest float32 error of log-probabilities, or of the log of a sum. -inf has no error."""
     values = np.asarray(logprobs, dtype=np.float64)
     return np.maximum(ROUNDING_NATS, np.abs(np.where(np.isneginf(values), 0.0, values)) * FLOAT32_SPACING)
 
 
 def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Interval:
-    """The probability of a set of tokens in the row that counts, from that in the served row (any shape).
+    """Return the interval of a set's probability in the row that counts, from that in the served row (any shape).
 
-    The noise changes it, and that of all other tokens together, by a factor of at most e^noise each.
+    The noise changes this probability, and that of all other tokens together, by a factor of at most e^noise each.
     """
     served = np.clip(np.asarray(mass, dtype=np.float64), 0.0, 1.0)
     rounding = rounding_nats(np.log(np.where(served > 0.0, served, 1.0)))
@@ -257,9 +256,9 @@ def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Inte
 
 
 def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Float64Array, Float64Array]:
-    """Bounds (T, k) of the teacher renormalised on its candidates, by rank.
+    """Return bounds (T, k) of the teacher renormalised on its candidates, by rank.
 
-    Odds of one candidate against the others are a ratio of two noisy numbers, so the noise counts twice.
+    The odds of one candidate against the others are a ratio of two noisy numbers, so the noise counts twice.
     """
     logprobs = teacher.logprobs[:, :k]
     weights = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True))
@@ -271,7 +270,7 @@ def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Float64Array, Float64
 def _student_at_candidates(
     teacher: TeacherRows, student: StudentRows, rule: ScoreRule
 ) -> tuple[Float64Array, Float64Array, Interval]:
-    """Bounds (T, k) of the student's probabilities at the teacher's candidates by rank, and of their sum A."""
+    """Return bounds (T, k) of the student's probabilities at the teacher's candidates, by rank, and of their sum A."""
     k = rule.candidates
     same = teacher.ids[:, :, None] == student.ids[:, None, :]  # (T, K, L)
     known, place = same.any(axis=-1), same.argmax(axis=-1)
@@ -288,12 +287,12 @@ def _student_at_candidates(
     unseen = np.minimum(np.where(inside, 0.0, upper[:, :k]).sum(axis=-1), student.missing)
     known_upper = np.where(alike, together.upper, np.where(inside, upper[:, :k], 0.0).sum(axis=-1))
     coverage_lower = np.where(alike, together.lower, lower[:, :k].sum(axis=-1))
-    elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are no candidates
+    elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are not candidates
     others = probability_interval(np.exp(student.logprobs), student.noise_nats).lower
-    left = 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + MASS_ROUNDING  # as `_left_by`
+    left = 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + MASS_ROUNDING  # as in `_left_by`
     coverage_upper = np.minimum(known_upper + unseen, left) + OUTWARD
 
-    # Where the noise leaves open which tokens are the candidates, a rank may be any of them.
+    # Where noise leaves open which tokens are the candidates, any of the possible tokens may hold the rank.
     swap, pool, hidden = interchangeable(teacher, rule)
     if swap.any():
         apart = np.where(same.any(axis=1) | (student.ids < 0), 0.0, _upper(student)).max(axis=-1, initial=0.0)
@@ -315,15 +314,15 @@ def _upper(student: StudentRows) -> Float64Array:
 
 
 class Interchangeable(NamedTuple):
-    """Where the noise leaves open which tokens are the teacher's best k."""
+    """Where noise leaves open which tokens are the teacher's best k."""
 
-    rank: BoolArray  # (T, k) that another token may hold
-    pool: BoolArray  # (T, K) served tokens that may
-    hidden: BoolArray  # (T,) tokens that were not served may
+    rank: BoolArray  # (T, k) ranks that another token may hold
+    pool: BoolArray  # (T, K) served tokens that may hold such a rank
+    hidden: BoolArray  # (T,) whether a token that was not served may hold one
 
 
 def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
-    """Finds tokens whose log-probabilities are so close that the noise may change which are the best k."""
+    """Find the tokens whose log-probabilities are so close that noise may change which are the best k."""
     k, served = rule.candidates, teacher.logprobs.shape[-1]
     if k >= rule.vocab_size:
         nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
@@ -338,7 +337,7 @@ def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
 
 
 def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: StudentRows, rule: ScoreRule) -> ScoreBounds:
-    """Rows in which nothing is estimated get exactly what `score_positions` computes, so that ties stay ties."""
+    """Return the bounds with exact rows set to what `score_positions` computes, so that ties stay ties."""
     k = rule.candidates
     exact = (teacher.noise_nats == 0.0) & teacher.exact_entropy
     logprobs = np.full((len(exact), k), -np.inf)
@@ -358,6 +357,6 @@ def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: Student
         variant=rule.variant,
     )
     known = ScoreBounds(*(Interval(part, part) for part in scores))
-    if not rule.asks_student:  # it was not asked
+    if not rule.asks_student:  # its log-probabilities above are placeholders
         known = known._replace(**{name: getattr(bounds, name).at(rows) for name in ("coverage", "divergence", "gap")})
     return bounds.replaced(rows, known)

@@ -1,7 +1,7 @@
-"""The choice of positions to probe: what was chosen, and how it is found where servers give truncated distributions.
+"""Selects positions to probe where servers give truncated distributions, by asking them about single positions.
 
-The thin shell around `certainty.Evidence`: it puts what servers said into it, asks stages the questions it has, and
-stops when the choice is certain, nothing is left to ask, or the budget is spent.
+This is a thin shell around `certainty.Evidence`. It puts in what servers said, asks stages the questions that come out,
+and stops when the selection is certain, nothing is left to ask, or the limit of positions is reached.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from ..acquisition import PositionScores
 from .certainty import Evidence
 from .score_bounds import ScoreRule, StudentRows, TeacherRows, asked_student, served_student
 
-# exact: nothing was estimated. certain: decided by what was served. refined: decided once single positions were asked
-# for. uncertain: not decided, so chosen by the midpoints of intervals.
+# exact: nothing was estimated. certain: decided by what was served first. refined: decided after asking about single
+# positions. uncertain: not decided, so selected by the midpoints of intervals.
 Outcome = Literal["exact", "certain", "refined", "uncertain"]
 OUTCOMES: tuple[Outcome, ...] = ("exact", "certain", "refined", "uncertain")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Where to probe, and the score of every eligible position (the rest are masked)."""
+    """The positions to probe, and the score of every eligible position. All others are masked."""
 
     positions: Int64Array  # (N,) response positions, ascending
     eligible: Int64Array  # (E,) response positions that were scored
     score: Float64Array  # (E,) midpoints where only intervals are known
-    parts: PositionScores | None = None  # of the acquisition score; None for the controls
-    student_logprobs: npt.NDArray[np.floating] | None = None  # (E, K) at the teacher's top-k; NaN where not known
+    parts: PositionScores | None = None  # the acquisition score's parts; None for the controls
+    student_logprobs: npt.NDArray[np.floating] | None = None  # (E, K) at the teacher's top-k; NaN where unknown
     outcome: Outcome = "exact"
-    certain: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # (N,) chosen whatever is not known
-    asked: Mapping[str, int] | None = None  # what asking again came to; None where nothing was estimated
+    certain: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # (N,) surely among the best
+    asked: Mapping[str, int] | None = None  # `Refinement.counts`; None where nothing was estimated
 
 
-LARGE_EVIDENCE = 8192  # entries of the teacher's top-k; more take over 10 ms, and are worked on in a thread
+LARGE_EVIDENCE = 8192  # with more entries of the teacher's top-k the work takes over 10 ms and goes to a thread
 NOTHING_SELECTED = Selection(positions=np.zeros(0, np.int64), eligible=np.zeros(0, np.int64), score=np.zeros(0))
 
 
 def is_batched(student: Capabilities | None) -> bool:
-    """Whether the student gives exact candidate log-probabilities of all positions from one forward pass."""
+    """Return whether the student gives exact candidate log-probabilities of all positions in one forward pass."""
     return student is None or student.candidate_logprobs == "batched"
 
 
 def is_exact(teacher: Capabilities | None) -> bool:
-    """Whether the teacher's scores hold exact entropies."""
+    """Return whether the teacher's scores have exact entropies."""
     return teacher is None or teacher.exact_entropy
 
 
@@ -67,7 +67,7 @@ async def certified_selection(
     budget: int,
     max_asked: int,
 ) -> Selection:
-    """The `budget` best of the eligible positions (E,), where scores are only known within intervals.
+    """Select the `budget` best of the eligible positions (E,) when scores are only known within intervals.
 
     Servers are asked again about at most `max_asked` positions. Raises the `RequestError` of a question that failed.
     """
@@ -104,7 +104,7 @@ async def certified_selection(
 
 
 class Refinement:
-    """Asks servers about the positions that could still be selected or not."""
+    """Asks servers about positions of which it is not certain whether they are selected."""
 
     def __init__(self, evidence: Evidence, rollout: Generation, eligible: Int64Array, stages: PromptStages) -> None:
         self._evidence = evidence
@@ -117,7 +117,7 @@ class Refinement:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Positions, by whom they were asked of, and those that the student would no longer answer for."""
+        """How many positions student and teacher were asked about, and for how many the student held other weights."""
         return {
             "refined_by_student": int(self._asked_student.sum()),
             "refined_by_teacher": int(self._asked_teacher.sum()),
@@ -125,7 +125,10 @@ class Refinement:
         }
 
     async def run(self, *, round_size: int, max_asked: int) -> None:
-        """Rounds of questions until nothing is left to decide or to ask; at most `max_asked` different positions."""
+        """Ask in rounds until the selection is certain or nothing is left to ask.
+
+        Asks about `round_size` positions in each round, and `max_asked` different ones in all, at most.
+        """
         while not self._evidence.certain:
             asked = self._asked_student | self._asked_teacher
             left = max_asked - int(asked.sum())
@@ -164,7 +167,7 @@ class Refinement:
 async def _student_rows(
     rollout: Generation, scores: TokenScores, eligible: Int64Array, stages: PromptStages, rule: ScoreRule
 ) -> StudentRows:
-    """Exact log-probabilities at the teacher's top-K where one pass gives them, else what the rollout served."""
+    """Return exact log-probabilities at the teacher's top-K if one pass gives them, else what the rollout served."""
     if rule.asks_student and is_batched(stages.student):
         ids = scores.topk_ids[eligible]
         version = rollout.version_spans[0].version
@@ -194,7 +197,7 @@ def _teacher_rows(scores: TokenScores, eligible: Int64Array, teacher: Capabiliti
 
 
 def _by_version(rollout: Generation, eligible: Int64Array, rows: Int64Array) -> dict[WeightVersion, Int64Array]:
-    """Rows by the weights that sampled their tokens: only log-probabilities of those weights are pi_old's."""
+    """Group rows by the weights that sampled their tokens. Only those weights give log-probabilities of pi_old."""
     ends = [span.end for span in rollout.version_spans]
     span = np.searchsorted(ends, eligible[rows], side="right")
     versions = [each.version for each in rollout.version_spans]
