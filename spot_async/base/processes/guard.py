@@ -127,8 +127,10 @@ class Guard:
 
 
 def _copy_without(secret: bytes, source: int) -> None:
-    """Copy lines from `source` to our output without `secret`. Lines that cannot be written are lost, by intent: a full
-    disk must not stop the program."""
+    """Copy lines from `source` to our output, with asterisks for `secret`.
+
+    Lines that cannot be written are lost: a full disk must not stop the program.
+    """
     with open(source, "rb") as lines:
         for line in lines:
             with contextlib.suppress(OSError):
