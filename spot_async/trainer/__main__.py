@@ -1,4 +1,4 @@
-"""A trainer rank as torch's launcher starts it: `-m spot_async.trainer SETTINGS_FILE CHANNEL_DIRECTORY`."""
+"""The process of one rank. torch's launcher runs it: `-m spot_async.trainer SETTINGS_FILE CHANNEL_DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spot_async.base.processes.child import exit_with_parent
 from spot_async.base.processes.memory import without_gc
 
 if __name__ == "__main__":
-    exit_with_parent()  # before the seconds that importing torch and transformers takes
+    exit_with_parent()  # first, because importing torch and transformers takes seconds
 
 with without_gc():
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -17,7 +17,7 @@ with without_gc():
     from spot_async.trainer.settings import TrainerSettings
 
 
-@record  # tells the launcher of an exception, so that it can name it
+@record  # passes an exception on to the launcher, which names it
 def main() -> None:
     settings_path, channel_directory = sys.argv[1:]
     run(TrainerSettings.load(settings_path), channel_directory)

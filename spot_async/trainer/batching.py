@@ -1,7 +1,7 @@
-"""From a batch of supervision to padded tensors: mini-batches, each rank's share, micro-batches.
+"""Turns a batch of supervision into padded tensors: mini-batches, each rank's share, micro-batches.
 
-Pure and the same on every rank: all ranks hold the whole batch and agree, without a word, on who
-trains what. Nothing here runs the model or knows about losses.
+Pure, and the same on every rank. All ranks have the whole batch, so they agree on who trains what without talking to
+each other. Nothing here runs the model or knows about losses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask
 def mini_batches(batch: Sequence[Supervision], prompts_per_update: int, seed: int) -> list[list[Supervision]]:
     """Split a batch into updates of at most `prompts_per_update` prompts, in an order drawn from `seed`.
 
-    Trajectories of one prompt stay together. When prompts are missing (left out), the updates
-    share what is there evenly, so that none becomes a noisy step of a few samples. Without any there is no update.
+    Trajectories of one prompt stay together. If prompts were left out, the updates share the others evenly, so that no
+    update is a noisy step on a few samples. Without prompts there is no update.
     """
     by_prompt: dict[int, list[Supervision]] = {}
     for sample in sorted(batch, key=lambda sample: sample.prompt_ordinal):
@@ -41,21 +41,21 @@ def mini_batches(batch: Sequence[Supervision], prompts_per_update: int, seed: in
 
 
 def input_length(sample: Supervision) -> int:
-    """Tokens that the model reads: the last response token decides nothing."""
+    """Return the number of tokens that the model reads. The last response token is not read: it decides nothing."""
     return len(sample.prompt_ids) + len(sample.response_ids) - 1
 
 
 def rank_share(mini_batch: Sequence[Supervision], rank: int, ranks: int) -> list[Supervision]:
-    """This rank's samples, longest first, dealt back and forth so that ranks get like amounts of tokens."""
+    """Return this rank's samples, longest first. They are dealt back and forth to give ranks similar token counts."""
     by_length = sorted(mini_batch, key=input_length, reverse=True)
     rounds = (i % (2 * ranks) for i in range(len(by_length)))
     return [sample for sample, i in zip(by_length, rounds, strict=True) if min(i, 2 * ranks - 1 - i) == rank]
 
 
 def micro_batches(samples: Sequence[Supervision], token_budget: int) -> Iterator[list[Supervision]]:
-    """Group samples, given longest first, so that rows times longest row stays within `token_budget`.
+    """Group samples, given longest first, so that rows times the longest row stays within `token_budget`.
 
-    A sample longer than the budget goes alone.
+    A sample longer than the budget is a group of its own.
     """
     group: list[Supervision] = []
     for sample in samples:
@@ -70,9 +70,9 @@ def micro_batches(samples: Sequence[Supervision], token_budget: int) -> Iterator
 def rank_micro_batches(
     mini_batch: Sequence[Supervision], rank: int, ranks: int, token_budget: int
 ) -> list[list[Supervision]]:
-    """This rank's micro-batches of a mini-batch.
+    """Return this rank's micro-batches of a mini-batch.
 
-    Every rank gets as many, since passes of sharded ranks wait for each other; the last may be empty.
+    Every rank gets the same number, because the passes of sharded ranks wait for each other. The last may be empty.
     """
     shares = [list(micro_batches(rank_share(mini_batch, each, ranks), token_budget)) for each in range(ranks)]
     passes = max(map(len, shares))
@@ -81,26 +81,26 @@ def rank_micro_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """B right-padded trajectories; R decision rows of all of them in order; N soft-target positions.
+    """B right-padded trajectories, with the R decision rows and N soft-target positions of all of them, in order.
 
-    L is the longest input, T the longest response. Padding is 0 throughout. B may be 0: one token of
-    padding then lets the model run, nothing is decided by it, and all gradients are zeros.
+    L is the longest input, T the longest response. Padding is 0. B may be 0: then the model runs on one token of
+    padding, and all gradients are zeros.
     """
 
     token_ids: Tensor  # (max(B, 1), L) int64
     rows: Tensor  # (R,) int64: decision rows, of the (B * L, hidden) outputs
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
-    policy_mask: Tensor  # (B, T) bool: response tokens that have a policy term, so that their advantage is known
+    policy_mask: Tensor  # (B, T) bool: response tokens with a policy term, which have a known advantage
     served_logprobs: Tensor  # (B, T) of the inference server; 0 where there is no policy term
-    behavior_logprobs: Tensor  # (B, T) log pi_old of ratios and advantages: the served ones, or recomputed
-    teacher_logprobs: Tensor  # (B, T); 0 where advantages do not follow from them
-    follows_teacher: Tensor  # (B,) bool: advantages are teacher minus behaviour
+    behavior_logprobs: Tensor  # (B, T) log pi_old in ratios and advantages: as served, or recomputed
+    teacher_logprobs: Tensor  # (B, T); 0 where advantages are not computed from them
+    follows_teacher: Tensor  # (B,) bool: advantages are teacher_logprobs - behavior_logprobs
     advantages: Tensor  # (B, T); 0 where there is no policy term
     reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
-    soft_rows: Tensor  # (N,) int64, of R, ascending
-    soft_trajectories: Tensor  # (N,) int64, of B
-    soft_ids: Tensor  # (N, k) int64; k the widest target, the rest has probability 0
+    soft_rows: Tensor  # (N,) int64: indices into R, ascending
+    soft_trajectories: Tensor  # (N,) int64: indices into B
+    soft_ids: Tensor  # (N, k) int64; k is the widest target's, narrower ones are filled with probability 0
     soft_probabilities: Tensor  # (N, k)
     soft_weights: Tensor  # (N,)
     soft_offsets: Tensor  # (N,); 0 where the target gives none
@@ -109,7 +109,7 @@ class MicroBatch:
         return MicroBatch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
 
     def with_behavior(self, logprobs: Tensor) -> MicroBatch:
-        """The same trajectories with other log pi_old (B, T); advantages that follow from it follow."""
+        """Return the same trajectories with other log pi_old (B, T), and advantages recomputed where they use it."""
         behavior = torch.where(self.policy_mask, logprobs, 0.0)
         follows = self.policy_mask & self.follows_teacher[:, None]
         advantages = torch.where(follows, self.teacher_logprobs - behavior, self.advantages)
@@ -117,14 +117,14 @@ class MicroBatch:
 
 
 def advantages_of(sample: Supervision) -> FloatArray | None:
-    """(T,) given, or teacher minus behaviour (method.md section 4); None without a policy term."""
+    """Return advantages (T,), given or teacher minus behaviour (method.md section 4); None without a policy term."""
     if sample.teacher_logprobs is not None:
         return sample.teacher_logprobs - sample.behavior_logprobs
     return sample.advantages
 
 
 def collate(samples: Sequence[Supervision]) -> MicroBatch:
-    """Pad and concatenate the trajectories of one micro-batch, which may be none."""
+    """Pad and concatenate the trajectories of one micro-batch. There may be none."""
     inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples]
     longest = max(map(len, inputs), default=1)
     known = [_policy_mask(s) for s in samples]
@@ -151,14 +151,14 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
 
 
 def _policy_mask(sample: Supervision) -> BoolArray | None:
-    """(T,) where the sample has an advantage; None without a policy term."""
+    """Return (T,) true where the sample has an advantage; None without a policy term."""
     if sample.teacher_logprobs is None and sample.advantages is None:
         return None
     return np.ones(len(sample.response_ids), np.bool_) if sample.policy_mask is None else sample.policy_mask
 
 
 def _where(mask: BoolArray | None, values: FloatArray | None) -> FloatArray | None:
-    """`values` where `mask` is true, else 0: an advantage of 0 gives no loss and no gradient, whatever the ratio."""
+    """Return `values` where `mask` is true, else 0. An advantage of 0 gives no loss and no gradient at any ratio."""
     return None if mask is None or values is None else np.where(mask, values, 0)
 
 
@@ -203,9 +203,9 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
 
 
 def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool) -> None:
-    """Raise `TrainerError` naming the sample when its arrays cannot belong together.
+    """Raise `TrainerError` naming the sample if its arrays do not fit together.
 
-    Values are not looked at: numbers that are not finite are found by their effect on loss and gradient.
+    Values are not checked. Numbers that are not finite are found by their effect on loss and gradient.
     """
     try:
         check_arrays(sample, vocab_size)
@@ -216,5 +216,5 @@ def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool)
 
 
 def name_of(sample: Supervision) -> str:
-    """How errors name a sample."""
+    """Return how errors name a sample."""
     return f"{sample.problem_id!r} (ordinal {sample.prompt_ordinal})"

@@ -1,7 +1,7 @@
-"""Every rank's view of the orchestrator: batches come in, each once and on all ranks; answers go out.
+"""The ranks' end of the channel to the orchestrator: each batch reaches all ranks once, and answers go back.
 
-Rank 0 holds the socket and hands what arrives on to the others. It also keeps the iteration count:
-a batch that was sent again is answered again, not trained again.
+Rank 0 has the socket and passes what arrives on to the others. It also keeps the iteration count. A batch that is sent
+again gets its answer again, and is not trained on again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spot_async.types import TrainReport
 
 
 class BatchFeed:
-    """Collective: all ranks call the same methods in the same order; only rank 0 speaks."""
+    """The feed of batches. All ranks call the same methods in the same order, and only rank 0 talks on the socket."""
 
     def __init__(self, channel_directory: str, rank: int) -> None:
         self._socket: zmq.Socket[bytes] | None = None
@@ -31,7 +31,7 @@ class BatchFeed:
         self._say(Ready())
 
     def next(self) -> Batch:
-        """Wait for the next batch. Raises `TrainerError` when it is not the iteration that is due."""
+        """Wait for the next batch. Raises `TrainerError` if it is not of the iteration that is due."""
         if self._socket is None:
             batch = wire.decode(broadcast_bytes(None), Batch)
         else:
@@ -43,7 +43,7 @@ class BatchFeed:
         return batch
 
     def _receive(self, socket: zmq.Socket[bytes]) -> tuple[bytes, Batch]:
-        """The next batch that has not been trained yet, acknowledged; and as it arrived."""
+        """Acknowledge batches until one has not been trained yet; return its frame and the batch."""
         while True:
             frame = socket.recv()
             batch = wire.decode(frame, Batch)
@@ -57,11 +57,11 @@ class BatchFeed:
         self._say(self._last)
 
     def refuse(self, error: TrainerError) -> NoReturn:
-        """Say why training stopped, as often as asked, until the orchestrator ends the process."""
+        """Answer every message with why training stopped, until the orchestrator ends the process."""
         self._say(Failure(str(error)))
         while True:
             if self._socket is None:
-                broadcast_bytes(None)  # rank 0 sends nothing any more
+                broadcast_bytes(None)  # waits for ever, since rank 0 broadcasts nothing any more
             else:
                 self._socket.recv()
                 self._say(Failure(str(error)))

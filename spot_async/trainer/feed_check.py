@@ -1,7 +1,7 @@
-"""The last look at supervision before it is trained on: what no policy and no server may ever hand over.
+"""The last check of supervision before it is trained on.
 
-Replies were checked where they came in, and policies are tested; so whatever is found here is a bug, and the run stops
-with it. Pure, and cheap enough to be always on: whole arrays at a time, once per trajectory.
+Replies have been checked where they came in, and policies are tested. So whatever is found here is a bug, and stops the
+run. Pure, and cheap enough to be always on: it looks at whole arrays, once per trajectory.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy.typing as npt
 
 from spot_async.types import SoftTargets, Supervision, WeightVersion
 
-LEAST_NATS, MOST_NATS = -1e4, 1e-3  # limits of a log-probability; rounding may put that of a sure token above 0
-SUM_SLACK = 1e-3  # of a target's probabilities in float32
+LEAST_NATS, MOST_NATS = -1e4, 1e-3  # limits of a log-probability, which rounding may put slightly above 0
+SUM_SLACK = 1e-3  # how far the sum of a target's float32 probabilities may be from 1
 
 
 class WrongSupervisionError(Exception):
-    """Supervision that must not be trained on got as far as the trainer's door: a bug, so no `SpotError`."""
+    """Supervision that must not be trained on was about to reach the trainer. A bug, hence not a `SpotError`."""
 
 
 def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
-    """Raises `WrongSupervisionError` for the first trajectory that is not what it says.
+    """Raise `WrongSupervisionError` for the first trajectory that is wrong.
 
-    `vocab_size` is that of the student's softmax, `live` the weights that the batch will update: all tokens come from
-    at most `max_staleness` steps before them, or from no student at all.
+    `vocab_size` is the width of the student's softmax, and `live` are the weights that the batch will update. All
+    tokens must come from weights at most `max_staleness` steps older, or from no student at all.
     """
     for each in batch:
         try:
@@ -38,9 +38,9 @@ def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVer
 
 
 def check_arrays(each: Supervision, vocab_size: int) -> None:
-    """Raises `ValueError` unless shapes, types and ids belong together. Other numbers are not looked at.
+    """Raise `ValueError` unless shapes, types and ids fit together. Other numbers are not checked.
 
-    The trainer asks the same of every sample it is sent, whoever sent it.
+    The trainer makes the same check of every sample that it receives.
     """
     tokens = (len(each.response_ids),)
     _require(len(each.prompt_ids) > 0 and tokens[0] > 0, "prompt or response is empty")

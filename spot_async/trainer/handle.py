@@ -1,7 +1,6 @@
-"""The orchestrator's end of the trainer: starts the ranks, sends batches, answers with new weights.
+"""The orchestrator's end of the trainer: starts the ranks, sends batches, returns new weights.
 
-Holds no tensors and does not import torch. What is said is `messages.py`; who says it on the other
-side is `feed.py`.
+It holds no tensors and does not import torch. The messages are in `messages.py`, and the ranks' end is `feed.py`.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ ACKNOWLEDGEMENT_TIMEOUT_S = 10.0
 class TrainerProcess:
     """The trainer of a run, as an async context manager. Entering waits until all ranks are ready.
 
-    Implements `protocols.Trainer`. Every error of it is a `TrainerError`; after one, leave.
+    Implements `protocols.Trainer`. Whatever goes wrong in entering or training is a `TrainerError`; then leave.
     """
 
     def __init__(self, settings: TrainerSettings, *, cores: Collection[int] | None = None) -> None:
-        """`cores`: those that it may use, where that is not those of this process."""
+        """`cores` are those that the trainer may use; None: the same as this process."""
         self._settings = settings
         self._cores = cores
         self._resources = AsyncExitStack()
@@ -57,13 +56,13 @@ class TrainerProcess:
         await self._resources.aclose()
 
     async def watch(self) -> None:
-        """Run for as long as the trainer lives; raise `ProcessDiedError` when it ends by itself."""
+        """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""
         await self._child.watch()
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        """Train on one batch; returns once the new weights are published.
+        """Train on one batch; return once the new weights are published.
 
-        Iterations count from 0; the same one sent again is answered again, not trained again. Raises
+        Iterations count from 0. An iteration that is sent again gets the same answer and is not trained again. Raises
         `TrainerError` when a rank stopped (non-finite loss, full disk, killed) or took too long.
         """
         conversation = self._train(Batch(iteration, tuple(batch)))
@@ -79,7 +78,7 @@ class TrainerProcess:
         )
 
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, T | Failure], otherwise: str) -> T:
-        """What the conversation comes to. Raises `TrainerError` on a failure, the trainer's end, or the time-out."""
+        """Return the conversation's result. Raises `TrainerError` on a failure, the trainer's end or the timeout."""
         timeout_s = self._settings.training.step_timeout_s
         try:
             async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:

@@ -1,8 +1,8 @@
 """Starts the ranks under torch's own elastic launcher, as the orchestrator's child process.
 
-Three things it adds to `torchrun`: it dies with the orchestrator, and the ranks with it; ranks meet
-through files in a private directory, so that nothing listens on the network; and when a rank dies,
-the last line of the log says which one and how.
+It adds three things to `torchrun`. It dies with the orchestrator, and the ranks die with it. Ranks meet through files
+in a private directory, so that nothing listens on the network. When a rank dies, the log's last line says which one and
+how.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spot_async.base.processes.child import exit_with_parent
 from spot_async.base.processes.memory import without_gc
 
 if __name__ == "__main__":
-    exit_with_parent()  # before the seconds that importing torch takes
+    exit_with_parent()  # first, because importing torch takes seconds
 
 with without_gc():
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -26,20 +26,20 @@ with without_gc():
 from spot_async.trainer.settings import TrainerSettings
 
 MONITOR_INTERVAL_S = 0.1
-# What torch warns of where it is stopped, as every run does at its end: `main` and `describe` say it in a line.
+# Torch logs these warnings when it is stopped, as at the end of every run. `main` and `describe` say it in one line.
 _OF_EVERY_END = ("Received %s death signal", "Sending process %s closing signal")
 _THEIR_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 
 
 def main(settings_path: str, channel_directory: str) -> int:
-    """Run the ranks until they end; they only do so by failing or by being stopped."""
+    """Run the ranks until they fail or are stopped. They do not end otherwise."""
     settings = TrainerSettings.load(settings_path)
     for name in _THEIR_LOGGERS:
         logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(_OF_EVERY_END))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.update(
-        SPOT_ASYNC_PARENT=str(os.getpid()),  # whom the ranks must not outlive
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # no TCP store: it would listen on every interface
+        SPOT_ASYNC_PARENT=str(os.getpid()),  # the ranks must not outlive this process
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # a TCP store would listen on every interface
         GLOO_SOCKET_IFNAME=loopback,
         NCCL_SOCKET_IFNAME=loopback,
         OMP_NUM_THREADS=str(settings.training.threads),
@@ -65,17 +65,17 @@ def main(settings_path: str, channel_directory: str) -> int:
     except ChildFailedError as error:
         sys.stderr.write(f"{describe(error.failures)}\n")
         return 1
-    except SignalException as stopped:  # the ranks have been ended
+    except SignalException as stopped:  # the launcher has ended the ranks already
         sys.stderr.write(f"stopped by {stopped.sigval.name}\n")
         return 128 + stopped.sigval
     return 0
 
 
 def describe(failures: dict[int, ProcessFailure]) -> str:
-    """One line on the rank at fault.
+    """Say in one line which rank failed first, and how.
 
-    Times do not tell, they are whole seconds. A killed rank makes the others raise, and the launcher
-    ends with SIGTERM those that did not: so a signal comes first, then an exception, then SIGTERM.
+    Times of failures cannot tell, because they are whole seconds. But a killed rank makes the others raise, and the
+    launcher sends SIGTERM to the rest. So a rank killed by another signal was first, else one that raised.
     """
 
     def suspicion(item: tuple[int, ProcessFailure]) -> tuple[int, int]:

@@ -1,12 +1,12 @@
-"""The trainer's loss: per-token and per-position terms, and the one way to add them up.
+"""The trainer's loss: terms per token and per position, and how they are added up.
 
-Blind to the method. OPD, EOPD, SPOT, GRPO and KD differ only in which of three terms are present (a
-clipped policy term, weighted soft targets, a reference KL) and in the numbers in them. Running the
-model, padding and gathering log-probabilities are not done here. Formulas are method.md section 4.
+It does not know the method. OPD, EOPD, SPOT, GRPO and KD differ only in which of three terms they have (a clipped
+policy term, weighted soft targets, a reference KL) and in the numbers in them. Running the model, padding and gathering
+log-probabilities happen elsewhere. The formulas are in method.md section 4.
 
-Axes: B trajectories of a micro-batch, T tokens of the longest one (right-padded), N soft-target
-positions of all trajectories together, k candidates. Entries under padding are left out of every sum
-but must be finite: a gradient of 0 times infinity would still be NaN.
+Axes: B trajectories of a micro-batch, T tokens of the longest one (right-padded), N soft-target positions of all
+trajectories together, k candidates. Entries under padding are left out of every sum. They must be finite all the same,
+because a gradient of 0 times infinity is NaN.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 
 from spot_async.config import LossAggregation
 
-MAX_LOG_RATIO_NATS = 20.0  # both limits are verl's (`compute_policy_loss` and `kl_penalty` of its core_algos.py)
+# Both limits are verl's (`compute_policy_loss` and `kl_penalty` in its core_algos.py).
+MAX_LOG_RATIO_NATS = 20.0
 MAX_REFERENCE_KL_NATS = 10.0  # per token
 
 
 def limited_log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """`logprobs - others`, limited to `MAX_LOG_RATIO_NATS` either way, beyond which it has no gradient.
+    """Return `logprobs - others`, limited to `MAX_LOG_RATIO_NATS` either way. Beyond the limit it has no gradient.
 
-    Without the limit a ratio may overflow, and then the zero gradient of a clip is NaN.
+    Without the limit a ratio might overflow, and the zero gradient of a clip would be NaN.
     """
     return (logprobs - others).clamp(-MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
 
@@ -34,11 +35,11 @@ def limited_log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
 def clipped_policy_loss(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, clip: float, dual_clip: float | None = None
 ) -> Tensor:
-    """`-min(r a, clamp(r, 1 - clip, 1 + clip) a)` per token, with `r = pi_theta / pi_old`.
+    """Return `-min(r a, clamp(r, 1 - clip, 1 + clip) a)` per token, with `r = pi_theta / pi_old`.
 
-    All shapes equal; only `logprobs` carries a gradient. `dual_clip` (> 1) also caps the loss of
-    tokens with a negative advantage at `-dual_clip * a`, however far the ratio has grown. Without it
-    the ratio is still limited to e^20 (`limited_log_ratio`).
+    All shapes are equal. Only `logprobs` carries a gradient. `dual_clip` (> 1) also caps the loss of tokens with a
+    negative advantage at `-dual_clip * a`, however large the ratio. Without it the ratio is still limited to e^20
+    (`limited_log_ratio`).
     """
     ratio = torch.exp(limited_log_ratio(logprobs, behavior_logprobs))
     objective = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
@@ -48,10 +49,10 @@ def clipped_policy_loss(
 
 
 def truncated_importance_weights(old_logprobs: Tensor, served_logprobs: Tensor, cap: float) -> Tensor:
-    """`min(pi_trainer / pi_served, cap)` per token: what sampling from the server's numbers is corrected by.
+    """Return `min(pi_trainer / pi_served, cap)` per token, which corrects for sampling by the server's numbers.
 
-    Both log-probabilities are of the same weights, computed by the trainer and by the inference server;
-    neither carries a gradient.
+    Both log-probabilities are of the same weights, computed by the trainer and by the inference server. Neither carries
+    a gradient.
     """
     return torch.exp(old_logprobs - served_logprobs).clamp(max=cap)
 
@@ -60,14 +61,14 @@ class MismatchStatistics(NamedTuple):
     """How far trainer and inference server disagree on the same weights, over a micro-batch's tokens."""
 
     tokens: Tensor
-    difference_sum: Tensor  # of absolute differences of log-probabilities, nats
+    difference_sum: Tensor  # sum of absolute differences of log-probabilities, nats
     difference_max: Tensor  # 0 when there is no token
-    kl_sum: Tensor  # k3 estimates of KL(served || trainer), nats
+    kl_sum: Tensor  # sum of k3 estimates of KL(served || trainer), nats
 
 
 @torch.no_grad()
 def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> MismatchStatistics:
-    """Statistics over the tokens where `mask` (same shape, bool) is true."""
+    """Return statistics over the tokens where `mask` (same shape, bool) is true."""
     log_ratio = (trainer_logprobs - served_logprobs)[mask]
     return MismatchStatistics(
         tokens=mask.sum(),
@@ -80,14 +81,14 @@ def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask:
 class RatioStatistics(NamedTuple):
     """How far the policy has moved from the behaviour policy, as scalars over a micro-batch's tokens.
 
-    Over micro-batches and ranks the sums add and the maximum is the largest; means are sums over `tokens`.
+    To combine micro-batches and ranks, add the sums and take the largest maximum. Means are sums divided by `tokens`.
     """
 
     tokens: Tensor
     ratio_sum: Tensor
     ratio_max: Tensor  # 0 when there is no token
     clipped_tokens: Tensor  # tokens whose gradient the clip, the dual clip or the limit of the ratio has removed
-    behavior_kl_sum: Tensor  # k3 estimates of KL(pi_old || pi_theta), nats
+    behavior_kl_sum: Tensor  # sum of k3 estimates of KL(pi_old || pi_theta), nats
 
 
 @torch.no_grad()
@@ -100,7 +101,7 @@ def ratio_statistics(
     clip: float,
     dual_clip: float | None = None,
 ) -> RatioStatistics:
-    """Statistics of `clipped_policy_loss` over the tokens where `mask` (same shape, bool) is true."""
+    """Return statistics of `clipped_policy_loss` over the tokens where `mask` (same shape, bool) is true."""
     log_ratio = limited_log_ratio(logprobs, behavior_logprobs)[mask]
     advantage = advantages[mask]
     ratio = log_ratio.exp()
@@ -118,36 +119,37 @@ def ratio_statistics(
 
 
 def soft_target_loss(candidate_logprobs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy `-sum_v target(v) log pi_theta(v)` per position: (..., k), (..., k) -> (...).
+    """Return the cross-entropy `-sum_v target(v) log pi_theta(v)` per position: (..., k), (..., k) -> (...).
 
-    `candidate_logprobs` are over the full vocabulary. Candidates with target 0 count as 0 whatever
-    their log-probability, -inf included.
+    `candidate_logprobs` are over the full vocabulary. A candidate with target 0 adds 0, even if its log-probability is
+    -inf.
     """
     return -(targets * candidate_logprobs.masked_fill(targets == 0, 0.0)).sum(dim=-1)
 
 
 def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """The k3 estimate `r - 1 - log r`, `r = pi_ref / pi_theta`, of KL(pi_theta || pi_ref) per token, in nats.
+    """Return the k3 estimate `r - 1 - log r`, `r = pi_ref / pi_theta`, of KL(pi_theta || pi_ref) per token, in nats.
 
-    Non-negative token by token, and unbiased for tokens sampled from pi_theta, up to `MAX_REFERENCE_KL_NATS`. A token
-    beyond it (`log r` above 2.6 or below -11) counts as that much and has no gradient, as in verl's `low_var_kl`.
-    Its gradient, averaged over such tokens, is that of KL(pi_ref || pi_theta) and not of what it estimates.
+    Up to `MAX_REFERENCE_KL_NATS` it is non-negative for each token, and unbiased for tokens sampled from pi_theta. A
+    token beyond that (`log r` above 2.6 or below -11) counts as the limit and has no gradient, as in verl's
+    `low_var_kl`. For tokens sampled from pi_theta, the mean gradient is that of KL(pi_ref || pi_theta), which is not
+    the divergence that the value estimates.
     """
     return k3(limited_log_ratio(reference_logprobs, logprobs)).clamp(max=MAX_REFERENCE_KL_NATS)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """The estimate `r - 1 - log r` of a KL divergence, never negative, from log-ratios."""
+    """Return the estimate `r - 1 - log r` of a KL divergence from log-ratios. It is never negative."""
     return torch.expm1(log_ratio) - log_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class BranchTerm:
-    """Soft-target losses of one micro-batch, flattened over its trajectories. N may be 0."""
+    """The soft-target losses of one micro-batch, flattened over its trajectories. N may be 0."""
 
     losses: Tensor  # (N,)
     weights: Tensor  # (N,) factor of each loss in its trajectory's loss, e.g. beta / max(1, |B+|)
-    rows: Tensor  # (N,) int64: the trajectory, a row of the mask, that each position belongs to
+    rows: Tensor  # (N,) int64: the trajectory (a row of the mask) of each position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ class LossTerms:
 
 
 class LossParts(NamedTuple):
-    """A micro-batch's share of the mini-batch loss. `total` carries the gradient; the parts sum to it."""
+    """A micro-batch's share of the mini-batch loss. Only `total`, the sum of the parts, carries a gradient."""
 
     total: Tensor
     policy: Tensor
@@ -173,12 +175,12 @@ class LossParts(NamedTuple):
 def minibatch_share(
     terms: LossTerms, *, aggregation: LossAggregation, minibatch_trajectories: int, minibatch_tokens: int
 ) -> LossParts:
-    """What a micro-batch contributes to its mini-batch's loss.
+    """Return what a micro-batch contributes to its mini-batch's loss.
 
-    A trajectory's loss is `mean_t (policy + coefficient * kl) + sum_n weight * soft-target loss`.
-    `sequence_mean` averages trajectories evenly (the paper), `token_mean` by their length (verl), so
-    that every token of the mini-batch counts the same. Both denominators are those of the whole
-    mini-batch over all ranks: shares then simply sum, over micro-batches and ranks, to its loss.
+    A trajectory's loss is `mean_t (policy + coefficient * kl) + sum_n weight * soft-target loss`. `sequence_mean` gives
+    all trajectories the same weight (the paper). `token_mean` weights them by length (verl), so that every token of the
+    mini-batch counts the same. Both denominators are those of the whole mini-batch over all ranks. So the shares of
+    all micro-batches and ranks sum to the mini-batch's loss.
     """
     lengths = terms.mask.sum(dim=1).double()  # (B,)
     if aggregation == "sequence_mean":

@@ -1,15 +1,16 @@
-"""Everything that the orchestrator and rank 0 say to each other.
+"""The messages between the orchestrator and rank 0.
 
-One Unix socket, one peer at each end, one msgpack frame a message (`base/wire.py`); nothing is pickled.
+They go through one Unix socket with one peer at each end. A message is one msgpack frame (`base/wire.py`); nothing is
+pickled.
 
     rank 0 -> orchestrator   Ready          once, when every rank has its model
     orchestrator -> rank 0   Batch          train this; sent again when no acknowledgement comes
     rank 0 -> orchestrator   Accepted       the batch has arrived; training starts
     rank 0 -> orchestrator   Trained        new weights are published
-    rank 0 -> orchestrator   Failure        training has stopped; said again to every later batch
+    rank 0 -> orchestrator   Failure        training has stopped; sent again for every later batch
 
-Answers carry the iteration they answer, so a late one is recognised and dropped. There is no stop
-message: the orchestrator ends the ranks by signal, and what they have published is complete by then.
+Answers name their iteration, so that a late one is recognised and dropped. There is no message to stop: the
+orchestrator ends the ranks by signal, at any time, because whatever they have published is complete.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ Answer: TypeAlias = Ready | Accepted | Trained | Failure
 
 
 def decode_answer(frame: bytes) -> Answer:
-    """One of the answers; raises as `wire.decode` does."""
+    """Decode an answer. Raises as `wire.decode` does."""
     answer: Answer = wire.decode(frame, cast(Any, Answer))
     return answer
 
 
 def endpoint(channel_directory: str) -> str:
-    """The socket's address inside the private directory that both ends know."""
+    """Return the socket's address, inside the private directory that both ends know."""
     return f"ipc://{channel_directory}/trainer.sock"

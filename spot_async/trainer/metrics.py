@@ -1,6 +1,7 @@
 """The trainer's metrics: their names and meanings, and the sums they are computed from.
 
-Every rank tallies its own micro-batches; `Tally.report` is called on sums over all ranks.
+Every rank tallies its own micro-batches. The tallies are then summed over all ranks, and `Tally.report` makes metrics
+of the sums.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Tally:
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
     def add(self, **amounts: Tensor | float) -> None:
-        """Add to sums by name (`_SUMS`); those not named stay."""
+        """Add to sums by name (`_SUMS`). Sums not named stay the same."""
         unknown = amounts.keys() - set(_SUMS)
         if unknown:
             raise ValueError(f"no sum is called {sorted(unknown)}")
@@ -76,12 +77,12 @@ class Tally:
         self.sums += torch.stack([value.to(self.sums.device) for value in row])
 
     def see(self, **values: Tensor) -> None:
-        """Raise maxima by name (`_MAXIMA`); those not named stay."""
+        """Raise maxima by name (`_MAXIMA`). Maxima not named stay the same."""
         row = [values[name].double() if name in values else self.maxima.new_zeros(()) for name in _MAXIMA]
         self.maxima = torch.maximum(self.maxima, torch.stack(row))
 
     def report(self, *, grad_norms: Sequence[float], learning_rate: float, train_s: float) -> dict[str, float]:
-        """The `METRICS`, except `publish_s` and means of what there was none of. `grad_norms`: of each update."""
+        """Return the `METRICS`, except `publish_s` and means over nothing. `grad_norms` has one norm per update."""
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         policy: dict[str, float] = {}

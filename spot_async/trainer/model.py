@@ -1,8 +1,8 @@
-"""The student under training: loading it, and log-probabilities of only the tokens that matter.
+"""The student under training: loads it, and computes log-probabilities of only the tokens that matter.
 
-A vocabulary of 150,000 times a few thousand tokens is gigabytes of logits. So hidden states are cut
-down to the decision rows of responses first, and the output layer then sees a bounded number of rows
-at a time, each block recomputed in the backward pass. How it is spread over ranks is not decided here.
+A vocabulary of 150,000 times a few thousand tokens makes gigabytes of logits. So only the decision rows of responses go
+to the output layer, a bounded block at a time, and each block is recomputed in the backward pass. How the model is
+spread over ranks is not decided here.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.selected_logprobs import selected_logprobs
 
-LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies live at once
+LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies exist at once
 
 
-@without_gc()  # transformers imports the architecture
+@without_gc()  # loading imports the model's architecture
 def load_student(directory: str) -> PreTrainedModel:
-    """The causal model of a Hugging Face directory, on the CPU: float32 parameters, training mode, no dropout.
+    """Load the causal model of a Hugging Face directory, on the CPU: float32, training mode, no dropout.
 
-    Raises `DataError` when the directory cannot be loaded or the architecture does something between
-    hidden states and logits that `response_logprobs` would leave out (soft caps, scales).
+    Raises `DataError` if it cannot be loaded, or if the architecture does something between hidden states and logits
+    that `ResponseLogprobs` would leave out (soft caps, scales).
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
@@ -47,15 +47,15 @@ def load_student(directory: str) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks: what is sharded and recomputed one by one. Empty for models that do not mark theirs."""
+    """Return the repeated layers, which are sharded and recomputed one by one. Empty if the model marks none."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
     """Make the layers keep only their inputs for the backward pass, and run once more in it.
 
-    The second run is inside of the modules' hooks, between which sharding gathers parameters. No random state is kept,
-    since there is no dropout. Raises `DataError` for a model that marks no layers.
+    The second run happens inside the modules' hooks, where sharding has gathered the parameters. No random state is
+    kept, since there is no dropout. Raises `DataError` for a model that marks no layers.
     """
     layers = decoder_layers(model)
     if not layers:
@@ -76,17 +76,17 @@ def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
 
 
 def _hidden_states(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """(B, L) -> (B, L, hidden). Under right padding a causal model needs no padding mask."""
+    """Return hidden states (B, L, hidden) of ids (B, L). With right padding a causal model needs no padding mask."""
     output: Tensor = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
     return output
 
 
 class ResponseLogprobs(nn.Module):
-    """The student, giving log-probabilities in place of logits.
+    """The student with log-probabilities in place of logits.
 
-    One module for the whole forward pass: sharding gathers parameters around a module's forward, and the output layer
-    is used outside of the student's own. Log-probabilities are at `temperature`, that of the rollouts, since the policy
-    that is trained is the one that sampled.
+    It is one module for the whole forward pass, because sharding gathers parameters around a module's forward, and the
+    output layer is used outside of the student's own. `temperature` is that of the rollouts, because the policy that is
+    trained is the one that sampled.
     """
 
     def __init__(self, student: PreTrainedModel, temperature: float) -> None:
@@ -95,7 +95,7 @@ class ResponseLogprobs(nn.Module):
         self._temperature = temperature
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Float32, over the full vocabulary: of sampled tokens (R,) and of soft-target candidates (N, k)."""
+        """Return full-vocabulary log-probabilities, float32, of sampled tokens (R,) and of candidates (N, k)."""
         hidden = _hidden_states(self.student, batch.token_ids).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
         output_layer = self.student.get_output_embeddings()
 
@@ -107,10 +107,12 @@ class ResponseLogprobs(nn.Module):
             return logprobs[: len(hidden)], logprobs[len(hidden) :].view(soft_ids.shape)
 
         rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
-        limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block also of no rows
-        soft_limits = torch.searchsorted(batch.soft_rows, batch.soft_rows.new_tensor(limits)).tolist()  # waits once
-        # No random state is kept: nothing is random, and reading a GPU's would wait for it. A single block is not
-        # recomputed.
+        limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block even without rows
+        soft_limits = torch.searchsorted(
+            batch.soft_rows, batch.soft_rows.new_tensor(limits)
+        ).tolist()  # the only wait for the device
+        # Nothing is random, so no random state is kept: reading a GPU's would wait for it. A single block is not
+        # recomputed: that would not lower the peak of memory.
         again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
         of_block = again if len(limits) > 2 else block
         sampled, candidates = [], []

@@ -1,8 +1,7 @@
 """The ranks' process group, and how the student is spread over it: `ReplicatedStrategy` or `ShardedStrategy`.
 
-A `Strategy` is all that training asks of either. All ranks call it alike, and make as many forward and
-backward passes, for sharded ones wait for each other in each layer. Gradients are summed, never
-averaged: the loss already carries the mini-batch's denominators.
+All ranks call a `Strategy` alike, and make the same number of forward and backward passes, because sharded ranks wait
+for each other in each layer. Gradients are summed, never averaged: the loss already has the mini-batch's denominators.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-# Its functions keep the group of the moment as default arguments. Loading a model imports it: unless
-# that finds it imported before there is a group, the group and its threads live on in those defaults.
+# This module's functions keep the current group as default arguments. Loading a model imports it too. Import it before
+# there is a group, or the group and its threads live on in those defaults.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not in its __all__
@@ -39,12 +38,12 @@ Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
 Sharding = Literal["none", "fsdp2"]
 
-# The orchestrator owns the deadlines: ranks wait for the next batch for as long as rollouts take.
+# Ranks wait for the next batch for as long as rollouts take. Deadlines are the orchestrator's.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 
 
 def rank_device() -> torch.device:
-    """This rank's GPU where there are any, else the CPU."""
+    """Return this rank's GPU, or the CPU if there are no GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -59,13 +58,13 @@ def rank_device() -> torch.device:
 
 @contextmanager
 def process_group(channel_directory: str, device: torch.device, sharding: Sharding) -> Iterator[None]:
-    """The ranks' process group, which meets through a file: gloo for CPU tensors, NCCL for GPU tensors.
+    """Make the ranks' process group: gloo for CPU tensors, NCCL for GPU tensors. Ranks meet through a file.
 
-    A rank that is alone has none, for also then gloo would listen on a TCP port. Only FSDP asks for one all the same.
+    A single rank has no group, because gloo would listen on a TCP port even then. Only FSDP needs one all the same.
 
-    On leaving, the last reference to the group must go, since only that joins gloo's threads. A thread that lives on
-    may hold a tensor of the last collective. To release it the thread takes the interpreter's lock, and doing so while
-    the interpreter ends aborts the process. After an error on a GPU the process ends at once instead.
+    On leaving, the last reference to the group must go, because only that joins gloo's threads. A thread that lives on
+    may hold a tensor of the last collective. To release the tensor it takes the interpreter's lock, which aborts the
+    process if the interpreter is already ending. After an error on a GPU the process ends at once instead.
     """
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks == 1 and sharding == "none":
@@ -82,14 +81,14 @@ def process_group(channel_directory: str, device: torch.device, sharding: Shardi
         yield
     finally:
         if (error := sys.exception()) is not None and device.type == "cuda":
-            # Out of memory, say. Destroying NCCL's group would wait for the other ranks, who wait for this one in a
-            # collective, and ending the interpreter might too: then nobody would hear of the error.
+            # For example out of memory. To destroy NCCL's group would wait for the other ranks, which wait for this one
+            # in a collective. So might the interpreter's end. Then nobody would learn of the error.
             sys.excepthook = exit_at_once
         else:
             dist.destroy_process_group()
             if error is not None:
-                traceback.clear_frames(error.__traceback__)  # of a trainer that failed, which holds the group
-            gc.collect()  # sharded modules hold it too, and are in cycles
+                traceback.clear_frames(error.__traceback__)  # the failed trainer's frames refer to the group
+            gc.collect()  # so do sharded modules, which are in cycles
 
 
 def this_rank() -> int:
@@ -101,13 +100,13 @@ def rank_count() -> int:
 
 
 def wait_for_all() -> None:
-    """Until all ranks are here."""
+    """Wait until all ranks call this."""
     if rank_count() > 1:
         dist.barrier()
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
-    """Rank 0's bytes on every rank. Raw bytes in a tensor: object collectives would pickle."""
+    """Return rank 0's bytes on every rank. They travel in a tensor, because object collectives would pickle."""
     if rank_count() == 1:
         assert data is not None
         return data
@@ -121,7 +120,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: all of it where it is not sharded."""
+    """Return the part of a tensor that this rank holds, which is all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -136,9 +135,9 @@ class Strategy(ABC):
     def prepare(
         self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
     ) -> Forward:
-        """Put `module`, float32 and on the CPU, onto the ranks' devices; returns its forward pass, in `dtype`.
+        """Put `module`, float32 and on the CPU, onto the ranks' devices; return its forward pass in `dtype`.
 
-        `layers` are the parts of it that need not all be there at a time. All ranks have read the same file.
+        `layers` are the parts that may be gathered one at a time. All ranks have read the module from the same file.
         """
 
     @abstractmethod
@@ -146,29 +145,29 @@ class Strategy(ABC):
         """Sum gradients over ranks, unless the backward pass has done it."""
 
     def clip_grad_norm(self, module: nn.Module, max_norm: float) -> float:
-        """Scale gradients to `max_norm` at most; returns their norm before that, of all ranks' parts together."""
+        """Scale gradients down to `max_norm`; return their norm before that, over all ranks' parts together."""
         norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @abstractmethod
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """All parameters and buffers by name. Collective; used on rank 0, elsewhere it may be empty."""
+        """Return all parameters and buffers by name on rank 0. All ranks must call it; others may get nothing."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over ranks, in place."""
+        """Sum element-wise over ranks, in place."""
         if self.ranks > 1:
             dist.all_reduce(values)
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Element-wise maximum over ranks, in place."""
+        """Take the element-wise maximum over ranks, in place."""
         if self.ranks > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
 
 class ReplicatedStrategy(Strategy):
-    """Every rank holds the whole student and its optimiser state, and steps it alike. bfloat16 is autocast."""
+    """Every rank holds the whole student and its optimiser state, and makes the same steps. bfloat16 is by autocast."""
 
     def prepare(
         self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
@@ -183,7 +182,7 @@ class ReplicatedStrategy(Strategy):
         return forward
 
     def reduce_gradients(self, module: nn.Module) -> None:
-        """A parameter without a gradient on this rank contributes zeros."""
+        """Sum gradients over ranks. A parameter without a gradient on this rank adds zeros."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:
@@ -199,7 +198,7 @@ class ReplicatedStrategy(Strategy):
 class ShardedStrategy(Strategy):
     """FSDP2: every rank holds its part of parameters, gradients and optimiser state, all in float32.
 
-    A layer's parameters are gathered while it computes, in bfloat16 where that is the dtype. Embedding and output layer
+    A layer's parameters are gathered while it computes, in bfloat16 if that is the dtype. Embedding and output layer
     stay gathered from the forward pass to the end of the backward pass. The backward pass also sums gradients.
     """
 
@@ -214,23 +213,23 @@ class ShardedStrategy(Strategy):
                 "so each rank would hold all of it: set training.sharding=none"
             )
         mesh = init_device_mesh(device.type, (self.ranks,))
-        # DTensor's caches never let go of the mesh, and this registry, which only compiled code reads, would make the
-        # mesh hold the group.
+        # DTensor's caches keep the mesh for ever, and the mesh would keep the group through this registry. Only
+        # compiled code reads it, so it can be emptied.
         getattr(mesh, "_pg_registry", {}).clear()
         policy = MixedPrecisionPolicy()
         if dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for unit in (*layers, module):  # each is whole on the device only until its parts are dealt out
+        for unit in (*layers, module):  # one by one, so that the device never holds the whole student
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo and NCCL alike
+            sharded.set_force_sum_reduction_for_comms(True)  # so that gloo and NCCL do the same
         return module
 
     def reduce_gradients(self, module: nn.Module) -> None:
-        """Done by the backward pass."""
+        """Do nothing: the backward pass has summed them."""
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """On rank 0, on the CPU; empty elsewhere. Tied parameters, gathered one by one, are made one tensor again."""
+        """Return all tensors on rank 0, on the CPU. Tied parameters are gathered apart, and made one tensor again."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = cast(dict[str, Tensor], get_model_state_dict(module, options=options))
         whole: dict[int, Tensor] = {}
@@ -239,5 +238,5 @@ class ShardedStrategy(Strategy):
 
 
 def strategy_of(training: TrainingConfig) -> Strategy:
-    """The one that `training.sharding` names."""
+    """Return the strategy that `training.sharding` names."""
     return ShardedStrategy() if training.sharding == "fsdp2" else ReplicatedStrategy()

@@ -1,4 +1,4 @@
-"""New weights on disk, as a Hugging Face directory that is complete the moment it has its name.
+"""Writes new weights to disk, as a Hugging Face directory that has its name only once it is complete.
 
 Which weights belong to a resumable state is not decided here.
 """
@@ -18,7 +18,7 @@ from spot_async.base.text import first_line
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import complete_directory, delete_weights
 
-# What comes along from the initial student: tokenizer, chat template and generation settings.
+# Files to copy from the initial student: tokenizer, chat template and generation settings.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 
 
@@ -35,7 +35,7 @@ class WeightPublisher:
         self._keep = keep
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # every rank does
+            shutil.rmtree(leftover, ignore_errors=True)  # all ranks do this, and some come second
 
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
@@ -43,8 +43,8 @@ class WeightPublisher:
     def publish(self, model: PreTrainedModel, state: dict[str, Tensor], step: int) -> None:
         """Write `state` as `model`'s weights of `step`.
 
-        Raises `TrainerError` when that fails (full disk); older weights are then untouched and
-        nothing of the new ones is left.
+        Raises `TrainerError` when that fails (full disk). Older weights are then untouched, and nothing of the new ones
+        is left.
         """
         final = self.path(step)
         try:
@@ -53,7 +53,7 @@ class WeightPublisher:
         except (OSError, SafetensorError) as error:
             raise TrainerError(self._describe(error, final)) from error
         for old in self._published()[: -self._keep]:
-            delete_weights(old)  # one that stays, as a server still loads it, is tried again after the next step
+            delete_weights(old)  # weights that a server is still loading stay, and are tried again after the next step
 
     def _write(self, model: PreTrainedModel, state: dict[str, Tensor], directory: Path) -> None:
         for file in sorted(self._student_directory.iterdir()):
@@ -61,13 +61,13 @@ class WeightPublisher:
                 shutil.copyfile(file, directory / file.name)
         model.save_pretrained(directory, state_dict=_cast(state, self._dtype))
         config = copy.deepcopy(model.config)
-        config.dtype = self._dtype  # what was written, not what is trained
+        config.dtype = self._dtype  # the type of the files, which may differ from that in training
         config.save_pretrained(directory)
         if self._end_token_ids:
             generation = copy.deepcopy(model.generation_config)
             generation.eos_token_id = list(self._end_token_ids)
             generation.save_pretrained(directory)
-        mode = (directory / "config.json").stat().st_mode  # safetensors leaves its files to their owner alone
+        mode = (directory / "config.json").stat().st_mode  # safetensors makes files that only their owner can read
         for file in directory.iterdir():
             file.chmod(mode)
 
@@ -82,7 +82,7 @@ class WeightPublisher:
 
 
 def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating-point tensors as `dtype`. Tied ones stay one tensor, or they would be written twice."""
+    """Return floating-point tensors as `dtype`. Tied ones stay one tensor, or they would be written twice."""
     casts: dict[int, Tensor] = {}
     return {
         name: casts.setdefault(value.data_ptr(), value.to(dtype)) if value.is_floating_point() else value

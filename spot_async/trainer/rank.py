@@ -1,7 +1,7 @@
 """One rank of the trainer: takes batches, steps the student, publishes its weights.
 
-Blind to the method that made the supervision; reads from `StudentTrainer.train` downwards. The loss
-itself is `loss.py`, who trains what is `batching.py`, what ranks tell each other is `parallel.py`.
+It does not know the method that made the supervision. Start reading at `StudentTrainer.train`. The loss is in
+`loss.py`, who trains what is in `batching.py`, and collectives are in `parallel.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CULPRITS_NAMED = 3
 
 
 def run(settings: TrainerSettings, channel_directory: str) -> None:
-    """Train until the process is ended. Errors that all ranks agree on are told to the orchestrator."""
+    """Train until the process is ended. Tell the orchestrator of errors that all ranks agree on."""
     tune_malloc()
     raise_open_file_limit()
     torch.set_num_threads(settings.training.threads)
@@ -72,7 +72,10 @@ def run(settings: TrainerSettings, channel_directory: str) -> None:
 
 
 def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:
-    """Serve batches. A function of its own: when it returns, no trainer is left that still holds the process group."""
+    """Train on batches as they come.
+
+    This is a function of its own so that, when it returns, no trainer is left that refers to the process group.
+    """
     feed = BatchFeed(channel_directory, this_rank())
     trainer = StudentTrainer(settings, strategy_of(settings.training), device)
     wait_for_all()
@@ -113,7 +116,7 @@ class StudentTrainer:
         )
 
     def train(self, batch: Batch) -> TrainReport:
-        """One iteration: every mini-batch once, then publish. Iteration i makes the weights of step i + 1.
+        """Train one iteration: every mini-batch once, then publish. Iteration i makes the weights of step i + 1.
 
         A batch without samples makes no update, and the weights are published as they are.
         """
@@ -126,7 +129,9 @@ class StudentTrainer:
         seed = derive_seed(self._settings.seed, "mini-batches", iteration)
         updates = mini_batches(batch.samples, training.mini_batch_size, seed)
         tally = Tally(self._device)
-        shares = [self._share(mini_batch) for mini_batch in updates]  # all of them before the weights move
+        shares = [
+            self._share(mini_batch) for mini_batch in updates
+        ]  # first, since log pi_old is of the present weights
         norms = []
         for number, (mini_batch, share) in enumerate(zip(updates, shares, strict=True), start=1):
             where = f"iteration {iteration + 1}, mini-batch {number} of {len(updates)}"
@@ -137,7 +142,7 @@ class StudentTrainer:
         started = time.perf_counter()
         snapshot = self._publish(step=iteration + 1)
         if self._settings.shares_devices and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the student's server needs the memory that would be kept for the next iteration
+            torch.cuda.empty_cache()  # the student's server needs the memory that torch would keep
         return TrainReport(snapshot=snapshot, metrics={**metrics, "publish_s": time.perf_counter() - started})
 
     def _check(self, batch: Batch) -> None:
@@ -149,14 +154,14 @@ class StudentTrainer:
             )
 
     def _share(self, mini_batch: Sequence[Supervision]) -> list[MicroBatch]:
-        """This rank's micro-batches of a mini-batch; as many on every rank."""
+        """Return this rank's micro-batches of a mini-batch. All ranks have the same number."""
         share = rank_micro_batches(
             mini_batch, self._strategy.rank, self._strategy.ranks, self._training.micro_batch_tokens
         )
         return [self._micro_batch(samples) for samples in share]
 
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
-        """The samples collated, with log pi_old as `training.behavior` says: served, or of the present weights."""
+        """Collate samples, with log pi_old as `training.behavior` says: as served, or of the present weights."""
         batch = collate(samples).to(self._device)
         if self._training.behavior == "served":
             return batch
@@ -165,7 +170,7 @@ class StudentTrainer:
         return batch.with_behavior(logprobs)
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The student's log-probabilities of sampled tokens (B, T), 0 on padding, and of candidates (N, k)."""
+        """Return the student's log-probabilities of sampled tokens (B, T), 0 on padding, and of candidates (N, k)."""
         sampled, candidates = self._response_logprobs(batch)
         return sampled.new_zeros(batch.mask.shape).masked_scatter(batch.mask, sampled), candidates
 
@@ -178,9 +183,9 @@ class StudentTrainer:
         *,
         has_moved: bool,
     ) -> float:
-        """One optimiser step over all ranks; returns the gradient norm.
+        """Make one optimiser step over all ranks; return the gradient norm.
 
-        `where` names it in errors; `has_moved` says that the weights are no longer those the iteration began with.
+        `where` names the step in errors. `has_moved` says that the iteration has already changed the weights.
         """
         self._optimizer.zero_grad()
         losses = [self._accumulate(batch, mini_batch, tally, has_moved=has_moved).total.detach() for batch in share]
@@ -211,7 +216,7 @@ class StudentTrainer:
         return parts
 
     def _loss_terms(self, batch: MicroBatch, logprobs: Tensor, candidates: Tensor, weights: Tensor) -> LossTerms:
-        """The terms of `loss.py`, from log-probabilities (B, T) and (N, k) and importance weights (B, T)."""
+        """Return the terms of `loss.py`, from log-probabilities (B, T) and (N, k) and importance weights (B, T)."""
         training = self._training
         policy = clipped_policy_loss(
             logprobs, batch.behavior_logprobs, batch.advantages, clip=training.clip, dual_clip=training.dual_clip
@@ -258,7 +263,7 @@ class StudentTrainer:
         tally.see(ratio=ratios.ratio_max)
 
     def _importance_weights(self, batch: MicroBatch) -> Tensor:
-        """Truncated importance weights (B, T); all 1 where no cap is set."""
+        """Return truncated importance weights (B, T), which are all 1 if no cap is set."""
         cap = self._training.importance_cap
         if cap is None:
             return torch.ones_like(batch.behavior_logprobs)
@@ -267,7 +272,7 @@ class StudentTrainer:
     def _tally_mismatch(self, batch: MicroBatch, logprobs: Tensor, tally: Tally) -> None:
         """Compare the server's log-probabilities with the trainer's, of the same weights.
 
-        The trainer's are the recomputed ones or, while the weights have not moved, those of the training pass itself.
+        The trainer's are the recomputed ones or, before the first step, those of the training pass itself.
         """
         own = batch.behavior_logprobs if self._training.behavior == "recomputed" else logprobs
         mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask)
@@ -275,9 +280,9 @@ class StudentTrainer:
         tally.see(mismatch=mismatch.difference_max)
 
     def _culprits(self, mini_batch: Sequence[Supervision]) -> str:
-        """Which samples give a loss or gradient that is not finite, found one by one.
+        """Say which samples give a loss or gradient that is not finite, by trying each alone.
 
-        Every rank looks at all of them at the same time; what one finds, in its shard of a gradient, all say.
+        All ranks try the same sample at the same time and share what they find, since each may see only a shard.
         """
         found = []
         for sample in mini_batch:

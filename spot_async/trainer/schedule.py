@@ -1,4 +1,4 @@
-"""The learning rate of an iteration: a pure function, so that a resumed run needs no state for it."""
+"""The learning rate of an iteration. A pure function, so that a resumed run needs no state for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from spot_async.config import TrainingConfig
 
 
 def learning_rate(training: TrainingConfig, iteration: int, iterations: int) -> float:
-    """Rate of all updates of `iteration` (0-based) in a run of `iterations`.
+    """Return the rate of all updates of `iteration` (0-based) in a run of `iterations`.
 
-    Linear warm-up reaches the full rate at iteration `warmup_iterations`; the cosine then starts from
-    it and is 0 after the last iteration (method.md section 6).
+    Linear warm-up reaches the full rate at iteration `warmup_iterations`. The cosine then starts from it, and is 0
+    after the last iteration (method.md section 6).
     """
     warmup = training.warmup_iterations
     if iteration < warmup:

@@ -1,8 +1,8 @@
-"""Log-probabilities of a few tokens a row from the logits of a whole vocabulary, and their gradient.
+"""Computes log-probabilities of a few tokens per row from whole-vocabulary logits, and their gradient.
 
-Autograd would keep or make several arrays as large as the logits: of each gather's gradient, of the
-normaliser's, of their sum, of each change of type. A vocabulary of 150,000 makes those the most of a
-small student's step. Here the backward pass makes one.
+Autograd would make several arrays as large as the logits: for each gather's gradient, the normaliser's, their sum, and
+each change of type. With a vocabulary of 150,000 those take most of a small student's step. The backward pass here
+makes one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def selected_logprobs(logits: Tensor, rows: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-    """`log_softmax(logits / temperature)[rows, token_ids]` in float32: logits (R, V), rows and ids (M,) -> (M,).
+    """Return `log_softmax(logits / temperature)[rows, token_ids]` (M,) in float32, of logits (R, V).
 
-    Pairs may repeat. The gradient has the logits' type.
+    `rows` and `token_ids` are (M,), and pairs may repeat. The gradient has the logits' type.
     """
     selected: Tensor = _SelectedLogprobs.apply(logits, rows, token_ids, temperature)  # type: ignore[no-untyped-call]
     return selected

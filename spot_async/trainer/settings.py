@@ -1,4 +1,4 @@
-"""What the trainer ranks need to know: written once by the handle as a JSON file, read by every rank."""
+"""The settings of the trainer ranks. The handle writes them once, as a JSON file, and every rank reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spot_async.errors import StorageError
 
 
 class TrainerSettings(Section):
-    """One run of the trainer."""
+    """The settings of one run of the trainer."""
 
     training: TrainingConfig
     model_directory: str = Field(description="Hugging Face directory of the initial student, with its tokenizer")
@@ -28,7 +28,7 @@ class TrainerSettings(Section):
         return Path(self.run_directory) / "weights"
 
     def save(self) -> Path:
-        """Write them to `trainer.json` in the run directory; returns the file."""
+        """Write the settings to `trainer.json` in the run directory; return its path."""
         directory = Path(self.run_directory)
         path = directory / "trainer.json"
         try:
