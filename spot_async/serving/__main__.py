@@ -1,4 +1,4 @@
-"""`python -m spot_async.serving MODEL_DIR --uds PATH`: the server as a process of its own."""
+"""Runs the server as a process of its own: `python -m spot_async.serving MODEL_DIR --uds PATH`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DESCRIPTION = (
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m spot_async.serving") -> None:
-    """Run the server that the command line describes; `spot-async serve` is this too."""
+    """Run the server that the command line describes. `spot-async serve` calls this too."""
     if PARENT_VARIABLE in os.environ:  # a server started from a shell may outlive the shell
         exit_with_parent()
     given = {name: value for name, value in vars(_parser(program).parse_args(arguments)).items() if value is not None}
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m sp
         _refuse(_explain(errors.errors(include_url=False)[0]))
     except SpotError as error:
         _refuse(str(error))
-    except KeyboardInterrupt:  # before it could serve
+    except KeyboardInterrupt:  # interrupted before it could serve
         sys.stderr.write("stopped\n")
         sys.exit(130)
 
@@ -59,7 +59,7 @@ def _option(name: str) -> str:
 
 
 def _explain(error: ErrorDetails) -> str:
-    """One line: the option, its value and what it must be."""
+    """Say in one line which option is wrong, its value, and what it must be."""
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f"{_option(str(error['loc'][0]))} {error['input']}: {message}" if error["loc"] else message
 

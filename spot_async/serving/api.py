@@ -1,8 +1,8 @@
 """The wire contract between the local engine's server and its clients: paths, messages, error body.
 
-Bodies are msgpack (`spot_async.base.wire`). A request that fails is answered with an `ErrorReply` whose
-`error` names a class of `spot_async.errors`; `STATUS` gives the HTTP status of each. `timeout_s` is what
-is left of the caller's deadline, since the two processes share no clock.
+Bodies are msgpack (`spot_async.base.wire`). A failed request gets an `ErrorReply` whose `error` names a class of
+`spot_async.errors`, and the HTTP status that `STATUS` has for it. `timeout_s` is the time left until the caller's
+deadline, since the two processes share no clock.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CANDIDATE_LOGPROBS = "/candidate_logprobs"
 UPDATE_WEIGHTS = "/update_weights"
 
 CONTENT_TYPE = "application/msgpack"
-# Names the process that a request is meant for: another one, such as the same server started again with other
-# weights, refuses it with `ServerRestartedError`.
+# Names the process that a request is meant for. Any other process, such as the same server started again with other
+# weights, refuses the request with `ServerRestartedError`.
 INSTANCE_HEADER = "X-Spot-Async-Instance"
-UPDATE_TOKEN_HEADER = "X-Spot-Async-Update-Token"  # shown with new weights; see `credentials`
-FRAME_HEADER = struct.Struct(">II")  # bytes of the frame, and their CRC-32
-MAX_TOGETHER = 64  # requests of one `GenerateManyRequest`
-DIGEST_HEADER = "Content-Digest"  # of RFC 9530: what lies between server and client may not change a number unseen
+UPDATE_TOKEN_HEADER = "X-Spot-Async-Update-Token"  # required for new weights; see `credentials`
+FRAME_HEADER = struct.Struct(">II")  # the frame's size in bytes, and its CRC-32
+MAX_TOGETHER = 64  # requests in one `GenerateManyRequest`
+DIGEST_HEADER = "Content-Digest"  # RFC 9530: shows whether a proxy or the network has changed a number
 
 STATUS: dict[type[SpotError], int] = {
     PermanentError: 400,
@@ -62,17 +62,17 @@ SERVER_ERROR = 500
 
 
 def digest(body: bytes) -> str:
-    """The value of `DIGEST_HEADER`."""
+    """Return the value of `DIGEST_HEADER` for a body."""
     return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
 def frame(body: bytes) -> bytes:
-    """A message of a stream: its header before it."""
+    """Return a message of a stream: `FRAME_HEADER`, then the body."""
     return FRAME_HEADER.pack(len(body), zlib.crc32(body)) + body
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status that an error is answered with."""
+    """Return the HTTP status of the reply to a request that failed with this error."""
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), SERVER_ERROR)
 
 
@@ -91,7 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateManyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answered with a frame per request as each is done: its `FRAME_HEADER`, then a `GenerateReply`."""
+    """Answered with one frame per request, as each is done: a `FRAME_HEADER`, then a `GenerateReply`."""
 
     requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
 
@@ -132,7 +132,7 @@ class CandidateReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answered with a `VersionReply` once every later token is the new weights'."""
+    """Answered with a `VersionReply` once all later tokens will come from the new weights."""
 
     snapshot: WeightSnapshot
     timeout_s: float
@@ -146,7 +146,7 @@ class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to /health."""
 
     version: WeightVersion
-    instance: str  # of this process; see `INSTANCE_HEADER`
+    instance: str  # names this process; see `INSTANCE_HEADER`
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""One server process from start to end: check the settings, take the address, load the model, serve, stop.
+"""Runs one server process: check the settings, take the address, load the model, serve, stop.
 
-What can be wrong with the settings is found before torch is imported, and reported as one line. SIGTERM and
-SIGINT stop the server; an engine that crashes ends it with the engine's own trace.
+Wrong settings are found before torch is imported, and reported in one line. SIGTERM and SIGINT stop the server. If the
+engine crashes, the server ends with the engine's own trace.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
     from spot_async.serving.engine.worker import EngineWorker
 
-NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as systemd's: gets READY=1 once requests are answered
+NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as with systemd, this socket gets READY=1 once requests are answered
 BACKLOG = 4096
 GRACEFUL_S = 1
-KEEP_ALIVE_S = 60  # longer than clients do: a server that closes first can cut off a request that is on its way
+KEEP_ALIVE_S = 60  # longer than clients', because a server that closes first can cut off a request on its way
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serve until a signal. Raises `DataError` or `ConfigError`, one line each, for what cannot be served."""
+    """Serve until a signal. Raises `DataError` or `ConfigError`, in one line, for whatever cannot be served."""
     directory = _check_model_directory(Path(settings.model))
     credentials = Credentials.of_environment()
     _check_exposure(settings, credentials)
@@ -57,7 +57,7 @@ def serve(settings: ServeSettings) -> None:
 
 
 def _load(directory: Path, settings: ServeSettings, credentials: Credentials) -> tuple[EngineWorker, Starlette]:
-    import torch  # seconds, and after malloc is tuned
+    import torch  # here, because it takes seconds, and malloc must be tuned before
 
     from spot_async.models.vocabulary import end_token_ids, load_tokenizer, tokenizer_fingerprint
     from spot_async.serving.engine.engine import Engine
@@ -90,7 +90,7 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
         weight_update=engine.parameters.match(directory),
         weight_transport="disk",
         slots=settings.slots,
-        prefix_caching=False,  # a prefix is read once for requests that wait together, and not kept
+        prefix_caching=False,  # a prefix is read once for requests that wait together, but is not kept
     )
     served = ServedModel(
         name=directory.absolute().name,
@@ -126,7 +126,7 @@ async def _run(worker: EngineWorker, app: Starlette, listener: socket.socket) ->
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike the base's, does not raise the signal again afterwards: there is still a socket to remove."""
+        """Capture signals. Unlike the base's, do not raise them again afterwards: there is still a socket to remove."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -156,7 +156,7 @@ def _check_exposure(settings: ServeSettings, credentials: Credentials) -> None:
 
 @contextlib.contextmanager
 def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
-    """A listening socket, so that a taken address is found before the model is loaded."""
+    """Open the listening socket. This comes before loading the model, to find an address in use at once."""
     path = settings.uds
     try:
         listener = _unix_listener(path) if path is not None else _tcp_listener(settings.host, settings.port or 0)
@@ -173,7 +173,7 @@ def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
 
 
 def _address(settings: ServeSettings, listener: socket.socket | None = None) -> str:
-    """Where `listener` listens, or where it should: port 0 becomes a free one."""
+    """Say where `listener` listens, or where it should. With a listener, port 0 becomes the port it was given."""
     if settings.uds is not None:
         return settings.uds
     return f"{settings.host} port {listener.getsockname()[1] if listener else settings.port}"
@@ -185,7 +185,7 @@ def _tcp_listener(host: str, port: int) -> socket.socket:
 
 
 def _unix_listener(path: str) -> socket.socket:
-    """A socket for this user only. A file left by a server that is gone is replaced."""
+    """Open a Unix socket for this user only. Replaces a file left by a server that has gone."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not _answers(path):
@@ -212,7 +212,7 @@ def _answers(path: str) -> bool:
 
 
 def _say(line: str) -> None:
-    """One line of the log. Where its disk is full it is lost: no reason to serve nobody."""
+    """Write one line to the log. If the disk is full it is lost, and serving goes on."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
 

@@ -1,5 +1,6 @@
-"""What the local engine can be told, in one place: the server's command line, `LocalBackend.Settings` and
-the engine itself all read these fields. Loads no torch, so that a wrong setting is refused at once.
+"""The settings of the local engine, for the server's command line, `LocalBackend.Settings` and the engine itself.
+
+This module does not import torch, so that a wrong setting is refused at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from spot_async.config import PositiveInt, Section
 
 
 class EngineSettings(Section):
-    """How the engine uses the machine. None of it changes what is computed, but for the last bits."""
+    """How the engine uses the machine. None of these settings changes the results, except in the last bits."""
 
     slots: PositiveInt = Field(64, description="responses decoded together")
     max_context_tokens: PositiveInt | None = Field(
@@ -55,7 +56,7 @@ class EngineSettings(Section):
 
 
 class ServeSettings(EngineSettings):
-    """One server process: what it serves and where it listens."""
+    """The settings of one server process: what it serves and where it listens."""
 
     model: str = Field(description="Hugging Face model directory with safetensors and tokenizer")
     uds: str | None = Field(None, description="path of the Unix socket to listen on; exclusive with port")

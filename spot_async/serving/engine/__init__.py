@@ -1,1 +1,1 @@
-"""The inference engine: continuous batching over key/value slots, in torch. It speaks no HTTP."""
+"""The inference engine: continuous batching over key/value slots, in torch. It knows nothing of HTTP."""

@@ -1,10 +1,13 @@
 """Keys and values of the responses being decoded: one row of the buffers per slot, every row from position 0.
 
-`SlotCache` is a transformers cache, so any module that takes one can be decoded slot by slot. Before a
-forward the engine says what it is. A prefill attends among its own tokens only and writes new rows, each of
-its sequences into one or more of them. A decode writes one token per row, each at its own position, and
-attends to the row so far (the mask that goes with it hides what lies behind each row's position). Which row
-belongs to whom is the engine's matter.
+`SlotCache` is a transformers cache, so any module that takes one can be decoded slot by slot. Before each forward pass
+the engine says which kind it is:
+
+* A prefill attends only among its own tokens. It writes each of its sequences into one or more new rows.
+* A decode writes one token per row, each at its own position, and attends to the row so far. Its mask hides whatever
+  lies behind a row's position.
+
+Which row belongs to which response is up to the engine.
 """
 
 from __future__ import annotations
@@ -14,50 +17,50 @@ import dataclasses
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-WIDTH_MULTIPLE = 32  # widths that are no multiple of the vector length round differently
+WIDTH_MULTIPLE = 32  # a width that is not a multiple of the vector length gives other roundings
 
-# A decode's width follows the longest context in it, so a shorter one must be summed in the same order at every width
-# that is used. The order is the libraries' choice. MKL sums up to 192 numbers in one block and from 384 on in blocks of
-# 192, but what lies between in two halves, wherever the middle is. torch's attention gives it 512 positions at a time,
-# and a product of fewer than 400 multiplications torch does in a loop of its own.
+# The longest context decides a decode's width. A shorter context in it must be summed in the same order at every width
+# that is used, and the libraries choose the order. MKL sums up to 192 numbers in one block, and 384 or more in blocks
+# of 192. Counts in between it halves, wherever the middle is, so no width may have one. torch's attention gives MKL 512
+# positions at a time. torch computes a product of fewer than 400 multiplications in its own loop.
 SMALLEST_DECODE_WIDTH = 64
 ATTENTION_BLOCK = 512
 HALVED = range(193, 384)
 
 
 def bucketed(width: int) -> int:
-    """`width` rounded up to a multiple of `WIDTH_MULTIPLE`."""
+    """Round `width` up to a multiple of `WIDTH_MULTIPLE`."""
     return -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def decode_width(width: int) -> int:
-    """`width` rounded up to one that a decode may have."""
+    """Round `width` up to one that a decode may have."""
     blocks, rest = divmod(bucketed(width), ATTENTION_BLOCK)
     rest = HALVED.stop if rest in HALVED else rest
     return max(SMALLEST_DECODE_WIDTH, blocks * ATTENTION_BLOCK + rest)
 
 
 class PrefillDone(Exception):
-    """Raised through the module's forward once every layer's keys and values are written: a prefill is for no more.
+    """Ends a module's forward pass once every layer's keys and values are written, which is all that a prefill is for.
 
-    What would follow is the last layer's attention and MLP of every token, in a small module a good part of the work.
+    It saves the last layer's attention and MLP of every token, which are much of the work in a small module.
     """
 
 
 @dataclasses.dataclass
 class _Write:
-    """Where the running forward puts its keys and values."""
+    """Where the current forward pass puts its keys and values."""
 
     first_row: int
     rows: int
     width: int  # columns that the forward attends to
-    positions: torch.Tensor | None = None  # (rows,) of a decode; None in a prefill
-    sources: torch.Tensor | None = None  # (rows,) which of a prefill's sequences each row gets
-    layers_left: int = 0  # that a prefill has yet to write
+    positions: torch.Tensor | None = None  # (rows,) in a decode; None in a prefill
+    sources: torch.Tensor | None = None  # (rows,) in a prefill: the sequence that each row gets
+    layers_left: int = 0  # layers that a prefill has yet to write
     flat_index: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def rows_of(self, heads: int, capacity: int) -> torch.Tensor:
-        """(rows * heads,) places of the new tokens in a buffer flattened to (slots * heads * capacity, dim)."""
+        """Return the new tokens' places (rows * heads,) in a buffer flattened to (slots * heads * capacity, dim)."""
         index = self.flat_index.get((heads, capacity))
         if index is None:
             assert self.positions is not None
@@ -80,7 +83,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         slots, capacity = self._cache.slots, self._cache.capacity
-        # Zeros, not empty: a masked NaN would still poison the sum that attention forms.
+        # Zeros, not empty: uninitialised memory may hold NaN, and attention's sum would be NaN in spite of the mask.
         self.keys = key_states.new_zeros(slots, key_states.shape[1], capacity, key_states.shape[3])
         self.values = value_states.new_zeros(slots, value_states.shape[1], capacity, value_states.shape[3])
         self.is_initialized = True
@@ -107,12 +110,12 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return buffer[: write.rows, :, : write.width]
 
     def grown(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of both buffers with `capacity` columns."""
+        """Return copies of both buffers with `capacity` columns."""
         more = (0, 0, 0, capacity - self.keys.shape[2])
         return torch.nn.functional.pad(self.keys, more), torch.nn.functional.pad(self.values, more)
 
-    # What mask creation asks of a cache. Only a prefill lets the module make its own mask, and there
-    # nothing lies before its tokens.
+    # transformers calls these to make a mask. Only in a prefill does the module make its own mask, and there nothing
+    # lies before its tokens.
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
 
@@ -124,7 +127,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """`slots` rows of at most `limit` positions; memory grows with the positions in use."""
+    """A cache of `slots` rows of at most `limit` positions. Memory grows with the positions in use."""
 
     def __init__(self, layers: int, *, slots: int, limit: int) -> None:
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
@@ -134,14 +137,15 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._limit = limit
 
     def prefill(self, first_row: int, sources: torch.Tensor, width: int) -> None:
-        """The next forward reads sequences of `width` tokens; the rows from `first_row` get those that
-        `sources` (rows,) numbers. It ends with `PrefillDone` once every layer has written.
+        """Prepare for a forward pass that reads sequences of `width` tokens, and ends with `PrefillDone`.
+
+        The rows from `first_row` on get the sequences that `sources` (rows,) numbers.
         """
         self._reserve(width)
         self.write = _Write(first_row, len(sources), width, sources=sources, layers_left=len(self.layers))
 
     def decode(self, positions: torch.Tensor, width: int) -> None:
-        """The next forward writes one token into each of the first rows, at `positions` (rows,)."""
+        """Prepare for a forward pass that writes one token into each of the first rows, at `positions` (rows,)."""
         self._reserve(width)
         self.write = _Write(0, len(positions), width, positions=positions)
 
@@ -152,7 +156,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.values[target, :, :length] = layer.values[source, :, :length]
 
     def erase(self, row: int) -> None:
-        """Zero a row that may hold numbers that are not finite: a mask does not keep those out."""
+        """Zero a row that may hold numbers that are not finite. A mask does not keep those out of a sum."""
         for layer in self.layers:
             layer.keys[row].zero_()
             layer.values[row].zero_()
@@ -163,5 +167,5 @@ class SlotCache(Cache):  # type: ignore[misc]
         capacity = decode_width(min(max(width, 2 * self.capacity), self._limit))
         used = [layer for layer in self.layers if layer.is_initialized]
         for layer, buffers in zip(used, [layer.grown(capacity) for layer in used], strict=True):
-            layer.keys, layer.values = buffers  # only once memory for all of them was found
+            layer.keys, layer.values = buffers  # last, so that all layers keep their old buffers if memory runs out
         self.capacity = capacity

@@ -1,8 +1,8 @@
 """Continuous batching over key/value slots: plain synchronous torch code, driven one `step` at a time.
 
-A step scores one batch, reads one batch of waiting prompts into free slots and decodes one token of every
-active response. Requests come with a future that gets the result. The engine knows no sockets, threads
-or clocks: `worker.py` gives it a thread, `http/app.py` an HTTP face.
+A step scores one batch, reads one batch of waiting prompts into free slots, and decodes one token of every active
+response. Each request has a future for its result. The engine knows no sockets, threads or clocks: `worker.py` gives it
+a thread, and `http/app.py` an HTTP API.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from spot_async.types import Generation, Int64Array, TokenScores, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-# More saves little on the shipped example, where it takes a quarter off the engine's time in a strict iteration; each
-# costs a waiting prompt one step.
+# On the shipped example this saves a quarter of the engine's time in a strict iteration, and more would save little
+# else. Each decode makes a waiting prompt wait one step longer.
 DECODES_BETWEEN_PREFILLS = 8
-FREE_SHARE = 1 / 8  # of the slots, that a backlog of prompts is read into at once: fewer would make most reads tiny
+FREE_SHARE = 1 / 8  # a backlog of prompts waits for this share of the slots to be free, or most reads would be tiny
 T = TypeVar("T")
 
 
 class Engine:
+    """The engine. Not thread-safe: only its worker's thread calls it."""
+
     def __init__(self, model: CausalModel, settings: EngineSettings) -> None:
         self.limits = Limits(vocab_size=model.vocab_size, max_context_tokens=model.max_context_tokens)
         self.parameters = Parameters(model.module.state_dict())
@@ -62,7 +64,7 @@ class Engine:
     # -- what is asked of it --
 
     def submit(self, task: Task) -> None:
-        """Queue a task; its future is answered by a later `step`."""
+        """Queue a task. A later `step` answers its future."""
         if isinstance(task, GenerateTask):
             task.number = next(self._numbers)
             self._waiting.append(task)
@@ -71,7 +73,7 @@ class Engine:
 
     @torch.inference_mode()
     def abort(self, task: Task) -> None:
-        """Forget a request and free its slot, if it is still here."""
+        """Forget a request and free its slot, unless it has been answered."""
         if isinstance(task, GenerateTask) and task.row is not None:
             self._free(task.row)
         for queue in (self._waiting, self._scoring):
@@ -79,10 +81,10 @@ class Engine:
                 queue.remove(task)  # type: ignore[arg-type]
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> None:
-        """Put in weights that `parameters.read` has checked. Responses in flight go on under them.
+        """Copy in weights that `parameters.read` has checked. Responses in flight continue under them.
 
-        Their keys and values are the old weights', so they give up their slots and come first in line to be
-        read in again, with the tokens they have.
+        The keys and values of such responses are the old weights'. So they give up their slots and go to the front of
+        the queue, to be read in again with the tokens that they have.
         """
         running = sorted((self._table.save(row) for row in range(self._table.active)), key=lambda task: task.number)
         for row in reversed(range(self._table.active)):
@@ -113,7 +115,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Do one batch of each kind of work there is. A torch error fails the requests of its batch only."""
+        """Do one batch of each kind of work that is waiting. A torch error fails only the requests of its batch."""
         if self._scoring:
             self._score_batch()
         if self._waiting and self._prefill_is_due():
@@ -124,10 +126,10 @@ class Engine:
             self._decodes_since_prefill += 1
 
     def _prefill_is_due(self) -> bool:
-        """Whether to read waiting prompts in now.
+        """Return whether to read waiting prompts in now.
 
-        A prefill of one prompt costs about what a decode of all rows does. So prompts that come one by one wait a few
-        decodes for others, and a backlog for slots that get free one by one, unless nothing is being decoded.
+        A prefill of one prompt costs about as much as a decode of all rows. So a prompt waits a few decodes for others
+        to join it, and a backlog waits until several slots are free. Nothing waits while nothing is being decoded.
         """
         free = self._settings.slots - self._table.active
         return free > 0 and (
@@ -139,14 +141,14 @@ class Engine:
     # -- generation --
 
     def sampled_since(self, task: GenerateTask, start: int) -> Tokens | None:
-        """What a response has got in its slot from token `start` on; None for one that is in none."""
+        """Return what a response has in its slot from token `start` on; None if it has no slot."""
         return self._table.since(task.row, start) if task.row is not None else None
 
     def _prefill_batch(self) -> None:
-        """Give slots to waiting tasks, with all of their contexts but the last token read into the cache.
+        """Give slots to waiting tasks, and read their contexts, except the last token, into the cache.
 
-        The last token is decoded like any other. So a prefill needs no logits, and contexts that differ in
-        nothing else (the samples of one prompt, the candidates of one position) are read once.
+        The last token is decoded like any other. So a prefill needs no logits, and contexts that differ only in it (the
+        samples of one prompt, the candidates of one position) are read once.
         """
         group = take_group(
             self._waiting,
@@ -191,7 +193,7 @@ class Engine:
         self._emit(logits)
 
     def _emit(self, logits: torch.Tensor) -> None:
-        """Sample the next token of every active row from logits (n, V); answer and free those that end."""
+        """Sample the next token of every active row from logits (n, V). Answer and free the rows that end."""
         table = self._table
         rows = slice(0, table.active)
         top_p, vocab_limit = table.top_p[rows, None], table.vocab_limit[rows, None]
@@ -273,7 +275,7 @@ class Engine:
         return True
 
     def _decision_hidden(self, group: Sequence[ScoreTask | CandidateTask]) -> torch.Tensor:
-        """Hidden rows (R, D) that decide each task's positions, task after task."""
+        """Return the hidden rows (R, D) that decide each task's positions, task after task."""
         width = self._padded_sequence(group[0])
         token_ids = np.zeros((len(group), width), np.int64)
         rows = []
@@ -351,7 +353,7 @@ class Engine:
 
 
 def _decisions(request: ScoreRequest | CandidateRequest) -> Int64Array:
-    """Output rows of a sequence that decide the positions asked for."""
+    """Return the output rows of a sequence that decide the requested positions."""
     prompt, response = len(request.prompt_ids), len(request.response_ids)
     if isinstance(request, CandidateRequest):
         return decision_row(prompt, 0) + request.positions.astype(np.int64)
@@ -360,7 +362,7 @@ def _decisions(request: ScoreRequest | CandidateRequest) -> Int64Array:
 
 
 def _score_shape(task: ScoreTask | CandidateTask) -> tuple[int, float]:
-    """What tasks of one forward must share to be one array."""
+    """Return what tasks must have in common to be scored in one forward pass."""
     request = task.request
     count = request.candidate_ids.shape[1] if isinstance(request, CandidateRequest) else request.top_k
     return count, request.temperature

@@ -1,10 +1,11 @@
-"""The engine's own forward of the plain pre-norm decoders (Llama, Qwen2, Qwen3, Mistral and their like): RMSNorm,
-rotary positions, grouped-query attention with or without biases and q/k norms, SwiGLU.
+"""The engine's own forward pass of plain pre-norm decoders (Llama, Qwen2, Qwen3, Mistral and the like).
 
-At small sizes a step's time is the number of operations, not their arithmetic. So projections of one input are one
-product, all of a layer's work is in place where it can be, and a prefill ends with the last layer's keys and
-values. The fused weights are the module's own: its parameters become views of them, so that there is one copy
-and a weight update reaches both. Whether a module may be run this way is found by trying, in `model.py`.
+They have RMSNorm, rotary positions, grouped-query attention with or without biases and q/k norms, and SwiGLU. In a
+small model the number of operations, not their arithmetic, takes the time of a step. So projections of the same input
+are one product, a layer works in place where it can, and a prefill ends with the last layer's keys and values.
+
+The module's parameters become views of the fused weights, so there is one copy and a weight update reaches both.
+`model.py` finds out by trying whether a module may be run this way.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Norm(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """One layer's tensors; H query heads, G key/value heads, d numbers a head, I inner numbers."""
+    """One layer's tensors: H query heads, G key/value heads, d numbers per head, I inner numbers, D hidden numbers."""
 
     attention_norm: _Norm
     qkv: torch.Tensor  # ((H + 2 G) d, D)
@@ -52,7 +53,7 @@ class _Layer(NamedTuple):
 
 
 def fused(model: CausalModel) -> CausalModel:
-    """`model` by this module's forward where that gives its module's log-probabilities, else as it is."""
+    """Return `model` with this forward pass if it gives the same log-probabilities, else `model` as it is."""
     if not FusedModel.fits(model.module):
         return model
     faster = FusedModel(model)
@@ -60,13 +61,13 @@ def fused(model: CausalModel) -> CausalModel:
 
 
 class FusedCache:
-    """Keys (slots, G, d, capacity) and values (slots, G, capacity, d) of each layer, each as its product reads it.
+    """Keys (slots, G, d, capacity) and values (slots, G, capacity, d) of each layer, laid out as attention reads them.
 
-    Memory grows with the positions in use. Which row belongs to whom is the engine's matter.
+    Memory grows with the positions in use. Which row belongs to which response is up to the engine.
     """
 
     def __init__(self, layers: int, *, slots: int, heads: int, dim: int, limit: int, like: torch.Tensor) -> None:
-        # Zeros, not empty: a masked NaN would still poison the sum that attention forms.
+        # Zeros, not empty: uninitialised memory may hold NaN, and attention's sum would be NaN in spite of the mask.
         self.keys = [like.new_zeros(slots, heads, dim, 0) for _ in range(layers)]
         self.values = [like.new_zeros(slots, heads, 0, dim) for _ in range(layers)]
         self.capacity = 0
@@ -79,7 +80,8 @@ class FusedCache:
         more = capacity - self.capacity
         keys = [F.pad(layer, (0, more)) for layer in self.keys]
         values = [F.pad(layer, (0, 0, 0, more)) for layer in self.values]
-        self.keys, self.values, self.capacity = keys, values, capacity  # only once memory for all of them was found
+        # Last, so that all layers keep their old buffers if memory runs out.
+        self.keys, self.values, self.capacity = keys, values, capacity
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row over another."""
@@ -88,13 +90,13 @@ class FusedCache:
             values[target, :, :length] = values[source, :, :length]
 
     def erase(self, row: int) -> None:
-        """Zero a row that may hold numbers that are not finite: a mask does not keep those out."""
+        """Zero a row that may hold numbers that are not finite. A mask does not keep those out of a sum."""
         for buffer in (*self.keys, *self.values):
             buffer[row].zero_()
 
 
 class FusedModel(CausalModel):
-    """`CausalModel` with this module's forward in place of the Hugging Face module's."""
+    """A `CausalModel` with this forward pass in place of the Hugging Face module's."""
 
     def __init__(self, model: CausalModel) -> None:
         self.__dict__.update(model.__dict__)
@@ -111,16 +113,18 @@ class FusedModel(CausalModel):
         cos, sin = base.rotary_emb(self._embedding, positions[None])  # (1, positions, d) each
         half = self._dim // 2
         self._cos: torch.Tensor = cos[0, :, None]  # (positions, 1, d)
-        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]  # for halves changed over
+        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[
+            :, None
+        ]  # multiplied with the halves of each head swapped
         self._never = torch.finfo(self._dtype).min
         self._norm_of_head = torch.tensor([0] * self._query_heads + [1] * self._kv_heads, device=self.device)
 
     @staticmethod
     def fits(module: Any) -> bool:
-        """Whether the module has the parts, and only the parts, that this forward knows."""
+        """Return whether the module has exactly the parts that this forward pass knows."""
         base = module.base_model
         return (
-            module.dtype == torch.float32  # attention scores in less would need a product that sums in more
+            module.dtype == torch.float32  # with fewer bits, attention's products would have to be summed in more
             and _children(base) == _BASE
             and type(base.embed_tokens) is nn.Embedding
             and all(_layer_fits(layer) for layer in base.layers)
@@ -169,7 +173,7 @@ class FusedModel(CausalModel):
             keys, values = all_keys[:n], all_values[:n]
             keys.scatter_(3, place, key[..., None])
             values.scatter_(2, place.transpose(2, 3), value[:, :, None])
-            # The queries of one key/value head are rows of one product: no copies of keys and values.
+            # The queries of one key/value head are rows of one product, so keys and values need not be copied.
             scores = torch.baddbmm(
                 mask.expand(-1, self._query_heads // heads, -1),
                 query.reshape(n * heads, -1, dim),
@@ -188,7 +192,7 @@ class FusedModel(CausalModel):
     def _heads(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries (rows, H, d), keys and values (rows, G, d), rotated."""
+        """Return queries (rows, H, d), keys and values (rows, G, d), with queries and keys rotated."""
         projected = F.linear(layer.attention_norm(x), layer.qkv, layer.qkv_bias).view(len(x), -1, self._dim)
         queries, keys = self._query_heads, self._kv_heads
         turned = projected[:, : queries + keys]
@@ -201,7 +205,7 @@ class FusedModel(CausalModel):
     def _sequence_heads(
         self, layer: _Layer, x: torch.Tensor, n: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `_heads`, of n sequences: (n, H or G, width, d)."""
+        """Return the same as `_heads` for n sequences: (n, H or G, width, d)."""
         cos, sin = (table[:width].repeat(n, 1, 1) for table in (self._cos, self._sin))
         query, key, value = self._heads(layer, x, cos, sin)
 
@@ -274,7 +278,7 @@ def _fuse(layer: Any) -> _Layer:
 
 
 def _fuse_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and bias for all; the modules keep views of them."""
+    """Join several layers' weights and biases into one each. The modules keep views of them."""
     weight = _fuse_parameters([linear.weight for linear in linears])
     biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return weight, _fuse_parameters(biases) if biases else None

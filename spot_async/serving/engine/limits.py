@@ -1,4 +1,4 @@
-"""Refuses requests that the engine cannot answer, before they reach it, in one clear line each."""
+"""Refuses requests that the engine cannot answer before they reach it, each with one clear line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_TOP_K = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the served model can take. `check` raises `PermanentError`."""
+    """What the served model accepts. `check` raises `PermanentError` for any other request."""
 
     vocab_size: int
     max_context_tokens: int

@@ -1,10 +1,9 @@
-"""A Hugging Face causal LM as the engine uses it: hidden states from slots or from whole sequences, logits
-from chosen hidden rows. Loads it, and refuses, in one line, models that this use would get wrong.
+"""A Hugging Face causal model as the engine uses it: hidden states of slots or whole sequences, logits of chosen rows.
 
-Nothing here is specific to an architecture. Whether a module fits is found by trying: at load, a few tokens
-go through the engine's own path (padded prefill, slots, separate output head) and must give the
-log-probabilities of a plain forward. What a few tokens cannot show (windows, rescaled positions) is read
-from the configuration.
+Nothing here is specific to an architecture. Models that the engine would serve wrong are refused in one line, and that
+is found out by trying: when a model is loaded, a few tokens go through the engine's own path (padded prefill, slots,
+separate output head) and must give the log-probabilities of a plain forward pass. What a few tokens cannot show
+(windows, rescaled positions) is read from the configuration.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from spot_async.errors import DataError
 from spot_async.serving.engine.cache import PrefillDone, SlotCache, bucketed, decode_width
 from spot_async.serving.settings import EngineSettings
 
-# Rows are computed in multiples of this where a row's bits must not depend on how many there are: matrix
-# products of 1 to 3 rows take another path, and element-wise functions treat the last few numbers of an array,
-# those that fill no vector, apart. 8 rows of a multiple of 4 numbers fill vectors.
+# If a row's bits must not depend on how many rows there are, rows are computed in multiples of this. Matrix products of
+# 1 to 3 rows take another path. Element-wise functions treat an array's last numbers differently if they do not fill a
+# vector, and 8 rows of a multiple of 4 numbers always do.
 ROW_MULTIPLE = 8
 PROBE_ROWS = 8
 PROBE_TOKENS = 12
@@ -35,7 +34,7 @@ _SERVED_LAYERS = {"full_attention", *_WINDOWED_LAYERS}
 
 
 class _GivenHidden(torch.nn.Module):
-    """Stands in for the base model: returns the hidden states it is called with, as the base's own output type."""
+    """Stands in for the base model: returns the hidden states it is given, in the base's own output type."""
 
     def __init__(self, output_type: type[Any]) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class CausalModel:
     """The loaded model. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, module: Any, *, max_context_tokens: int, name: str, is_deterministic: bool = True) -> None:
-        """`is_deterministic`: the bits of a row do not depend on the number and lengths of those beside it."""
+        """With `is_deterministic` a row's bits do not depend on the number and lengths of the rows beside it."""
         self.module = module
         self.name = name
         self.max_context_tokens = max_context_tokens
@@ -57,8 +56,8 @@ class CausalModel:
         self.device: torch.device = module.device
         self.layers: int = _text_config(module).num_hidden_layers
         self._base = module.base_model
-        # The module's own forward behind a stand-in for its base: whatever it does between hidden states and
-        # logits (scaling, soft-capping) is done, on as few rows as asked for.
+        # The head is the module's own forward pass with a stand-in for its base. So it does whatever the module does
+        # between hidden states and logits (scaling, soft-capping), but only on the requested rows.
         self._head = copy.copy(module)
         stand_in = _GivenHidden(type(self._base(**self._any_token())))
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
@@ -71,15 +70,15 @@ class CausalModel:
         self._plain_head = self._has_plain_head()
 
     def padded_rows(self, rows: int) -> int:
-        """How many rows to compute where `rows` are asked for."""
+        """Return how many rows to compute where `rows` are needed."""
         return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if self.is_deterministic else rows
 
     def padded_width(self, width: int) -> int:
-        """How many positions a decode attends to where its longest context has `width`."""
+        """Return how many positions a decode attends to if its longest context has `width`."""
         return decode_width(width) if self.is_deterministic else bucketed(width)
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states (n, L, D) of right-padded sequences (n, L)."""
+        """Return hidden states (n, L, D) of right-padded sequences (n, L)."""
         positions = self._columns[None, : token_ids.shape[1]]
         output: torch.Tensor = self._base(
             input_ids=token_ids, position_ids=positions, use_cache=False
@@ -95,7 +94,7 @@ class CausalModel:
             self._base(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: SlotCache) -> torch.Tensor:
-        """Hidden states (n, D) of one token (n,) per row, each at its own position (n,) below `width`."""
+        """Return hidden states (n, D) of one token (n,) per row, each at its own position (n,) below `width`."""
         cache.decode(positions, width)
         seen = self._columns[:width] <= positions[:, None]  # (n, width)
         mask = torch.where(seen, self._shown, self._masked)[:, None, None]
@@ -109,7 +108,7 @@ class CausalModel:
         return output[:, 0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(R, V) of hidden rows (R, D)."""
+        """Return logits (R, V) of hidden rows (R, D)."""
         rows = len(hidden)
         padding = self.padded_rows(rows) - rows
         if padding:
@@ -124,7 +123,7 @@ class CausalModel:
 
     @torch.no_grad()
     def _has_plain_head(self) -> bool:
-        """Whether the module does nothing between hidden states and logits but its output layer's product."""
+        """Return whether the output layer's product is all that the module does between hidden states and logits."""
         layer = self._output_layer
         if layer is None:
             return False
@@ -136,7 +135,7 @@ class CausalModel:
 
 
 def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
-    """Load a model directory; raises `DataError` when it cannot be read or would be served wrong."""
+    """Load a model directory. Raises `DataError` if it cannot be read or would be served wrong."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         module, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -156,10 +155,10 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
                 f"{directory}: {kind.replace('_', ' ')} in its weights: {sorted(map(str, report[kind]))[0]}"
             )
     context = _check_config(module, settings, directory)
-    module.config.pad_token_id = None  # padding is the engine's; some modules warn about it on every call
+    module.config.pad_token_id = None  # the engine pads itself, and some modules warn about padding on every call
     try:
         module = module.eval().requires_grad_(False).to(settings.device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+    except (RuntimeError, AssertionError) as error:  # torch asserts if it was not built for the device
         raise DataError(f"device={settings.device}: {first_line(error)}") from error
     model = CausalModel(
         module, max_context_tokens=context, name=str(directory), is_deterministic=settings.is_deterministic
@@ -169,7 +168,7 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
 
 
 def _check_config(module: Any, settings: EngineSettings, directory: Path) -> int:
-    """The context to serve; raises `DataError` for what the engine's full attention would get wrong in it."""
+    """Return the context length to serve. Raises `DataError` for what the engine's full attention would get wrong."""
     config = _text_config(module)
     if module.config.is_encoder_decoder:
         raise DataError(f"{directory}: {type(module).__name__} is an encoder-decoder; only decoders can be served")
@@ -200,7 +199,7 @@ def _smallest_window(config: Any, kinds: set[str]) -> int | None:
 
 
 def _check_rope(rope: dict[str, Any], context: int, directory: Path) -> None:
-    """Frequencies that follow the longest sequence of a batch would make a response depend on its neighbours."""
+    """Refuse frequencies that follow a batch's longest sequence: a response would depend on its neighbours."""
     kind = rope.get("rope_type", "default")
     original = rope.get("original_max_position_embeddings")
     if kind in ("dynamic", "longrope") and (original is None or context > original):
@@ -221,9 +220,9 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
 
 
 def logprob_gap(model: CausalModel) -> float:
-    """Furthest that log-probabilities by prefill, slots and head are from those of the module's plain forward, in nats.
+    """Return the largest difference, in nats, between log-probabilities of the engine's path and a plain forward pass.
 
-    NaN when either has NaN.
+    NaN if either has NaN.
     """
     count = min(PROBE_TOKENS, model.max_context_tokens)
     tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
@@ -239,7 +238,7 @@ def logprob_gap(model: CausalModel) -> float:
 
 
 def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
-    """Logits (PROBE_ROWS, count - half, V) of the probe's rows: a prefill of `half` tokens, then decodes."""
+    """Return logits (PROBE_ROWS, count - half, V) of the trial's rows by a prefill of `half` tokens, then decodes."""
     cache = model.new_cache(PROBE_ROWS)
     width = model.padded_width(tokens.shape[1])
     model.prefill(tokens[:, :half], cache, 0, rows)

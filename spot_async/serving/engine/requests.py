@@ -1,4 +1,4 @@
-"""Requests inside the engine, and how waiting ones are put together into one forward."""
+"""Requests inside the engine, and how waiting ones are grouped into one forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spot_async.types import Float64Array, FloatArray, Generation, IntArray, Tok
 
 
 class Tokens(NamedTuple):
-    """Consecutive tokens of a response, or of a text that was scored."""
+    """Consecutive tokens of a response, or of a scored text."""
 
     token_ids: IntArray  # (t,)
     logprobs: FloatArray  # (t,)
@@ -36,13 +36,13 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class GenerateTask:
-    """A response being sampled. Outside a slot it holds what was sampled so far; in one, the slot does."""
+    """A response being sampled. While it has a slot, the slot has its tokens; else the task itself has them."""
 
     request: GenerateRequest
     uniforms: Float64Array  # (max_tokens,)
     future: Future[Generation] = dataclasses.field(default_factory=Future)
-    number: int = -1  # in order of arrival
-    row: int | None = None  # its slot
+    number: int = -1  # counts tasks in order of arrival
+    row: int | None = None  # its slot's row
     token_ids: IntArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # (t,)
     logprobs: FloatArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))  # (t,)
     topk_ids: IntArray | None = None  # (t, K)
@@ -54,15 +54,15 @@ class GenerateTask:
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     def context(self) -> npt.NDArray[np.int32]:
-        """(context_length,) the prompt and what was sampled so far."""
+        """The prompt and what was sampled so far, (context_length,)."""
         return np.concatenate([self.request.prompt_ids, self.token_ids])
 
     def prefix(self) -> npt.NDArray[np.int32]:
-        """(context_length - 1,) the context without its last token: what a prefill reads."""
+        """The context without its last token, (context_length - 1,), which a prefill reads."""
         return self.context()[:-1]
 
     def close_span(self, version: WeightVersion) -> None:
-        """Everything sampled since the last span came from `version`."""
+        """Note that everything sampled since the last span came from `version`."""
         start = self.spans[-1].end if self.spans else 0
         if start < len(self.token_ids):
             self.spans = (*self.spans, VersionSpan(start, len(self.token_ids), version))
@@ -85,7 +85,7 @@ Task = GenerateTask | ScoreTask | CandidateTask
 
 
 def new_task(request: Request) -> Task:
-    """The task of a request that `Limits.check` has let pass."""
+    """Return the task of a request that has passed `Limits.check`."""
     match request:
         case GenerateRequest(sampling=sampling):
             return GenerateTask(request, draw_uniforms(sampling.seed, sampling.max_tokens))
@@ -107,11 +107,11 @@ def take_group(
     rows: int,
     text: Callable[[T], Hashable] | None = None,
 ) -> list[T]:
-    """Take the oldest task and those behind it with the same key, at most `rows` of them and `tokens` padded tokens.
+    """Take the oldest task and later ones with the same key: at most `rows` of them, and `tokens` padded tokens.
 
-    Tasks with the same `text` are read once, so the tokens are those of the different ones; without `text` each task
-    is read. One task is always taken, so a sequence longer than the budget is not stuck. Equal padded widths waste
-    little and make a task's own numbers independent of its neighbours' lengths.
+    Tasks with the same `text` are read once, so their tokens count once. Without `text` each task counts. One task is
+    always taken, so that a sequence longer than the budget is not stuck. Keys hold the padded width: equal widths waste
+    little, and keep a task's numbers independent of its neighbours' lengths.
     """
     if not queue or rows < 1:
         return []

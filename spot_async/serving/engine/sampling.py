@@ -1,7 +1,7 @@
-"""Draws the next token of every row at once. Pure functions of logits, settings and uniforms.
+"""Samples the next token of every row at once. Pure functions of logits, settings and uniforms.
 
-A request's randomness is one uniform per token, drawn ahead from its own seed, so that its tokens do not
-depend on what is decoded beside it.
+A request's randomness is one uniform number per token. They are all drawn from its seed before it starts, so that its
+tokens do not depend on what is decoded beside it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from spot_async.types import Float64Array, Int64Array
 class Sampled(NamedTuple):
     token_ids: torch.Tensor  # (n,) int64
     logprobs: torch.Tensor  # (n,) float32, of the untruncated distribution at the rows' temperatures
-    topk_ids: torch.Tensor | None  # (n, largest k), descending by probability; those of a row in its first k columns
+    topk_ids: torch.Tensor | None  # (n, largest k), descending by probability; a row uses its first k columns
     topk_logprobs: torch.Tensor | None  # (n, largest k)
 
 
 def draw_uniforms(seed: int, count: int) -> Float64Array:
-    """The first `count` uniforms of a request, in [0, 1)."""
+    """Return the first `count` uniforms of a request, in [0, 1)."""
     uniforms = np.random.Generator(np.random.Philox(seed)).random(count)
-    return uniforms * (1 - 2.0**-52)  # so that u * total < total whatever total rounds to
+    return uniforms * (1 - 2.0**-52)  # so that u * total < total, however the product is rounded
 
 
 def sample(
@@ -36,31 +36,33 @@ def sample(
     top_k: Int64Array | None = None,
     vocab_limit: torch.Tensor | None = None,
 ) -> Sampled:
-    """Inverse-CDF sampling of logits (n, V) with temperature (n, 1), uniforms (n, 1) and top_p (n, 1).
+    """Sample from logits (n, V) by inverse CDF, with temperature (n, 1), uniforms (n, 1) and top_p (n, 1).
 
-    Rows of `top_p` at 1 or more are not truncated; None truncates none. `top_k` (n,) is how many of the likeliest
+    Rows with `top_p` of 1 or more are not truncated; None truncates no row. `top_k` (n,) is how many of the likeliest
     tokens to report for each row. Ids from `vocab_limit` (n, 1) on are not sampled; None allows all. The cumulative sum
     is float64.
     """
     scaled = logits.float() / temperature
     logprobs = scaled.log_softmax(-1)  # (n, V)
-    if vocab_limit is not None:  # before the softmax: what is left may be too little for a float
+    if vocab_limit is not None:  # before the softmax, because the mass that is left may be too small for a float
         ids = torch.arange(logits.shape[-1], device=logits.device)
         scaled = scaled.masked_fill(ids >= vocab_limit, -torch.inf)
-    probabilities = scaled.softmax(-1).double()  # not exp: an element-wise function may round by place
+    probabilities = scaled.softmax(-1).double()  # not exp, whose rounding may depend on the place in the array
     if top_p is not None:
         probabilities = _nucleus(probabilities, top_p)
     cumulative = probabilities.cumsum(-1)
     token_ids = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)  # (n, 1)
-    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1)  # where logits are NaN; the caller refuses the row
+    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1)  # for NaN logits, whose rows the caller refuses
     chosen = logprobs.gather(-1, token_ids)
     topk_ids, topk_logprobs = (None, None) if top_k is None else _best(logprobs, top_k)
     return Sampled(token_ids[:, 0], chosen[:, 0], topk_ids, topk_logprobs)
 
 
 def _best(logprobs: torch.Tensor, top_k: Int64Array) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Ids and values of each row's own top-k. Which of equal tokens come first depends on k, so every k is looked up
-    by itself: a row's answer must not follow from what its neighbours ask for.
+    """Return ids and values of each row's own top-k.
+
+    Which of equally likely tokens comes first depends on k. So every k is looked up separately: a row's answer must not
+    depend on what its neighbours ask for.
     """
     widest = int(top_k.max())
     if not widest:
@@ -74,8 +76,8 @@ def _best(logprobs: torch.Tensor, top_k: Int64Array) -> tuple[torch.Tensor, torc
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """(n, V) with everything zeroed outside the smallest set of likeliest tokens whose mass reaches top_p."""
+    """Return (n, V) with zeros outside of the smallest set of likeliest tokens whose mass reaches top_p."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens
+    before = ordered.cumsum(-1) - ordered  # mass of all likelier tokens
     kept = (before < top_p) | (top_p >= 1)
     return torch.zeros_like(probabilities).scatter_(-1, order, ordered * kept)

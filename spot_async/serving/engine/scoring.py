@@ -1,7 +1,7 @@
-"""Log-probabilities, top-K and entropy of hidden rows, projecting onto the vocabulary a few rows at a time.
+"""Computes log-probabilities, top-K and entropy of hidden rows, with logits of only a few rows at a time.
 
-At a vocabulary of 150,000 the logits of one 4,096-token response take 2.5 GB in float32; in chunks they
-never exist at once.
+With a vocabulary of 150,000 the logits of one 4,096-token response take 2.5 GB in float32. In chunks they never exist
+all at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class RowScores(NamedTuple):
 def score_rows(
     head: Head, hidden: torch.Tensor, targets: torch.Tensor, *, top_k: int, temperature: float, chunk_rows: int
 ) -> RowScores:
-    """Scores of hidden (R, D) for targets (R,). R is at least 1."""
+    """Return scores of hidden (R, D) for targets (R,). R is at least 1."""
     parts = []
     for rows, logits in _logit_chunks(head, hidden, temperature, chunk_rows):
         logprobs = logits.log_softmax(-1)
         best = logprobs.topk(top_k, dim=-1)
         chosen = logprobs.gather(-1, targets[rows, None])[:, 0]
-        finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)  # a token ruled out adds 0, not NaN
+        finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)  # so that 0 * -inf adds 0 and not NaN
         parts.append((chosen, best.indices, best.values, -(logits.softmax(-1) * finite).sum(-1)))
     return RowScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
@@ -38,7 +38,7 @@ def score_rows(
 def candidate_rows(
     head: Head, hidden: torch.Tensor, candidates: torch.Tensor, *, temperature: float, chunk_rows: int
 ) -> torch.Tensor:
-    """Log-probabilities (R, k) of candidates (R, k) at hidden (R, D). R is at least 1."""
+    """Return log-probabilities (R, k) of candidates (R, k) at hidden (R, D). R is at least 1."""
     return torch.cat(
         [
             logits.log_softmax(-1).gather(-1, candidates[rows])

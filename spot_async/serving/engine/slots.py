@@ -1,7 +1,7 @@
 """The state of all responses being decoded, as columns with one row per slot.
 
-Columns, so that a decode step touches every row with a few array operations and no loop. Used rows come
-first: a row that ends is overwritten by the last one. The keys and values of the same rows are `cache.py`'s.
+With columns a decode step updates every row in a few array operations, without a loop. Used rows come first: the last
+row moves into the place of one that ends. `cache.py` has the keys and values of the same rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spot_async.serving.engine.requests import GenerateTask, Tokens
 from spot_async.types import Int64Array
 
 NO_TOKEN = -1
-GREEDY_TOP_P = 1e-9  # leaves the likeliest token
+GREEDY_TOP_P = 1e-9  # leaves only the likeliest token
 NO_LIMIT = np.iinfo(np.int64).max
 
 
@@ -24,7 +24,7 @@ class SlotTable:
         self.tasks: list[GenerateTask] = []  # by row
         self.rows = np.arange(slots)
         self.length = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
-        self.last_token = np.zeros(slots, np.int64)  # of the context, not yet in the cache
+        self.last_token = np.zeros(slots, np.int64)  # the context's last token, which is not in the cache yet
         self.produced = np.zeros(slots, np.int64)
         self.budget = np.zeros(slots, np.int64)
         self.temperature = np.ones(slots, np.float32)
@@ -43,7 +43,7 @@ class SlotTable:
         return len(self.tasks)
 
     def add(self, task: GenerateTask) -> None:
-        """Give the task the first free row, where all of its context but the last token is in the cache."""
+        """Give the task the first free row. All of its context except the last token is in the cache there."""
         row = self.active
         sampling, produced = task.request.sampling, len(task.token_ids)
         self._widen(len(sampling.stop_token_ids), sampling.max_tokens, task.request.top_k)
@@ -74,7 +74,7 @@ class SlotTable:
         topk_ids: Int64Array | None,
         topk_logprobs: npt.NDArray[np.float32] | None,
     ) -> Int64Array:
-        """Append one token to each active row; returns the rows that are finished by it."""
+        """Append one token to each active row; return the rows that it finishes."""
         rows = slice(0, self.active)
         numbers, place = self.rows[rows], self.produced[rows]
         self.token_ids[numbers, place] = token_ids
@@ -90,7 +90,7 @@ class SlotTable:
         return finished
 
     def save(self, row: int) -> GenerateTask:
-        """Copy what a row has sampled into its task."""
+        """Copy what a row has sampled into its task; return the task."""
         task, produced, k = self.tasks[row], self.produced[row], self.top_k[row]
         task.token_ids = self.token_ids[row, :produced].copy()
         task.logprobs = self.logprobs[row, :produced].copy()
@@ -100,7 +100,7 @@ class SlotTable:
         return task
 
     def since(self, row: int, start: int) -> Tokens:
-        """A copy of what a row has sampled from its token `start` on."""
+        """Return a copy of what a row has sampled from its token `start` on."""
         new, k = slice(start, self.produced[row]), self.top_k[row]
         return Tokens(
             self.token_ids[row, new].copy(),
@@ -110,7 +110,7 @@ class SlotTable:
         )
 
     def remove(self, row: int) -> int | None:
-        """Free a row. Returns the row that was moved into its place, if one was."""
+        """Free a row; return the row that was moved into its place, if there was one."""
         last = self.active - 1
         self.tasks[row].row = None
         moved = self.tasks.pop()
@@ -119,7 +119,7 @@ class SlotTable:
                 column[row] = column[last]
             self.tasks[row] = moved
             moved.row = row
-        self.length[last] = 0  # computed as padding, a free row writes there: the next prefill covers it
+        self.length[last] = 0  # a free row computed as padding writes at position 0, which the next prefill overwrites
         return last if row != last else None
 
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
@@ -138,11 +138,11 @@ class SlotTable:
             self._replace(name, (len(self.rows), tokens, ranks))
 
     def _replace(self, name: str, shape: tuple[int, ...]) -> None:
-        """A wider column with what the active rows hold. The rest takes memory once it is written, not before."""
+        """Replace a column by a wider one, and copy the active rows. The rest takes no memory until it is written."""
         old = getattr(self, name)
         new = np.zeros(shape, old.dtype)
         held = old[: self.active]
-        if name != "uniforms":  # those are drawn for the whole budget
+        if name != "uniforms":  # uniforms are drawn for the whole budget
             held = held[:, : int(self.produced[: self.active].max(initial=0))]
         new[tuple(map(slice, held.shape))] = held
         setattr(self, name, new)

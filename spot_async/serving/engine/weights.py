@@ -1,7 +1,7 @@
 """Reads published weights and checks all of them before any is copied into the serving model.
 
 A snapshot is a Hugging Face directory: `model.safetensors`, or shards with `model.safetensors.index.json`.
-Tensors that the model ties (one storage, several names) may come under any of their names.
+Tied tensors (one storage, several names) may come under any of their names.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from spot_async.models.weight_files import weight_files
 
 
 class Parameters:
-    """The tensors a model is made of, by name; names of one storage are one tensor."""
+    """A model's tensors by name. Names of the same storage are one tensor."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._names: dict[str, str] = {}  # every name -> the name it is kept under
+        self._names: dict[str, str] = {}  # every name -> the one under which its tensor is kept
         self._tensors: dict[str, torch.Tensor] = {}
         kept_under: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in state.items():
@@ -32,10 +32,10 @@ class Parameters:
             self._tensors.setdefault(kept, tensor)
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
-        """Every tensor of the snapshot in `directory`, checked against this model and in its types.
+        """Read every tensor of the snapshot in `directory`, check it against this model, and convert it to its type.
 
-        Raises `DataError` for a missing, unknown, misshapen or non-finite tensor, for tied tensors that differ
-        and for files that cannot be read.
+        Raises `DataError` for a missing, unknown, misshapen or non-finite tensor, for tied tensors that differ, and for
+        files that cannot be read.
         """
         found: dict[str, torch.Tensor] = {}
         for path in weight_files(directory):
@@ -47,7 +47,7 @@ class Parameters:
         return found
 
     def match(self, directory: Path) -> bool:
-        """Whether the files in `directory` name this model's tensors; some architectures fuse tensors on loading."""
+        """Return whether the files name this model's tensors. Some architectures fuse tensors when they are loaded."""
         names = [name for path in weight_files(directory) for name in _names_in(path)]
         return {self._names.get(name) for name in names} == self._tensors.keys()
 
@@ -69,7 +69,7 @@ class Parameters:
 
     @torch.no_grad()
     def copy_in(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors from `read` in place."""
+        """Copy tensors from `read` into the model."""
         for name, tensor in tensors.items():
             self._tensors[name].copy_(tensor)
 

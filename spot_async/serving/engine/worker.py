@@ -1,7 +1,7 @@
-"""The engine's thread, and the only way to it: calls are queued and run between two steps.
+"""The engine's thread, and the only access to it: calls are queued and run between two steps.
 
-The thread sleeps while there is nothing to do and never waits while there is. Results come back as
-`concurrent.futures` futures; cancelling one aborts its request.
+The thread sleeps only while there is nothing to do. Results come back as `concurrent.futures` futures, and cancelling
+one aborts its request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spot_async.types import WeightVersion
 
 @dataclasses.dataclass
 class _Listener:
-    """Somebody who wants to know the tokens of a response while they are sampled."""
+    """Reports the tokens of a response while they are sampled."""
 
     task: GenerateTask
     on_tokens: Callable[[Tokens], None]
@@ -40,7 +40,7 @@ class _Listener:
 
 
 class EngineWorker:
-    """`run` is the thread's body; everything else may be called from any thread."""
+    """The engine's worker. `run` is the body of its thread; all else may be called from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -49,7 +49,7 @@ class EngineWorker:
         self._stopping = False
 
     def run(self) -> None:
-        """Work until `stop`. What it raises is a bug: the process must not go on without its engine."""
+        """Work until `stop`. Whatever this raises is a bug, and the process must not go on without its engine."""
         while not self._stopping:
             if self._engine.busy and self._calls.empty():
                 self._engine.step()
@@ -59,7 +59,7 @@ class EngineWorker:
                 self._calls.get()()
 
     def stop(self) -> None:
-        """Let `run` return after the step in progress; requests still here are never answered."""
+        """Let `run` return after the current step. Requests that are left are never answered."""
         self._calls.put(self._stop)
 
     def _stop(self) -> None:
@@ -70,10 +70,10 @@ class EngineWorker:
         return self._engine.limits
 
     def submit(self, request: Request, on_tokens: Callable[[Tokens], None] | None = None) -> Future[Any]:
-        """A future of the request's reply; raises `PermanentError` when it cannot be served.
+        """Return a future of the request's reply. Raises `PermanentError` if it cannot be served.
 
-        `on_tokens` gets what a generation has sampled, step by step, on the engine's thread: it must be quick. The
-        tokens of the last step come with the reply only.
+        `on_tokens` is called with newly sampled tokens after each step. It runs on the engine's thread, so it must be
+        quick. Tokens of the last step come only with the reply.
         """
         self._engine.limits.check(request)
         task = new_task(request)
@@ -84,11 +84,11 @@ class EngineWorker:
         return task.future
 
     def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
-        """See `weights.Parameters.read`. Slow, and safe beside the engine's thread."""
+        """Read and check weights, as `weights.Parameters.read` does. Slow, and safe beside the engine's thread."""
         return self._engine.parameters.read(directory)
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> Future[VersionReply]:
-        """A future that is done once every later token comes from these tensors, which `read_weights` gave."""
+        """Return a future that is done once all later tokens come from these tensors, which `read_weights` returned."""
         future: Future[VersionReply] = Future()
 
         def update() -> None:

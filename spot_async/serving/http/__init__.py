@@ -1,1 +1,1 @@
-"""The server's own HTTP API over the engine."""
+"""The server's own HTTP API over the engine: who may ask, requests in, replies out. It never runs torch."""

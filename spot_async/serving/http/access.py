@@ -1,7 +1,7 @@
-"""Who may ask a server of ours: decided by a request's headers, before anything of its body is read.
+"""Decides who may ask one of our servers, by a request's headers, before its body is read.
 
-A web page can make its reader's browser send requests to this machine. Such requests name the page in `Origin`, or the
-page's own host in `Host`, or come in one of the content types of a form, and none of these is answered.
+A web page can make its reader's browser send requests to this machine. Such a request names the page in `Origin`, or
+the page's host in `Host`, or has a content type that forms can send. None of these is answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spot_async.serving.openai.app import refused
 class Refusal(NamedTuple):
     status: int
     message: str
-    code: str | None = None  # in OpenAI's errors
+    code: str | None = None  # the code in OpenAI's form of errors
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Access:
     """The rules of one server."""
 
     credentials: Credentials
-    is_local: bool  # listens on loopback or on a Unix socket, so that only names of this machine mean it
+    is_local: bool  # it listens on loopback or a Unix socket, so `Host` must be a name of this machine
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
-        """Why a request is not answered; None where it is. `headers` by their names in lower case."""
+        """Return why a request is refused; None if it is not. `headers` are by their names in lower case."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.is_local and host and not is_loopback(host_of(host)):
             return Refusal(403, f"Host: {host} is another machine's name: ask for localhost or 127.0.0.1")
@@ -52,7 +52,7 @@ class Access:
         return None
 
     def refusal_of_update(self, headers: Mapping[str, str]) -> Refusal | None:
-        """Why new weights are not taken, of a request that would be answered otherwise."""
+        """Return why new weights are refused, although `refusal` lets the request in; None if they are not."""
         token = self.credentials.update_token
         if token is None or _same(headers.get(api.UPDATE_TOKEN_HEADER.lower(), ""), token):
             return None
@@ -60,7 +60,7 @@ class Access:
 
 
 class RefuseStrangers:
-    """ASGI middleware that answers what `Access` refuses."""
+    """ASGI middleware that answers the requests that `Access` refuses."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -81,7 +81,7 @@ def _same(shown: str, wanted: str) -> bool:
 
 
 def answer(path: str, refusal: Refusal) -> Response:
-    """In the words of the API that was asked."""
+    """Return the refusal in the form of the API that was asked."""
     if path.startswith(openai_api.PREFIX):
         return refused(refusal.status, refusal.message, code=refusal.code)
     body = wire.encode(api.ErrorReply(error=PermanentError.__name__, message=refusal.message))

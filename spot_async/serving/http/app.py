@@ -1,5 +1,7 @@
-"""The engine's HTTP face. Decodes requests, awaits their futures, and aborts what nobody waits for any more:
-a request whose client hangs up or whose time is up gives its slot back. Torch never runs on this loop.
+"""The engine's HTTP API: decodes requests, awaits their futures, and encodes the replies.
+
+If a client hangs up, or its time is over, its request is aborted and gives its slot back. Torch never runs on this
+event loop.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def build_app(
     is_local: bool = False,
     more_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """The server's ASGI application. Who may ask it, `Access` says."""
+    """Return the server's ASGI application. `Access` decides who may ask it."""
     access = Access(credentials, is_local)
     updating = asyncio.Lock()
     instance = uuid.uuid4().hex
@@ -83,7 +85,7 @@ def build_app(
             return answer(api.UPDATE_WEIGHTS, refusal)
         message = await decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
-        async with updating:  # so that versions arrive in the order they were sent
+        async with updating:  # so that versions arrive in the order in which they were sent
             tensors = await asyncio.to_thread(worker.read_weights, directory)
             future = worker.update_weights(tensors, version)
             return await _outcome(request, future, message.timeout_s)
@@ -105,7 +107,7 @@ def build_app(
 
 
 async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> Response:
-    """The future's result as a response; cancels it when the client is gone or `timeout_s` is over."""
+    """Return the future's result as a response. Cancels it when the client has gone or `timeout_s` is over."""
     try:
         async with asyncio.timeout(timeout_s):
             return _reply(await while_connected(request.receive, asyncio.wrap_future(future)))
@@ -122,12 +124,12 @@ def _reply(message: object, status: int = 200) -> Response:
 def _error_reply(request: Request, error: Exception) -> Response:
     reply = _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), api.status_of(error))
     if isinstance(error, RequestTooLargeError):
-        reply.headers["Connection"] = "close"  # the rest of the body is not waited for
+        reply.headers["Connection"] = "close"  # so that the rest of the body need not be read
     return reply
 
 
 class _RefuseOthersRequests:
-    """Refuses what was meant for another process at this address: see `api.INSTANCE_HEADER`."""
+    """ASGI middleware that refuses requests meant for another process at this address; see `api.INSTANCE_HEADER`."""
 
     def __init__(self, app: ASGIApp, instance: str) -> None:
         self._app = app

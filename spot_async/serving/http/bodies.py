@@ -1,4 +1,4 @@
-"""Bodies of requests, read within bounds: one that is too large is refused before it is held, or read to its end."""
+"""Reads bodies of requests within limits. A body that is too large is refused before it is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from starlette.requests import Request
 from spot_async.errors import RequestTooLargeError, ThrottledError
 
 MIB = 1 << 20
-# Of one body, and of all that are not read to their end, or not understood yet.
-MAX_BYTES, MAX_HELD_BYTES = 64 * MIB, 256 * MIB  # of the server's own messages: many prompts, many candidates
-MAX_JSON_BYTES, MAX_HELD_JSON_BYTES = 8 * MIB, 128 * MIB  # as Python's objects JSON takes up to 25 times its size
-LARGE_SHARE = 1 / 8  # of what a body may have
-OTHERS_TURN_S = 0.02  # for all other requests, between two large bodies: to understand one takes up to half a second
+# Limits of one body, and of all bodies together that have not been decoded yet.
+MAX_BYTES, MAX_HELD_BYTES = 64 * MIB, 256 * MIB  # for our own messages, with many prompts or candidates
+MAX_JSON_BYTES, MAX_HELD_JSON_BYTES = 8 * MIB, 128 * MIB  # lower, since JSON grows up to 25 times as Python objects
+LARGE_SHARE = 1 / 8  # bodies above this share of the limit are large, and are decoded one at a time
+OTHERS_TURN_S = 0.02  # all other requests have their turn this long before a large body, which may take half a second
 
-# What decoding raises for a body that is no request. Recursion: one that is nested too deep.
+# What decoding raises for a body that is not a request. RecursionError: it is nested too deep.
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
 
 class Bodies:
-    """Counts what the bodies take that are being read, and hands out large ones one at a time."""
+    """Counts the bytes of bodies being read, and hands out large bodies one at a time."""
 
     def __init__(self, max_bytes: int, max_held_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -33,9 +33,9 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[memoryview]:
-        """The request's body, which counts until the block is left.
+        """Read the request's body. Its bytes count until the `with` block ends.
 
-        Raises `RequestTooLargeError` where it has too many bytes, and `ThrottledError` where all together have.
+        Raises `RequestTooLargeError` if it is too large, and `ThrottledError` if all bodies together are.
         """
         max_bytes = self._max_bytes
         declared = request.headers.get("content-length", "")

@@ -1,4 +1,4 @@
-"""Work for a client that may hang up: it ends when the client does, and frees what it holds."""
+"""Ends the work for a client that hangs up, so that it frees what it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 from spot_async.base.concurrency import while_alive
 
-CLIENT_GONE = 499  # nobody reads it; it marks the request in an access log
+CLIENT_GONE = 499  # a status that nobody reads, except in an access log
 
 T = TypeVar("T")
 
@@ -21,14 +21,14 @@ class ClientGone(Exception):
 
 
 def no_reply(request: Request, error: Exception) -> Response:
-    """What a client gets that has hung up, while it sent its request or after."""
+    """Return the reply to a client that has hung up, while it sent its request or after."""
     return Response(status_code=CLIENT_GONE)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises `ClientGone` when the client hangs up before it is done.
+    """Return the result of `work`. If the client hangs up first, cancel it and raise `ClientGone`.
 
-    The request's body must have been read from `receive`.
+    The request's body must have been read from `receive` already.
     """
     return await while_alive(work, lambda: _raise_when_gone(receive))
 

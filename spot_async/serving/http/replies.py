@@ -1,8 +1,7 @@
-"""Several generate requests answered by one streamed response: frames, as `api.frame` makes them.
+"""Answers several generate requests with one streamed response of frames (`api.frame`).
 
-Replies come from the engine's thread one by one. Each call from there into the event loop, and each part of a stream,
-costs more than what it carries, so both are saved: the loop is woken for the first reply and for the last, and takes
-what came in between along.
+Replies come from the engine's thread one by one. Waking the event loop, and sending a part of a stream, cost more than
+handling a reply. So the loop is woken only for the first reply and the last, and takes those in between with them.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.disconnect import ClientGone, while_connected
 from spot_async.types import Generation
 
-TOGETHER_S = 0.02  # that a reply waits for others; the last one never does
+TOGETHER_S = 0.02  # a reply waits this long for others to be sent with it; the last one does not wait
 
 
 class Replies(Response):
-    """Each reply is sent once it is done, with others that are done by then; each has its own deadline and error."""
+    """The streamed response. A reply is sent soon after it is done, and each has its own deadline and error."""
 
     media_type = api.CONTENT_TYPE
 
@@ -45,7 +44,7 @@ class Replies(Response):
                 await while_connected(receive, self._answer(futures, send))
         finally:
             for future in futures:
-                future.cancel()  # and that aborts the request
+                future.cancel()  # this aborts the request
 
     def _submit(self, request: api.GenerateRequest) -> Future[Generation]:
         try:
@@ -59,7 +58,7 @@ class Replies(Response):
         loop = asyncio.get_running_loop()
         now = loop.time()
         due = {index: now + request.timeout_s for index, request in enumerate(self._requests)}  # of those not sent
-        done: deque[int] = deque()  # and not sent
+        done: deque[int] = deque()  # replies that are done and not sent
         changed = asyncio.Event()
 
         def settled(index: int, future: Future[Generation]) -> None:  # on the engine's thread

@@ -1,1 +1,1 @@
-"""OpenAI's `/v1` over the engine. The rest works without this folder."""
+"""OpenAI's `/v1` over the engine: completions and models. The rest works without this folder."""

@@ -1,7 +1,7 @@
 """The wire contract of `/v1`: the part of OpenAI's completions API that the engine can answer, as JSON.
 
-Fields that would change the result and are not served are refused by name; other unknown fields are ignored, as
-OpenAI's own clients and servers do. `skip_special_tokens`, `ignore_eos`, `add_special_tokens`, `stop_token_ids` and
+A field that is not served is refused by name if it would change the result. Other unknown fields are ignored, as by
+OpenAI's own clients and servers. `skip_special_tokens`, `ignore_eos`, `add_special_tokens`, `stop_token_ids` and
 `return_*` are vLLM's additions, with vLLM's meaning.
 """
 
@@ -21,14 +21,14 @@ MODELS = "/models"
 PREFIX = "/v1"
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-# JSON has no infinity: what vLLM sends for a token that the model rules out.
+# JSON has no infinity. vLLM sends this for a token that the model rules out.
 LOWEST_LOGPROB = -9999.0
-# Stop strings are looked for in every piece of text, so all together they must be short.
+# Every piece of text is searched for all stop strings, so there must not be many.
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 1024
 
-# Fields that would change the result, with the values under which they do not. None never does.
+# Fields that are not served, each with the values that would not change the result. None never would.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
@@ -59,7 +59,7 @@ _INSTEAD = {"prompt_logprobs": " and ask for echo with logprobs"}
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 
-# Of the fields above, and of nothing else that a request may hold.
+# Decodes only the fields above from a request.
 _Unserved = msgspec.defstruct("_Unserved", [(name, Any, None) for name in _NEUTRAL])
 
 
@@ -83,7 +83,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a completion. None is the default, as if the field were not given."""
+    """The body of a completion request. A field that is None counts as not given."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     model: str | None = None
@@ -123,7 +123,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Columns over tokens. The first token of a text has nothing before it: its numbers are None."""
+    """Columns over tokens. The numbers of a text's first token are None, because nothing comes before it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -132,7 +132,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole choice, or the part of one that an event of a stream brings."""
+    """A whole choice, or the part of one in an event of a stream."""
 
     index: int
     text: str
@@ -149,7 +149,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply, or an event of a stream."""
+    """A reply, or an event of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -174,7 +174,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_completion_request(body: bytes | memoryview) -> CompletionRequest:
-    """Decode a request; raises `ApiError` for one that is malformed or asks for what is not served."""
+    """Decode a request. Raises `ApiError` if it is malformed, or asks for something that is not served."""
     try:
         _refuse_unserved(msgspec.json.decode(body, type=_Unserved))
         asked = msgspec.json.decode(body, type=CompletionRequest)
@@ -199,7 +199,7 @@ def _refuse_unserved(fields: msgspec.Struct) -> None:
 
 
 def _malformed(error: Exception) -> ApiError:
-    """One line from msgspec's message, which ends with the place of the error: "... - at `$.name[0]`"."""
+    """Make one line of msgspec's message, which ends with the place of the error: "... - at `$.name[0]`"."""
     if isinstance(error, RecursionError):
         return ApiError(400, "cannot read the request: it is nested too deep")
     if not isinstance(error, msgspec.ValidationError):

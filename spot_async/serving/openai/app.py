@@ -1,7 +1,7 @@
 """The routes under `/v1`: OpenAI's completions and models, over the same engine as the server's own API.
 
-Reads requests, awaits the engine, and writes replies or streams of events. What a request means and what its
-reply looks like is in `completion.py` and `api.py`.
+It reads requests, awaits the engine, and writes replies or streams of events. What a request means is in
+`completion.py`, and what its reply looks like is in `api.py`.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from spot_async.types import FinishReason, Generation, TokenScores
 
 JSON = "application/json"
 _HEADERS = {
-    413: {"Connection": "close"},  # the rest of the body is not waited for
+    413: {"Connection": "close"},  # so that the rest of the body need not be read
     503: {"Retry-After": "1"},
 }
 DONE = b"[DONE]"
 
-NUMBERS_OF_A_MOMENT = 1 << 14  # that are written in about 10 ms
+NUMBERS_OF_A_MOMENT = 1 << 14  # so many numbers are written in about 10 ms
 
 Emit = Callable[[Choice], Awaitable[None]]
 
 
 def openai_routes(worker: EngineWorker, model: ServedModel, *, max_completions: int) -> Mount:
-    """The routes under `/v1`. Of more than `max_completions` choices at a time, the rest is refused with 503."""
+    """Return the routes under `/v1`. More than `max_completions` choices at a time are refused with 503."""
     created = int(time.time())
     listed = openai_api.Model(
         id=model.name, created=created, root=model.directory, max_model_len=model.max_context_tokens
     )
     room = _Room(max_completions)
     bodies = Bodies(MAX_JSON_BYTES, MAX_HELD_JSON_BYTES)
-    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one, so that texts leave the engine its core
+    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # only one thread, to leave the engine its core
 
     async def models(request: Request) -> Response:
         return _reply(openai_api.ModelList(data=[listed]))
@@ -88,7 +88,7 @@ def openai_routes(worker: EngineWorker, model: ServedModel, *, max_completions: 
         return _CompletionResponse(answer, room)
 
     async def read_prompts(given: list[str | list[int]], asked: CompletionRequest) -> list[Prompt]:
-        """Texts are read beside the event loop, one by one: so requests take turns, and one given up stops."""
+        """Tokenize texts in a thread, one by one, so that requests take turns and one that is given up stops."""
         loop = asyncio.get_running_loop()
         return [
             await loop.run_in_executor(tokenizing, read_prompt, each, asked, model)
@@ -113,7 +113,7 @@ def openai_routes(worker: EngineWorker, model: ServedModel, *, max_completions: 
 
 
 class _Room:
-    """Counts the choices being worked on."""
+    """Limits how many choices are worked on at a time."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -121,7 +121,7 @@ class _Room:
 
     @contextlib.contextmanager
     def hold(self, choices: int) -> Iterator[None]:
-        """Places for so many; raises `ApiError` when there is no room."""
+        """Hold places for so many choices. Raises `ApiError` if there is no room."""
         if choices > self._places:
             message = f"n: of all prompts, {choices} choices are asked for; this server works on {self._places} at most"
             raise ApiError(400, message, param="n")
@@ -147,7 +147,7 @@ class _Answer:
         self._writers = [plan.writer(index) for index in range(plan.choices)]
 
     async def work(self, emit: Emit) -> None:
-        """Emit the parts of all choices as they come; those of one choice in order."""
+        """Emit the parts of all choices as they come. The parts of one choice come in order."""
         await gather(self._prompt(number, emit) for number in range(len(self.plan.prompts)))
 
     def reply(self, choices: list[Choice], **more: Any) -> Completion:
@@ -181,7 +181,7 @@ class _Answer:
 
 
 async def _written(write: Callable[..., Choice], scored: Tokens | TokenScores | None, *rest: Any) -> Choice:
-    """`write(scored, *rest)`; in a thread where that takes so long that the event loop would stand still."""
+    """Return `write(scored, *rest)`. Runs it in a thread if it would hold up the event loop."""
     ids = scored.topk_ids if scored is not None else None
     if ids is None or ids.size < NUMBERS_OF_A_MOMENT:
         return write(scored, *rest)
@@ -191,7 +191,7 @@ async def _written(write: Callable[..., Choice], scored: Tokens | TokenScores | 
 async def _sampled(
     worker: EngineWorker, request: GenerateRequest, *, live: bool
 ) -> AsyncGenerator[tuple[Tokens, FinishReason | None], None]:
-    """A response's tokens: as they are sampled when `live`, else all at once. Closing it early aborts the request."""
+    """Yield a response's tokens: as they are sampled if `live`, else all at once. Closing this early aborts it."""
     loop = asyncio.get_running_loop()
     sampled: asyncio.Queue[Tokens | None] = asyncio.Queue()
 
@@ -213,7 +213,7 @@ async def _sampled(
 
 
 class _CompletionResponse(Response):
-    """One JSON object or, for a request that streams, an event per part. Ends when the client hangs up."""
+    """Sends one JSON object, or an event per part if the request streams. Ends when the client hangs up."""
 
     def __init__(self, answer: _Answer, room: _Room) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class _CompletionResponse(Response):
         async def event(data: bytes) -> None:
             async with one_at_a_time:
                 await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-                await asyncio.sleep(0)  # sending need not yield; so a hang-up is seen before more is written to it
+                await asyncio.sleep(0)  # `send` may not yield, and a hang-up must be noticed before more is sent
 
         async def send_part(choice: Choice) -> None:
             if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids or choice.prompt_token_ids:
@@ -264,7 +264,7 @@ class _CompletionResponse(Response):
 
 
 def refused(status: int, message: str, *, code: str | None = None) -> Response:
-    """What a request gets that is not let in."""
+    """Return the reply to a request that `Access` refuses."""
     return _error_response(ApiError(status, message, code=code))
 
 

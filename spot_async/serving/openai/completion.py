@@ -1,7 +1,7 @@
-"""What a completion request asks of the engine, and how the engine's arrays become its choices.
+"""Translates a completion request into requests to the engine, and the engine's arrays into its choices.
 
-No sockets and no engine here: prompts to token ids, one `GenerateRequest` per choice, one `ScoreRequest` per
-echoed prompt, and from tokens and log-probabilities to text, columns and finish reasons.
+There are no sockets and no engine here. Prompts become token ids, each choice a `GenerateRequest`, and each echoed
+prompt a `ScoreRequest`. Tokens and log-probabilities become text, columns and finish reasons.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from spot_async.serving.openai.api import LOWEST_LOGPROB, ApiError, Choice, Comp
 from spot_async.serving.openai.detokenizer import CONTEXT_TOKENS, IncrementalText, StopStrings, TokenTexts, decoder
 from spot_async.types import FinishReason, FloatArray, IntArray, SamplingSettings, TokenScores
 
-# Below it the likeliest token is taken, as at 0: such a number stands for "almost 0", and float32 divides by it.
+# Below this the likeliest token is taken, as at 0: such a number means "almost 0", and float32 must divide by it.
 GREEDY_TEMPERATURE = 1e-4
-MAX_REPLY_LOGPROBS = 1 << 22  # of 100 bytes each while a reply is written
+MAX_REPLY_LOGPROBS = 1 << 22  # each takes 100 bytes while a reply is written
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What `/v1` knows of the model."""
+    """What `/v1` knows about the model."""
 
     name: str
     directory: str
@@ -45,11 +45,14 @@ class ServedModel:
 class Prompt:
     token_ids: IntArray  # (P,)
     text: str  # empty unless it is echoed
-    offsets: list[int]  # where each token begins in it
+    offsets: list[int]  # where each token begins in the text
 
 
 class Plan:
-    """One request, checked and ready for the engine; `prompts` are its own, read. Raises `ApiError`."""
+    """One request, checked and ready for the engine. `prompts` are its prompts as `read_prompt` returned them.
+
+    Raises `ApiError`.
+    """
 
     def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> None:
         self.asked = asked
@@ -67,11 +70,11 @@ class Plan:
 
     @property
     def temperature(self) -> float:
-        """Of the reported log-probabilities; greedy sampling reports them at 1."""
+        """The temperature of reported log-probabilities. With greedy sampling it is 1."""
         return 1.0 if self._greedy or self.asked.temperature is None else self.asked.temperature
 
     def generation(self, index: int) -> GenerateRequest:
-        """What choice `index` asks of the engine. Its seed depends on its place in the request and on nothing else."""
+        """Return the engine's request for choice `index`. Its seed depends only on its place in the request."""
         number, sample = divmod(index, self.asked.samples)
         sampling = SamplingSettings(
             temperature=0.0 if self._greedy else self.temperature,
@@ -86,7 +89,7 @@ class Plan:
         )
 
     def scoring(self, prompt: Prompt) -> ScoreRequest | None:
-        """Asks for the log-probabilities of a prompt's tokens but the first; None when they are not needed."""
+        """Return the engine's request to score a prompt's tokens after the first; None if that is not needed."""
         if not self.asked.echo or self.asked.logprobs is None or len(prompt.token_ids) < 2:
             return None
         return ScoreRequest(
@@ -98,7 +101,7 @@ class Plan:
         )
 
     def requests(self) -> Iterable[GenerateRequest | ScoreRequest]:
-        """What will be asked of the engine; of the samples of a prompt, which differ in their seeds only, the first."""
+        """Yield the engine's requests. Of a prompt's samples, which differ only in their seeds, only the first."""
         if self.asked.token_budget:
             yield from map(self.generation, range(0, self.choices, self.asked.samples))
         yield from filter(None, map(self.scoring, self.prompts))
@@ -107,7 +110,7 @@ class Plan:
         return ChoiceWriter(index, self.prompts[index // self.asked.samples], self.asked, self._model)
 
     def _check_reply(self) -> None:
-        """So that a reply fits the memory of both sides, and is written while others are answered."""
+        """Refuse a reply that would take too much memory on either side, or too long to write."""
         echoed = sum(len(prompt.token_ids) for prompt in self.prompts) if self.asked.echo else 0
         tokens = self.asked.samples * (echoed + len(self.prompts) * self.asked.token_budget)
         numbers = tokens * (self.asked.logprobs or 0)
@@ -120,10 +123,10 @@ class Plan:
 
 
 class ChoiceWriter:
-    """Writes one choice, part by part: `echo` first if asked for, then `push` as tokens come."""
+    """Writes one choice, part by part. Call `echo` first if the prompt is wanted, then `push` as tokens come."""
 
     def __init__(self, index: int, prompt: Prompt, asked: CompletionRequest, model: ServedModel) -> None:
-        self.stopped = False  # by a stop string: what comes after is to be dropped
+        self.stopped = False  # by a stop string; later tokens must be dropped
         self.tokens = 0
         self._index = index
         self._prompt = prompt
@@ -137,7 +140,7 @@ class ChoiceWriter:
         self._first = True
 
     def echo(self, scores: TokenScores | None) -> Choice:
-        """The prompt; `scores` are of its tokens but the first."""
+        """Return the prompt's part. `scores` are of its tokens after the first."""
         logprobs = None
         if self._asked.logprobs is not None:
             first, *rest = self._prompt.token_ids.tolist()
@@ -149,7 +152,7 @@ class ChoiceWriter:
         return self._choice(self._prompt.text, logprobs, [], finished)
 
     def push(self, sampled: Tokens, finish_reason: FinishReason | None) -> Choice:
-        """The part that these tokens add; `finish_reason` of the last one. A token that ended it adds no text."""
+        """Return the part that these tokens add, with the last one's `finish_reason`. An end token adds no text."""
         token_ids: list[int] = sampled.token_ids.tolist()
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         if self._asked.logprobs is None and not self._asked.stop_strings:
@@ -174,7 +177,7 @@ class ChoiceWriter:
         return self._choice(text, logprobs, token_ids, finish_reason)
 
     def _push_each(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Text that may be shown, and where each token begins, up to the one that completes a stop string."""
+        """Return the text to show and where each token begins, up to the token that completes a stop string."""
         text = ""
         offsets: list[int] = []
         for token_id in token_ids:
@@ -211,7 +214,7 @@ class ChoiceWriter:
                 for token_id, logprob in zip(
                     tokens.topk_ids[row].tolist(), _finite(tokens.topk_logprobs[row]), strict=True
                 ):
-                    best.setdefault(self._name(token_id), logprob)  # of tokens with the same text, the likeliest
+                    best.setdefault(self._name(token_id), logprob)  # the likeliest of tokens with the same text
             best.setdefault(name, value)
             top.append(best)
         return Logprobs(tokens=names, token_logprobs=[*values], top_logprobs=top, text_offset=offsets)
@@ -221,7 +224,7 @@ class ChoiceWriter:
 
 
 def joined(parts: Sequence[Choice]) -> Choice:
-    """The whole choice of its parts in order."""
+    """Join the parts of a choice, given in order, into a whole."""
     logprobs = [part.logprobs for part in parts if part.logprobs is not None]
     token_ids = [part.token_ids for part in parts if part.token_ids is not UNSET]
     return Choice(
@@ -249,7 +252,7 @@ def _finite(logprobs: FloatArray) -> list[float]:
 
 
 def check_served(asked: CompletionRequest, model: ServedModel) -> None:
-    """Raises `ApiError` for what can be refused before a prompt is read."""
+    """Raise `ApiError` for whatever can be refused before a prompt is read."""
     if asked.model not in (None, model.name):
         message = f"the model `{asked.model}` does not exist; this server has `{model.name}`"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -259,7 +262,7 @@ def check_served(asked: CompletionRequest, model: ServedModel) -> None:
 
 
 def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
-    """One text, several, one list of ids, or several. Raises `ApiError`."""
+    """Return the prompts: one text, several texts, one list of ids or several lists. Raises `ApiError`."""
     given: str | list[Any] = asked.prompt
     if isinstance(given, str):
         return [given]
@@ -272,12 +275,12 @@ def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
 
 
 def needs_tokenizer(given: str | list[int], asked: CompletionRequest) -> bool:
-    """Whether `read_prompt` may take long."""
+    """Return whether `read_prompt` may take long, because it needs the tokenizer."""
     return isinstance(given, str) or bool(asked.echo)
 
 
 def read_prompt(given: str | list[int], asked: CompletionRequest, model: ServedModel) -> Prompt:
-    """Token ids and, for an echo, the text: as it was given, or the text of the ids. Raises `ApiError`."""
+    """Return a prompt's token ids and, for an echo, its text: as given, or decoded from the ids. Raises `ApiError`."""
     if isinstance(given, list):
         _check_length(len(given), asked, model)
         text, offsets = _text_of(given, model) if asked.echo else ("", [])
@@ -289,7 +292,7 @@ def read_prompt(given: str | list[int], asked: CompletionRequest, model: ServedM
         return read_prompt(token_ids, asked, model)
     encoded = model.tokenizer(given, add_special_tokens=special, return_offsets_mapping=True)
     _check_length(len(encoded["input_ids"]), asked, model)
-    ends = accumulate((end for _, end in encoded["offset_mapping"]), max)  # special tokens that were added end at 0
+    ends = accumulate((end for _, end in encoded["offset_mapping"]), max)  # added special tokens end at 0
     return Prompt(np.array(encoded["input_ids"], np.int32), given, [0, *ends][:-1])
 
 
@@ -306,10 +309,10 @@ def _check_length(length: int, asked: CompletionRequest, model: ServedModel, *, 
 
 
 def _check_not_far_too_long(text: str, asked: CompletionRequest, model: ServedModel) -> None:
-    """Refuse a text of more than about twice the context without reading all of it.
+    """Refuse a text of more than about twice the context without tokenizing all of it.
 
-    It is read in parts, so that a text of any length takes no more time and memory than one that fits. A part may have
-    some tokens more than its text has within the whole: hence twice.
+    The text is tokenized in parts, so that one of any length takes no more time and memory than one that fits. The
+    limit is twice the context because a part may have a few more tokens than the same text within the whole.
     """
     context, tokens = model.max_context_tokens, 0
     for start in range(0, len(text), context) if len(text) > context else ():
@@ -319,7 +322,7 @@ def _check_not_far_too_long(text: str, asked: CompletionRequest, model: ServedMo
 
 
 def _text_of(token_ids: Sequence[int], model: ServedModel) -> tuple[str, list[int]]:
-    """A text and where each of its tokens begins."""
+    """Return the text of token ids, and where each token begins in it."""
     text = IncrementalText(decoder(model.tokenizer, skip_special_tokens=False))
     pieces = [text.push([token_id]) for token_id in token_ids]
     starts = [0, *accumulate(map(len, pieces))]
