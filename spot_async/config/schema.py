@@ -216,7 +216,7 @@ class StageConfig(Section):
 
 
 class ScoreStageConfig(StageConfig):
-    """Requests to the teacher, which a second server may answer as well, and how it scores the student's end token."""
+    """Requests to the teacher, and how it scores the student's end token."""
 
     end_token: Literal["replace", "sum"] = Field(
         "replace",
@@ -225,11 +225,13 @@ class ScoreStageConfig(StageConfig):
         "server that gives log-probabilities of chosen tokens",
     )
 
-    hedge_after_s: PositiveFloat | None = Field(
-        None,
-        description="one that is not answered by then is sent once more, to another server where there is one, and the "
-        "first answer counts: for few slow answers; both are paid for. Default: never",
-    )
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_hedges(cls, value: Any) -> Any:
+        """Run directories from when there were hedged requests say of them that they made none."""
+        if isinstance(value, dict) and value.get("hedge_after_s", 0.0) is None:
+            return {name: each for name, each in value.items() if name != "hedge_after_s"}
+        return value
 
 
 class StagesConfig(Section):

@@ -1,7 +1,7 @@
 """Suggests the key that was meant by one that does not exist.
 
 It may be misspelt, belong to another section, or be another trainer's name for the same thing. For some features the
-answer is that they are not built yet.
+answer is that they are not built yet, or were removed.
 """
 
 from __future__ import annotations
@@ -60,17 +60,18 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "warmup_ratio": "training.warmup_iterations",
     "warmup_steps": "training.warmup_iterations",
 }
-# Features that people look for and that are not built, by the names that TRL, verl, PEFT or we would give them.
+# Features that people look for and that are not there, by the names that TRL, verl, PEFT or we would give them.
 _LORA = "there is no LoRA or other PEFT yet: all weights of the student are trained"
 CANNOT_RESUME = "training runs cannot be resumed yet; evaluations can, by `spot-async eval --resume RUN`"
 _MACHINES = "training over several machines does not exist yet: `training.ranks` are of one; servers may run on others"
-NOT_BUILT: Mapping[str, str] = {
+NOT_THERE: Mapping[str, str] = {
     **dict.fromkeys(("lora", "lora_rank", "lora_r", "lora_alpha", "use_lora", "lora_config"), _LORA),
     **dict.fromkeys(("peft", "peft_config", "use_peft", "adapter", "qlora", "load_in_4bit"), _LORA),
     **dict.fromkeys(
         ("resume", "resume_from", "resume_mode", "resume_from_checkpoint", "resume_from_path"), CANNOT_RESUME
     ),
     **dict.fromkeys(("nodes", "nnodes", "num_nodes", "num_machines"), _MACHINES),
+    "hedge_after_s": "hedged requests were removed: take it out",
 }
 PLACES_SHOWN = 3
 
@@ -80,8 +81,8 @@ def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
 
     It suggests what was most likely meant: a key of this section, or of any other below `root`.
     """
-    if name in NOT_BUILT:
-        return f"unknown key; {NOT_BUILT[name]}"
+    if name in NOT_THERE:
+        return f"unknown key; {NOT_THERE[name]}"
     section = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if not section and name in OTHER_TRAINERS:
         key, _, note = OTHER_TRAINERS[name].partition(", ")

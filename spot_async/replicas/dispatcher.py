@@ -9,7 +9,6 @@ limit's timer are what let the next one in.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Generic
@@ -17,7 +16,7 @@ from typing import Generic
 import structlog
 
 from spot_async.base.text import counted, rough_time
-from spot_async.base.waiting_room import Mailbox
+from spot_async.base.waiting_room import WaitingRoom
 from spot_async.errors import (
     LONG_PAUSE_S,
     DeadlineExceededError,
@@ -46,23 +45,22 @@ class Dispatcher(Generic[B]):
         self._rate_limit = rate_limit
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router()
-        self._mailbox = Mailbox(sys.maxsize)  # stages let in no more than they have places for
-        self._waiting: dict[int, tuple[Errand, asyncio.Future[HeldLease[B]]]] = {}
+        self._room: WaitingRoom[Errand, HeldLease[B]] = WaitingRoom(  # stages let in no more than they have places for
+            self._grant, self._give_back, lets_pass=lambda errand: errand.is_suspected
+        )
         self._said: Counter[str] = Counter()  # what there was to say, by kind
         self.warn: Callable[[str], None] = lambda line: None  # lines for people: the first of a kind and ever fewer
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._room)
 
     async def lease(self, errand: Errand) -> HeldLease[B]:
         """See `ServicePool.lease`."""
         errand.check()
-        lease = None if self._mailbox else self._grant(errand)
-        if lease is None:
-            lease = await self._wait(errand)
-            if errand.is_convicted:  # by what became of its last server meanwhile
-                self._give_back(lease)
-                errand.check()
+        lease = await self._room.enter(errand)
+        if errand.is_convicted:  # by what became of its last server meanwhile
+            self._give_back(lease)
+            errand.check()
         return lease
 
     def close(self) -> None:
@@ -71,35 +69,7 @@ class Dispatcher(Generic[B]):
 
     def admit(self) -> None:
         """Grant leases to those who wait, as far as possible. Called when a replica may have room for more."""
-        passed: list[tuple[Errand, int]] = []
-        while (ticket := self._mailbox.pop()) is not None:
-            errand, turn = self._waiting[ticket]
-            if turn.done():  # cancelled, and had no time yet to leave
-                continue
-            lease = self._grant(errand)
-            if lease is not None:
-                turn.set_result(lease)
-                continue
-            passed.append((errand, ticket))
-            if not errand.is_suspected:
-                break
-        for errand, ticket in passed:
-            self._mailbox.put_back(errand.priority, ticket)
-
-    async def _wait(self, errand: Errand) -> HeldLease[B]:
-        ticket = self._mailbox.add(errand.priority)
-        turn: asyncio.Future[HeldLease[B]] = asyncio.get_running_loop().create_future()
-        self._waiting[ticket] = (errand, turn)
-        try:
-            self.admit()  # those who came before may be such as let others pass
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was granted as we were cancelled: pass it on
-                self._give_back(turn.result())
-            raise
-        finally:
-            self._mailbox.discard(ticket)
-            del self._waiting[ticket]
+        self._room.admit()
 
     def _grant(self, errand: Errand) -> HeldLease[B] | None:
         now_s = asyncio.get_running_loop().time()
@@ -162,14 +132,16 @@ class Dispatcher(Generic[B]):
         self.admit()
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:
-        replica, now_s, kind = lease.holder, asyncio.get_running_loop().time(), lease.errand.kind
+        replica, now_s, errand = lease.holder, asyncio.get_running_loop().time(), lease.errand
         in_flight = replica.in_flight + 1  # with this one
         lowered: Decrease | None = None
         match error:
             case None:
                 replica.answered(now_s)
-                now = replica.occupancy.at(kind, now_s)
-                lowered = replica.limit.succeeded(kind, sent=lease.sent, now=now, work=lease.work, in_flight=in_flight)
+                now = replica.occupancy.at(errand.kind, now_s)
+                lowered = replica.limit.succeeded(
+                    errand.kind, sent=lease.sent, now=now, work=errand.work, in_flight=in_flight
+                )
             case RequestError() if not error.was_sent:
                 pass
             case ThrottledError():
@@ -186,7 +158,7 @@ class Dispatcher(Generic[B]):
             case RequestError() if _is_of_a_reply(error):
                 replica.answered(now_s)
         if lowered is not None:
-            self._tell(replica.name, lease.errand.stage, lowered)
+            self._tell(replica.name, errand.stage, lowered)
 
     def _tell(self, replica: str, stage: str, lowered: Decrease) -> None:
         log = structlog.get_logger()

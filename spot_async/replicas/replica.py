@@ -88,7 +88,7 @@ class Replica(Generic[B]):
         self.restarts = 0
         self.occupancy = Occupancy()  # by the leases, without those that are the pool's own
         self._requests_sent = 0
-        self._unanswered: dict[int, Errand] = {}  # connections that failed since the last answer, and since when
+        self._unanswered: dict[Errand, None] = {}  # whose connections that failed since the last answer, and since when
         self._failing_s = now_s
         self._silence_s = 0.0  # that it had something in flight since its last sign of life, while it has nothing
         self._silent_since_s = now_s  # that long ago, while it has something
@@ -176,15 +176,14 @@ class Replica(Generic[B]):
         if not self._unanswered:
             self._failing_s = now_s
         if lease.granted_s < self._failing_s:
-            self._unanswered[id(lease.errand)] = lease.errand
+            self._unanswered[lease.errand] = None
         if self.life.failed(lease.granted_s, now_s):
             self._changed.set()
 
     def take_back(self, reason: str, *, is_lost: bool) -> None:
         """Cancel everything in flight. `is_lost`: the server ended or froze by itself, and one of these may be why."""
         if is_lost:
-            lost = {id(lease.errand): lease.errand for lease in self.leases} | self._unanswered
-            for errand in lost.values():
+            for errand in dict.fromkeys(lease.errand for lease in self.leases) | self._unanswered:
                 errand.losses += 1
         self._unanswered.clear()
         for lease in self.leases:
@@ -194,7 +193,7 @@ class Replica(Generic[B]):
 
     async def needs_ping(self, stall_s: float) -> None:
         """Return once it is suspect, or has had something in flight for `stall_s` altogether and answered nothing:
-        requests that are given up early, such as by a hedge, add up."""
+        requests that are given up early, such as at a shorter deadline, add up."""
         loop = asyncio.get_running_loop()
         while self.life.state is not State.SUSPECT:
             self._changed.clear()
@@ -264,7 +263,6 @@ class HeldLease(Generic[B]):
         "is_request",
         "sent",
         "service",
-        "work",
     )
 
     def __init__(
@@ -285,7 +283,6 @@ class HeldLease(Generic[B]):
         self.sent = replica.occupancy.at(errand.kind, now_s)
         self.is_request = is_request
         self.grant = grant
-        self.work = errand.tokens
         self._replica = replica
         self._released = released
         self._reason: str | None = None

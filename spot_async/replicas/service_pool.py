@@ -19,7 +19,7 @@ S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Errand:
     """One request on its way through a pool, all its attempts included."""
 
@@ -30,9 +30,11 @@ class Errand:
     kind: str = ""  # whose latencies are compared; of a stage whose requests are alike, its name
     failed_on: set[str] = field(default_factory=set)  # replicas, by name
     losses: int = 0  # replicas that ended or froze while they had it
+    work: int = 0  # tokens that its answer amounts to, once that is known; until then the most it may take
 
     def __post_init__(self) -> None:
         self.kind = self.kind or self.stage
+        self.work = self.work or self.tokens
 
     @property
     def is_suspected(self) -> bool:
@@ -62,8 +64,6 @@ class Lease(Protocol[S_co]):
     What the request ends with, as it leaves, is what the pool learns of the replica. A replica that is lost
     meanwhile takes the lease back: the request is cancelled, and leaving raises a `TransientError` in its place.
     """
-
-    work: int  # what the request amounted to, in tokens; set before leaving
 
     @property
     def replica(self) -> str:
@@ -95,7 +95,6 @@ class OneService(Generic[S]):
     """A `ServicePool` of one service that takes everything; at once its own lease, since there is nothing to keep."""
 
     replica = ""
-    work = 0
 
     def __init__(self, service: S) -> None:
         self._service = service

@@ -1,9 +1,9 @@
 """One role's account with the endpoints that serve it: what may be sent, what was sent, and what that cost.
 
-Every request that can be billed leaves through `Account.request`, whoever sends it (stages, retries, hedges, checks at
-the start). It waits for its turn under the rate limits, and its worst case is reserved from the budget before it
-leaves. What the reply states then replaces the worst case. A request that was sent and never answered may have been
-billed all the same, so its worst case stays counted.
+Every request that can be billed leaves through `Account.request`, whoever sends it (stages, retries, checks at the
+start). It waits for its turn under the rate limits, and its worst case is reserved from the budget before it leaves.
+What the reply states then replaces the worst case. A request that was sent and never answered may have been billed all
+the same, so its worst case stays counted.
 """
 
 from __future__ import annotations

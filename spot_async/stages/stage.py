@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
 import structlog
 
 from spot_async.base.retry import RETRY_AFTER_SPREAD, RetryPolicy
-from spot_async.base.waiting_room import Mailbox, Priority
+from spot_async.base.waiting_room import Priority, WaitingRoom
 from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
-from spot_async.spending.hedging import WasSent, hedged
 from spot_async.stages.timeline import RequestSpan, Timeline, Timelines
 
 S = TypeVar("S")
@@ -34,7 +33,6 @@ class StageCounters:
     completed: int = 0
     failed: int = 0
     retried: int = 0
-    hedged: int = 0  # sent a second time because they were slow
     ended: int = 0  # completed, failed or cancelled once their turn had come
     busy_s: float = 0.0  # summed over `ended`: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
@@ -48,25 +46,19 @@ class StageCounters:
 
 
 @dataclass(eq=False)
-class OpenRequest:
+class OpenRequest(Errand):
     """One request that a stage holds. The watchdog reads these to say what a run waits for.
 
     Times are in seconds on the event loop's clock.
     """
 
-    errand: Errand
-    asked_s: float
-    work: Callable[[Any], int] | None = None  # tokens that a result amounts to
+    asked_s: float = field(kw_only=True)
     started_s: float | None = None  # when its first lease was granted
     deadline: float = 0.0
     longest_retry_after_s: float = 0.0  # that an endpoint has asked for
     paused_s: float = 0.0  # altogether, since it was asked to
     attempts: int = 0  # so far
     replica: str | None = None  # the one that has it: None while it waits for one, empty where the role has only one
-
-    @property
-    def priority(self) -> Priority:
-        return self.errand.priority
 
 
 class Stage(Generic[S]):
@@ -86,7 +78,6 @@ class Stage(Generic[S]):
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
-        hedge_after_s: float | None = None,
     ) -> None:
         self.name = name
         self.concurrency = concurrency
@@ -98,10 +89,10 @@ class Stage(Generic[S]):
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
-        self.hedge_after_s = hedge_after_s
-        self._mailbox = Mailbox(mailbox_capacity)
-        self._turns: dict[int, asyncio.Future[None]] = {}
         self._slots_taken = 0
+        self._room: WaitingRoom[OpenRequest, Literal[True]] = WaitingRoom(
+            self._take_slot, self._free_slot, capacity=mailbox_capacity
+        )
 
     @property
     def waiting(self) -> int:
@@ -110,7 +101,7 @@ class Stage(Generic[S]):
 
     @property
     def in_flight(self) -> int:
-        """Requests that a server has now. A hedged request counts once. Any thread may ask."""
+        """Requests that a server has now. Any thread may ask."""
         return sum(each.replica is not None for each in tuple(self.open))
 
     @property
@@ -143,23 +134,24 @@ class Stage(Generic[S]):
         asked_s = asyncio.get_running_loop().time()
         self.timeline.request_asked(asked_s)
         self._askers[priority[0]] += 1
-        pending = OpenRequest(Errand(self.name, priority, session, tokens, kind), asked_s, work)
+        pending = OpenRequest(self.name, priority, session, tokens, kind, asked_s=asked_s)
         self.open[pending] = None
         try:
-            return await self._serve(pending, request)
+            return await self._serve(pending, request, work)
         finally:
             del self.open[pending]
             self._askers[priority[0]] -= 1
             if not self._askers[priority[0]]:
                 del self._askers[priority[0]]
 
-    async def _serve(self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _serve(
+        self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
+    ) -> T:
         loop = asyncio.get_running_loop()
-        errand = pending.errand
-        await self._acquire(errand.priority)
+        await self._room.enter(pending)
         outcome = "cancelled"
         try:
-            result = await self._attempt(pending, request)
+            result = await self._attempt(pending, request, work)
             outcome = "done"
         except RequestError as error:
             self.counters.failed += 1
@@ -169,22 +161,26 @@ class Stage(Generic[S]):
             ended = loop.time()
             started = ended if pending.started_s is None else pending.started_s
             span = RequestSpan(
-                self.name, errand.priority, pending.asked_s, started, ended, outcome, pending.replica or ""
+                self.name, pending.priority, pending.asked_s, started, ended, outcome, pending.replica or ""
             )
             self.timeline.request_ended(span)
-            self._release()
+            self._free_slot()
             self.counters.ended += 1
             self.counters.busy_s += ended - started
         self.counters.completed += 1
         return result
 
-    async def _attempt(self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]]) -> T:
+    async def _attempt(
+        self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
+    ) -> T:
         failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
         while True:
             try:
-                if self.hedge_after_s is None:
-                    return await self._send_leased(pending, request)
-                return await self._hedged(pending, request, self.hedge_after_s)
+                async with await self._lease(pending) as service:
+                    result = await self._send(request, service, pending.deadline)
+                    if work is not None:
+                        pending.work = work(result)
+                    return result
             except RequestError as error:
                 failures[error.failure_class] += 1
                 self.counters.count_failure(error)
@@ -206,47 +202,12 @@ class Stage(Generic[S]):
             pending.replica = None
             await asyncio.sleep(delay_s)
 
-    async def _hedged(self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], after_s: float) -> T:
-        """Send the request, and when it is slow once more, to another server where there is one."""
-        asked_of: list[str] = []
-
-        async def first(was_sent: WasSent) -> T:
-            def leased(lease: Lease[S]) -> None:
-                asked_of.append(lease.replica)
-                was_sent(pending.deadline - asyncio.get_running_loop().time())
-
-            return await self._send_leased(pending, request, leased)
-
-        async def second() -> T:
-            self.counters.hedged += 1
-            pending.errand.failed_on.update(asked_of)
-            again = replace(pending)  # with the same errand: servers lost to either count against both
-            result = await self._send_leased(again, request)
-            pending.replica = again.replica  # the one that answered
-            return result
-
-        return await hedged(first, second, after_s)
-
-    async def _send_leased(
-        self,
-        pending: OpenRequest,
-        request: Callable[[S, float], Awaitable[T]],
-        leased: Callable[[Lease[S]], None] = lambda _: None,
-    ) -> T:
-        lease = await self._lease(pending)
-        async with lease as service:
-            leased(lease)
-            result = await self._send(request, service, pending.deadline)
-            if pending.work is not None:
-                lease.work = pending.work(result)
-            return result
-
     async def _lease(self, pending: OpenRequest) -> Lease[S]:
         """A server for the next attempt. The deadline counts from the first lease; later waiting extends it."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         pending.replica = None
-        lease = await self._pool.lease(pending.errand)
+        lease = await self._pool.lease(pending)
         pending.attempts += 1
         pending.replica = lease.replica
         granted = loop.time()
@@ -265,28 +226,12 @@ class Stage(Generic[S]):
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
 
-    async def _acquire(self, priority: Priority) -> None:
-        if self._slots_taken < self.concurrency and not self._mailbox:
-            self._slots_taken += 1
-            return
-        ticket = self._mailbox.add(priority)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns[ticket] = turn
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._release()  # the turn came as we were cancelled: pass it on
-            raise
-        finally:
-            self._mailbox.discard(ticket)
-            self._turns.pop(ticket, None)
+    def _take_slot(self, pending: OpenRequest) -> Literal[True] | None:
+        if self._slots_taken >= self.concurrency:
+            return None
+        self._slots_taken += 1
+        return True
 
-    def _release(self) -> None:
+    def _free_slot(self, taken: Literal[True] = True) -> None:
         self._slots_taken -= 1
-        while (ticket := self._mailbox.pop()) is not None:
-            turn = self._turns[ticket]
-            if not turn.done():  # a cancelled asker may not have had the time to leave the mailbox
-                self._slots_taken += 1
-                turn.set_result(None)
-                return
+        self._room.admit()

@@ -20,7 +20,7 @@ from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.base.timeouts import VERIFY_ATTEMPTS
 from spot_async.base.waiting_room import Priority
-from spot_async.config import SamplingConfig, ScoreStageConfig, StageConfig, StagesConfig
+from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.models.alignment import branch_prefix
 from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
@@ -129,7 +129,6 @@ class Stages:
                 retry=retry(stage_config.attempts),
                 mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,
-                hedge_after_s=stage_config.hedge_after_s if isinstance(stage_config, ScoreStageConfig) else None,
             )
 
         self.rollout = stage("rollout", services.generator, config.rollout)

@@ -112,8 +112,6 @@ class RunLog:
             metrics[f"stage/{stage.name}/requests"] = float(requests)
             metrics[f"stage/{stage.name}/retried"] = float(now.retried - last.retried)
             metrics[f"stage/{stage.name}/failed"] = float(now.failed - last.failed)
-            if stage.hedge_after_s is not None:
-                metrics[f"stage/{stage.name}/hedged"] = float(now.hedged - last.hedged)
             for failure in FailureClass:
                 metrics[f"stage/{stage.name}/{failure}"] = float(getattr(now, failure) - getattr(last, failure))
             if ended := now.ended - last.ended:

@@ -43,6 +43,10 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
     assert (config.policy.kind, config.policy.gamma) == ("derived_policy:Derived", 2.0)
 
 
+def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_path):
+    assert load_config(config_path, ["stages.score.hedge_after_s=null"]) == load_config(config_path)
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -63,6 +67,10 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ),
         ("lora_rank=8", "lora_rank: unknown key; there is no LoRA or other PEFT yet"),
         ("run.resume=runs/x", "run.resume: unknown key; training runs cannot be resumed yet; evaluations can, by"),
+        (
+            "stages.score.hedge_after_s=8",
+            "stages.score.hedge_after_s: unknown key; hedged requests were removed: take it out",
+        ),
         ("training.nnodes=2", "unknown key; training over several machines does not exist yet"),
         ("training=null", "training: input should be a section, but got null"),
         ("telemetry.wandb=true", "telemetry.wandb: input should be a section, but got true"),

@@ -262,10 +262,10 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
 
         async def ask(stage, priority, tokens, answer):
             async with turns[stage]:
-                lease = await pool.lease(Errand(stage, priority))
-                async with lease:
+                errand = Errand(stage, priority)
+                async with await pool.lease(errand):
                     await answer
-                    lease.work = tokens
+                    errand.work = tokens
 
         def some_tokens(mean):
             return 1 + min(159, int(rng.expovariate(1 / mean)))

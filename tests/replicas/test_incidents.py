@@ -207,7 +207,7 @@ def test_an_endpoint_that_is_gone_overnight_is_tried_until_it_is_back_and_ends_n
 
 
 def test_a_frozen_replica_is_noticed_although_its_requests_are_given_up_early():
-    """As hedges do: the other server answers each time, long before the frozen one has had a request for `stall_s`."""
+    """At a short deadline, or with their prompt: no request of the frozen one lasts for `stall_s`."""
 
     async def scenario(pool, made):
         async def given_up(server):

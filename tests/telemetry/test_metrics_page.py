@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.config import ScoreStageConfig, StagesConfig
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
@@ -183,7 +182,6 @@ def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=Non
         reference=reference,
         verifier=verifier,
         capabilities=capabilities,
-        config=StagesConfig(score=ScoreStageConfig(hedge_after_s=60.0)),
     )
     server = CountedServer(student.traffic)
     given = []

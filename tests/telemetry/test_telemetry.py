@@ -276,7 +276,7 @@ def test_samples_are_written_as_often_as_configured_and_metrics_always(tmp_path,
 def test_the_figures_of_the_first_iteration_are_its_own(tmp_path):
     """Failed requests took their time too, and the loop's lag at the start is none of the iteration's."""
     counters = StageCounters()
-    stage = SimpleNamespace(name="verify", counters=counters, hedge_after_s=None)
+    stage = SimpleNamespace(name="verify", counters=counters)
     lag = LoopLag()
     lag._histogram.add(9.0, interval_s=0.05)
     log = RunLog(RunDirectory(tmp_path), SimpleNamespace(all=(stage,), tokens_generated=0), loop_lag=lag)

@@ -163,7 +163,7 @@ def assumptions(each: RoleEstimate) -> str:
     """Return what the table takes for granted, as one line."""
     line = (
         f"assumes {each.assumption}; nothing cached; not counted: about {REQUESTS_AT_START} small requests at the "
-        "start, retries, hedges, and single positions asked for again"
+        "start, retries, and single positions asked for again"
     )
     budget = each.account.budget
     if budget is not None and each.expected.money is not None and each.expected.money > budget:

@@ -58,8 +58,7 @@ class NoRetries(RetryPolicy, frozen=True):
 
 def without_limits(stages: StagesConfig) -> StagesConfig:
     """Return the stages' settings without limits of concurrency: the ramp alone decides how much is in flight."""
-    sections = dict(stages) | {"score": stages.score.model_copy(update={"hedge_after_s": None})}
-    unlimited = {name: section.model_copy(update={"concurrency": 1 << 30}) for name, section in sections.items()}
+    unlimited = {name: section.model_copy(update={"concurrency": 1 << 30}) for name, section in stages}
     return stages.model_copy(update=unlimited)
 
 
