@@ -37,7 +37,9 @@ class MeteredSettings(PluginSettings):
         None,
         description="of prompts and responses together, likewise; a response counts as its limit until it is there",
     )
-    prices: Prices | None = Field(None, description="what requests cost, for the ledger, the estimate and the budget")
+    prices: Prices | None = Field(
+        None, description="what requests cost, for spending.jsonl, the estimate and the budget"
+    )
     budget: PositiveFloat | None = Field(
         None, description="money that the run may spend here; it ends cleanly before a request that might cost more"
     )
@@ -64,7 +66,7 @@ class Meter:
     """The way of one server's requests through the account."""
 
     def __init__(self, role: str, name: str, account: Account) -> None:
-        """`name` is the server's, by which the account's ledgers are kept."""
+        """`name` is the server's, under which the account books."""
         self.role = role
         self.name = name
         self.account = account

@@ -21,7 +21,7 @@ from spot_async.spending.rate_limit import LEASED, Grant, RateLimiter
 FREE = Prices()
 
 
-class SpendingLedger(msgspec.Struct, kw_only=True):
+class Spending(msgspec.Struct, kw_only=True):
     """What was sent to one endpoint so far, and what that took."""
 
     requests: int = 0  # sent
@@ -39,7 +39,7 @@ class SpendingLedger(msgspec.Struct, kw_only=True):
     unknown_tokens: int = 0  # their worst case
     unknown_money: float = 0.0  # their worst case
 
-    def add(self, other: SpendingLedger) -> None:
+    def add(self, other: Spending) -> None:
         for name in self.__struct_fields__:
             if name != "failed":
                 setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -71,7 +71,7 @@ class Account:
         self.tokens_per_minute = tokens_per_minute
         self.is_limited = requests_per_minute is not None or tokens_per_minute is not None
         self.rate_limit = RateLimiter(requests_per_minute, tokens_per_minute)
-        self.ledgers: dict[str, SpendingLedger] = {}  # by server
+        self.spending: dict[str, Spending] = {}  # by server
         self._reserved_money = 0.0  # the worst case of all requests in flight
         self._reserved_tokens = 0
         self._settled = asyncio.Event()  # a request in flight has ended, so there may be room again
@@ -87,10 +87,10 @@ class Account:
         return (self.prices or FREE).currency
 
     @property
-    def total(self) -> SpendingLedger:
+    def total(self) -> Spending:
         """What was sent to all endpoints together."""
-        total = SpendingLedger()
-        for each in self.ledgers.values():
+        total = Spending()
+        for each in self.spending.values():
             total.add(each)
         return total
 
@@ -118,19 +118,19 @@ class Account:
             raise
         rate_limit.send(asyncio.get_running_loop().time(), grant)
         charge = Charge(size)
-        ledger = self.ledgers.setdefault(server, SpendingLedger())
+        spending = self.spending.setdefault(server, Spending())
         try:
             yield charge
         except BaseException as error:
-            self._book_failure(ledger, error, charge, at_most, money)
+            self._book_failure(spending, error, charge, at_most, money)
             _hold(rate_limit, error)
             raise
         else:
-            used = self._book(ledger, charge)
+            used = self._book(spending, charge)
             rate_limit.settle(asyncio.get_running_loop().time(), taken=grant.tokens, used=used.tokens)
         finally:
-            ledger.requests += 1
-            ledger.sent_bytes += charge.sent_bytes
+            spending.requests += 1
+            spending.sent_bytes += charge.sent_bytes
             self._reserved_money -= money
             self._reserved_tokens -= at_most.tokens
             self._settled.set()
@@ -203,27 +203,27 @@ class Account:
             f"request may take {next_one}; raise it, or go on with what is saved"
         )
 
-    def _book(self, ledger: SpendingLedger, charge: Charge) -> Usage:
+    def _book(self, spending: Spending, charge: Charge) -> Usage:
         used = charge.stated or charge.size.counted
-        ledger.answered += 1
-        ledger.uncounted += charge.stated is None
-        ledger.prompt_tokens += used.prompt_tokens
-        ledger.cached_tokens += used.cached_tokens
-        ledger.completion_tokens += used.completion_tokens
-        ledger.received_bytes += charge.received_bytes
-        ledger.money += (self.prices or FREE).cost(used)
+        spending.answered += 1
+        spending.uncounted += charge.stated is None
+        spending.prompt_tokens += used.prompt_tokens
+        spending.cached_tokens += used.cached_tokens
+        spending.completion_tokens += used.completion_tokens
+        spending.received_bytes += charge.received_bytes
+        spending.money += (self.prices or FREE).cost(used)
         return used
 
     def _book_failure(
-        self, ledger: SpendingLedger, error: BaseException, charge: Charge, at_most: Usage, money: float
+        self, spending: Spending, error: BaseException, charge: Charge, at_most: Usage, money: float
     ) -> None:
         kind = type(error).__name__
-        ledger.failed[kind] = ledger.failed.get(kind, 0) + 1
+        spending.failed[kind] = spending.failed.get(kind, 0) + 1
         # Providers do not bill what they refuse.
         if charge.was_sent and not isinstance(error, PermanentError | ThrottledError):
-            ledger.unknown += 1
-            ledger.unknown_tokens += at_most.tokens
-            ledger.unknown_money += money
+            spending.unknown += 1
+            spending.unknown_tokens += at_most.tokens
+            spending.unknown_money += money
 
 
 class Charge:

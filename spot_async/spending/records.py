@@ -44,7 +44,7 @@ def summarize_spending(accounts: Mapping[str, Account]) -> dict[str, Any]:
             "currency": account.currency,
             "budget": account.budget,
             "token_budget": account.token_budget,
-            "servers": {name: msgspec.structs.asdict(ledger) for name, ledger in account.ledgers.items()},
+            "servers": {name: msgspec.structs.asdict(spending) for name, spending in account.spending.items()},
         }
         for role, account in metered(accounts).items()
     }

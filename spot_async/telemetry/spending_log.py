@@ -17,7 +17,7 @@ from spot_async.base.text import first_line
 from spot_async.errors import DataError, RequestError
 from spot_async.loop.orchestrator import IterationResult
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.spending.account import FREE, Account, SpendingLedger
+from spot_async.spending.account import FREE, Account, Spending
 from spot_async.spending.records import metered
 from spot_async.types import Prompt
 
@@ -25,7 +25,7 @@ FILE = "spending.jsonl"
 RESPONSES = 64  # between two rows of a stand-alone evaluation
 
 
-class _Row(SpendingLedger, kw_only=True):
+class _Row(Spending, kw_only=True):
     role: str
     server: str
     currency: str = FREE.currency
@@ -61,7 +61,7 @@ class SpendingLog:
                 row = msgspec.json.decode(line, type=_Row)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise DataError(
-                    f"{path}:{number}: cannot go on with this ledger: {first_line(error)}: restore or remove it"
+                    f"{path}:{number}: cannot go on with this file: {first_line(error)}: restore or remove it"
                 ) from None
             if row.role in self._accounts:
                 if row.money and row.currency != (now := self._accounts[row.role].currency):
@@ -69,17 +69,17 @@ class SpendingLog:
                         f"{path}:{number}: {row.money:g} {row.currency} are spent, and {row.role}.backend.prices are "
                         f"in {now} now: set currency back, or begin in another run.directory"
                     )
-                found = {name: getattr(row, name) for name in SpendingLedger.__struct_fields__}
-                self._accounts[row.role].ledgers[row.server] = SpendingLedger(**found)
+                found = {name: getattr(row, name) for name in Spending.__struct_fields__}
+                self._accounts[row.role].spending[row.server] = Spending(**found)
 
     def write(self, iteration: int | None = None) -> None:
         """Write a row for each endpoint. An iteration of None stands for the end of the run."""
         rows = [
             {"time": time.time(), "iteration": iteration, "role": role, "server": server}
-            | msgspec.structs.asdict(ledger)
+            | msgspec.structs.asdict(spending)
             | {"currency": account.currency}
             for role, account in self._accounts.items()
-            for server, ledger in account.ledgers.items()
+            for server, spending in account.spending.items()
         ]
         if rows:
             self._directory.append(FILE, rows)

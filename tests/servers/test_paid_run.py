@@ -1,7 +1,7 @@
 """Whole runs with a teacher that bills (`paid_endpoint.py`): all processes are real, student and trainer too.
 
-The ledger is the endpoint's own bill, a budget ends the run with everything saved and exit code 4, and a replay makes
-no request and trains on the same numbers.
+The account agrees with the endpoint's own bill. A budget ends the run with everything saved and exit code 4. A replay
+makes no request and trains on the same numbers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def paid(tmp_path_factory):
         yield SimpleNamespace(url=url, run=run, bill=bill_of(url), cache=folder / "scores.sqlite")
 
 
-def test_the_ledger_is_the_bill_in_every_file(paid):
+def test_every_file_agrees_with_the_bill(paid):
     bill, spent = float(paid.bill["money"]), paid.run.summary["spending"]["teacher"]
     assert spent["money"] == pytest.approx(bill, rel=0.01)
     assert spent["answered"] == paid.bill["answered"]

@@ -1,4 +1,4 @@
-"""The ledger holds what was sent and what it cost, and a budget is never overdrawn."""
+"""An account books what was sent and what that cost, and a budget is never overdrawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spot_async.errors import BudgetSpentError, DataError, PermanentError, ThrottledError, TransientError
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.spending.account import Account, SpendingLedger
+from spot_async.spending.account import Account, Spending
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -124,7 +124,7 @@ def test_failures_are_counted_by_class_and_only_what_was_never_answered_may_have
         await asyncio.gather(given_up, return_exceptions=True)
 
     run_on_virtual_time(run())
-    a, b = account.ledgers["a"], account.ledgers["b"]
+    a, b = account.spending["a"], account.spending["b"]
     assert a.failed == {"PermanentError": 1, "ThrottledError": 1, "TransientError": 2}
     assert (a.requests, a.answered, a.unknown, a.sent_bytes) == (4, 0, 2, 20)
     assert (b.requests, b.unknown, b.unknown_tokens) == (1, 1, 110)
@@ -168,25 +168,25 @@ def test_usage_is_read_from_every_dialect(said, expected):
     assert read_usage(said) == expected
 
 
-def test_a_ledger_is_gone_on_with_by_its_whole_lines_and_a_damaged_or_foreign_one_is_refused(tmp_path):
-    def ledger(prices=PRICES):
+def test_spending_is_continued_from_whole_lines_and_a_damaged_or_foreign_file_is_refused(tmp_path):
+    def opened(prices=PRICES):
         account = Account("student", prices=prices)
         return account, SpendingLog(RunDirectory(tmp_path), {"student": account})
 
-    account, log = ledger()
-    account.ledgers["one"] = SpendingLedger(answered=3, money=0.5, failed={"TransientError": 2})
+    account, log = opened()
+    account.spending["one"] = Spending(answered=3, money=0.5, failed={"TransientError": 2})
     log.write(0)
     with (tmp_path / "spending.jsonl").open("ab") as file:
         file.write(b'{"role":"stud')  # torn by a kill
-    again, log = ledger()
+    again, log = opened()
     log.go_on()
-    assert again.ledgers == account.ledgers
+    assert again.spending == account.spending
     with pytest.raises(
         DataError, match=r"spending.jsonl:1: 0.5 EUR are spent, and student.backend.prices are in CHF now"
     ):
-        ledger(PRICES.model_copy(update={"currency": "CHF"}))[1].go_on()
+        opened(PRICES.model_copy(update={"currency": "CHF"}))[1].go_on()
     log.write()
     with (tmp_path / "spending.jsonl").open("ab") as file:
         file.write(b'{"role":"\xff","server":"one"}\n')
-    with pytest.raises(DataError, match=r"spending.jsonl:3: cannot go on with this ledger"):
-        ledger()[1].go_on()
+    with pytest.raises(DataError, match=r"spending.jsonl:3: cannot go on with this file"):
+        opened()[1].go_on()

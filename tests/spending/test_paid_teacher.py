@@ -1,4 +1,4 @@
-"""Runs with a teacher that bills: the ledger is the bill, the budget holds, and a replay asks nobody.
+"""Runs with a teacher that bills: the account agrees with the bill, the budget holds, and a replay asks nobody.
 
 The endpoint is a process of its own that counts by itself (`paid_endpoint.py`). Adapter, accounts, stages, orchestrator
 and cache are the real ones; student and trainer are simulated.
@@ -146,7 +146,7 @@ def paid(paid_endpoint, tmp_path_factory):
         yield SimpleNamespace(url=url, run=done, bill=bill_of(url), cache=folder / "scores.sqlite")
 
 
-def test_the_ledger_is_the_bill(paid):
+def test_the_account_agrees_with_the_bill(paid):
     total = paid.run.account.total
     assert len(paid.run.batches) == ITERATIONS
     assert total.money == pytest.approx(float(paid.bill["money"]), rel=0.01)

@@ -1,4 +1,4 @@
-"""No minute holds more than its limit and a second's worth; whoever asks an endpoint to wait is left alone."""
+"""No minute holds more than its limit and a second's worth, and an endpoint that asks for a pause is left alone."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from spot_async.cli import app
 from spot_async.config import Config, SamplingConfig, StageConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError, ThrottledError
-from spot_async.spending.account import SpendingLedger
+from spot_async.spending.account import Spending
 from spot_async.stages.stages import Services, Stages
 from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -317,7 +317,7 @@ def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs(
     check_options(config, TuneOptions(1.0, limit_requests=10, is_paid=True))
     account = config.teacher.backend.open_account("teacher")  # type: ignore[union-attr]
     assert account is not None
-    account.ledgers["teacher"] = SpendingLedger(requests=4, money=0.5)
+    account.spending["teacher"] = Spending(requests=4, money=0.5)
     template = Template("score", next(prompts()), lambda stages: stages.rollout(), tokens=40)
     said = announcement("teacher", [template], RampLimits(20.0, 64, requests=1000), account)
     assert said == (
