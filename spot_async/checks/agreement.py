@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from spot_async.base.concurrency import gather
-from spot_async.checks import discovery as probes
+from spot_async.checks import discovery
 from spot_async.checks.discovery import NOISE_MARGIN, Asked
 from spot_async.errors import ConfigError, RequestError
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
@@ -82,14 +82,14 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
         return
     try:
         first, *others = await gather(
-            probes.readings(each, asked, score_top_k=top_k, generation_top_k=generation_top_k)
+            discovery.readings(each, asked, score_top_k=top_k, generation_top_k=generation_top_k)
             for each in servers.values()
         )
     except RequestError as error:
         found.warnings.append(f"{role}.backend: its servers could not be compared: {error}")
         return
     names = list(servers)
-    nats = [probes.largest_difference_nats(first, other) for other in others]
+    nats = [discovery.largest_difference_nats(first, other) for other in others]
     found.largest_nats = max(nats)
     found.together = msgspec.structs.replace(
         together, logprob_noise_nats=max(together.logprob_noise_nats, NOISE_MARGIN * found.largest_nats)

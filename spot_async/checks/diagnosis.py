@@ -19,7 +19,7 @@ import numpy as np
 from spot_async.base.concurrency import gather
 from spot_async.base.text import counted
 from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
-from spot_async.checks import discovery as probes
+from spot_async.checks import discovery
 from spot_async.checks.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends
 from spot_async.checks.discovery import Asked, Noise
@@ -184,7 +184,7 @@ async def _asked(plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
     asked = Asked(prompts, [prompt[-RESPONSE_TOKENS:] for prompt in prompts], plan.stop_token_ids, plan.common.limit)
     if not said.generation:
         return asked
-    return replace(asked, responses=await probes.responses(student, asked, RESPONSE_TOKENS))
+    return replace(asked, responses=await discovery.responses(student, asked, RESPONSE_TOKENS))
 
 
 @dataclass
@@ -206,9 +206,9 @@ class _ServerDiagnosis:
         self._state_what_is_said()
         self._judge_model()
         if self._scores:
-            await self._probe_scores()
+            await self._discover_scores()
         if self._samples and self.said.sampled_token_ids:
-            await self._probe_generations()
+            await self._discover_generations()
         self._judge_temperatures()
 
     def _state_what_is_said(self) -> None:
@@ -266,28 +266,28 @@ class _ServerDiagnosis:
             "former; give the server that is meant, or its directory"
         )
 
-    async def _probe_scores(self) -> None:
+    async def _discover_scores(self) -> None:
         top_k = min(TOP_K, self.said.max_top_k)
-        noise = await self._ask("scores again", probes.score_noise(self.backend, self.asked, top_k))
+        noise = await self._ask("scores again", discovery.score_noise(self.backend, self.asked, top_k))
         self._note_noise(noise)
         self.facts["score_temperature_probed"] = await self._ask(
-            "scores at two temperatures", probes.score_temperature(self.backend, self.asked)
+            "scores at two temperatures", discovery.score_temperature(self.backend, self.asked)
         )
         if not self.said.exact_entropy:
             self.facts["entropy_width_nats"] = await self._ask(
-                "entropies", probes.entropy_width_nats(self.backend, self.asked, top_k)
+                "entropies", discovery.entropy_width_nats(self.backend, self.asked, top_k)
             )
 
-    async def _probe_generations(self) -> None:
+    async def _discover_generations(self) -> None:
         backend, asked = self.backend, self.asked
         if self.said.max_generation_top_k:
             if "noise_alone_nats" not in self.facts:
                 top_k = min(TOP_K, self.said.max_generation_top_k)
-                self._note_noise(await self._ask("samples again", probes.generation_noise(backend, asked, top_k)))
+                self._note_noise(await self._ask("samples again", discovery.generation_noise(backend, asked, top_k)))
             self.facts["generation_temperature_probed"] = await self._ask(
-                "samples at two temperatures", probes.generation_temperature(backend, asked)
+                "samples at two temperatures", discovery.generation_temperature(backend, asked)
             )
-        honours = await self._ask("a seed twice", probes.honours_seeds(backend, asked, RESPONSE_TOKENS))
+        honours = await self._ask("a seed twice", discovery.honours_seeds(backend, asked, RESPONSE_TOKENS))
         self.facts["seeds_probed"] = honours
         if honours is False and self.role == "student":
             self.warnings.append(
@@ -296,14 +296,14 @@ class _ServerDiagnosis:
             )
         if self._scores:
             nats = await self._ask(
-                "its own samples", probes.disagreement_nats(backend, backend, asked, RESPONSE_TOKENS)
+                "its own samples", discovery.disagreement_nats(backend, backend, asked, RESPONSE_TOKENS)
             )
             self._note_disagreement(nats)
 
     async def time(self) -> None:
         if not (self._scores or self._samples):
             return
-        asking = probes.score_round_trip_s if self._scores else probes.generation_round_trip_s
+        asking = discovery.score_round_trip_s if self._scores else discovery.generation_round_trip_s
         seconds = await self._ask("small requests", asking(self.backend, self.asked))
         self.facts["round_trip_s"] = seconds
         if seconds is not None and seconds > SLOW_ROUND_TRIP_S:
