@@ -29,16 +29,16 @@ class ReplicaMetrics:
         self._last = now
         metrics: dict[str, float] = {}
         for name, status in now.items():
-            figures = _figures(status, last[name], elapsed_s)
-            metrics |= {f"replica/{name}/{figure}": float(value) for figure, value in figures.items()}
+            changes = _metrics(status, last[name], elapsed_s)
+            metrics |= {f"replica/{name}/{metric}": float(value) for metric, value in changes.items()}
         return metrics
 
     def _now(self) -> dict[str, ReplicaStatus]:
         return {status.name: status for pool in self._pools for status in pool.replicas}
 
 
-def _figures(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[str, float]:
-    figures: dict[str, float] = {
+def _metrics(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[str, float]:
+    metrics: dict[str, float] = {
         "requests": now.requests - last.requests,
         "limit": now.limit,
         "limit_decreases": now.decreases - last.decreases,
@@ -46,8 +46,8 @@ def _figures(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[
         "away_s": now.away_s - last.away_s,
     }
     if elapsed_s > 0:
-        figures["mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
+        metrics["mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
     prompt_tokens = now.traffic.prompt_tokens - last.traffic.prompt_tokens
     if prompt_tokens and now.traffic.cached_tokens:  # a server that never states any may just not count them
-        figures["cached_share"] = (now.traffic.cached_tokens - last.traffic.cached_tokens) / prompt_tokens
-    return figures
+        metrics["cached_share"] = (now.traffic.cached_tokens - last.traffic.cached_tokens) / prompt_tokens
+    return metrics
