@@ -1,4 +1,4 @@
-"""What a failed request is: one decision for every status, body and exception that servers were seen to give."""
+"""The class of a failed request, for every status, body and exception that servers were seen to give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run of the reply fuzzer: whatever a reply is damaged to, it is read rightly or refused with its class."""
+"""A short run of the reply fuzzer: every damaged reply is read rightly or refused with its class."""
 
 from __future__ import annotations
 

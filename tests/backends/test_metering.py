@@ -1,4 +1,4 @@
-"""At the edge: what is charged when connections fail, over real sockets."""
+"""What an account is charged when connections fail, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `openai` adapter: what servers were recorded to say, what none gets away with, and our own server."""
+"""The `openai` adapter, with recorded replies, with replies that must be refused, and with our own server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of an OpenAI-compatible endpoint by asking it: gateways that fail over what they cannot pass on."""
+"""Discovery of what an OpenAI-compatible endpoint can do, even behind gateways that fail on what they cannot pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the `openai` adapter sends to an endpoint: the same fields while it finds out what that takes, and after."""
+"""Requests of the `openai` adapter have the same fields during discovery and after it."""
 
 from __future__ import annotations
 

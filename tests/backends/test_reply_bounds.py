@@ -1,4 +1,4 @@
-"""What a reply may take of memory and time: bodies, refusals and heads without end, over real sockets."""
+"""Bounds on the memory and time of a reply: endless bodies, refusals and heads, over real sockets."""
 
 from __future__ import annotations
 

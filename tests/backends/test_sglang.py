@@ -1,6 +1,6 @@
-"""The SGLang adapter where no SGLang runs: its requests, its start-up and its pings, to a stand-in.
+"""The SGLang adapter against a stand-in: its requests, its start-up and its pings.
 
-The stand-in answers with recorded replies. `tests/servers/test_sglang.py` is the real server's.
+The stand-in answers with recorded replies. `tests/servers/test_sglang.py` tests the real server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Weight updates of the SGLang adapter, to a stand-in: what versions and failures ask for, and who is left paused.
+"""Weight updates of the SGLang adapter against a stand-in: versions, failures, and servers that must not stay paused.
 
-The stand-in answers with recorded replies. `tests/servers/test_sglang_updates.py` is the real server's.
+The stand-in answers with recorded replies. `tests/servers/test_sglang_updates.py` tests the real server.
 """
 
 from __future__ import annotations

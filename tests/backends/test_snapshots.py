@@ -1,4 +1,4 @@
-"""What is never sent to a server that would die of it, or serve a mix of two models."""
+"""Weights that a server would die of, or mix with others, are never sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text prompts: whatever a server makes of our text, positions that are not masked are exactly what we asked about."""
+"""Prompts as text: however a server tokenises our text, positions that are not masked are those that we asked about."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The vLLM adapter where no vLLM runs: its requests, its pings and its command, to a stand-in.
+"""The vLLM adapter against a stand-in: its requests, its pings and its command.
 
-`tests/servers/test_vllm.py` is the real server's.
+`tests/servers/test_vllm.py` tests the real server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the vLLM adapter makes of replies; they were recorded from 0.32.0."""
+"""How the vLLM adapter reads replies. They were recorded from 0.32.0."""
 
 from __future__ import annotations
 

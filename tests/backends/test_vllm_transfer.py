@@ -1,7 +1,7 @@
-"""The order of vLLM's weight-transfer protocol and what failures leave, where no vLLM runs.
+"""The order of vLLM's weight-transfer protocol, and the state that failures leave, against a stand-in.
 
-The stand-in keeps sessions as vLLM 0.32 does by its sources; the sender is one of ours without a process.
-`tests/servers/test_vllm_transfer.py` is the real server's.
+The stand-in keeps sessions as vLLM 0.32 does by its sources. The sender is ours, but without a process.
+`tests/servers/test_vllm_transfer.py` tests the real server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Leaving several resources at once: each gets its time, whatever happens to the others. And requests sent again."""
+"""Leaving several resources at once, each with its own time; and sending requests again."""
 
 from __future__ import annotations
 

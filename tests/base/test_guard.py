@@ -1,4 +1,4 @@
-"""Foreign programs: whatever ends, nothing below is left. Real processes, some in sessions of their own."""
+"""Whatever ends first, no process of a foreign program is left. Real processes, some in sessions of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an array of a message is once it was read, and which arrays are not."""
+"""Arrays in messages: what they are after reading, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a role's servers are one to their callers: `agreement`, on servers that are tables of numbers."""
+"""`agreement` of a role's servers, which are tables of numbers here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat data and problems without answers: what becomes the prompt, where answers come from, and who may do without."""
+"""Chat data and problems without answers: what becomes the prompt, where answers come from, and who needs none."""
 
 from __future__ import annotations
 

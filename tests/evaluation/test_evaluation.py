@@ -1,4 +1,4 @@
-"""Evaluation: who is asked what, and what the table says of it."""
+"""Evaluation: which responses are asked for, and what the table shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""What benchmarks of other forms look like to the student and to the verifier, and what the configuration allows."""
+r"""Benchmarks in other formats: what the student and the verifier see, and what the configuration allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a prompt that was given up, from the edge to the file and to people."""
+"""What a prompt that is given up leaves: in the error, in the file, and for people."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Supervision through a connection that damages, delays and refuses: it is what it would have been, or it is not there.
+"""Supervision over a faulty connection is what it would be over a good one, or it is missing.
 
-One real server; the orchestrator, its stages and the feed guard are a run's own, the trainer only remembers.
+There is one real server. Orchestrator, stages and feed check are a run's own; the trainer only keeps what it gets.
 """
 
 from __future__ import annotations

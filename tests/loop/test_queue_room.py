@@ -1,4 +1,4 @@
-"""Room in the supervision queue: what is reserved for a prompt, what it holds once finished, and who may enter."""
+"""Room in the supervision queue: what is reserved for a prompt, what it holds once finished, and when one may enter."""
 
 from __future__ import annotations
 

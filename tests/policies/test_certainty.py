@@ -1,4 +1,4 @@
-"""Intervals from truncated distributions hold what whole ones give, and what they decide is decided."""
+"""Intervals from truncated distributions hold the exact values, and what they decide is right."""
 
 from __future__ import annotations
 

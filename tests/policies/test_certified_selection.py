@@ -1,4 +1,4 @@
-"""SPOT and EOPD on servers that give truncated distributions: what they ask, what they choose, what they say of it."""
+"""SPOT and EOPD on servers that give truncated distributions: what they ask, choose and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions that a teacher could not be asked about: no method learns from them, and nothing else changes."""
+"""Positions that a teacher could not score: no method learns from them, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher's responses that are used again: within a run, and from the file of another one."""
+"""A teacher's responses are used again, within a run and from another run's file."""
 
 from __future__ import annotations
 

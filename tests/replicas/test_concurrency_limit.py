@@ -1,4 +1,4 @@
-"""How much a replica gets: step by step, and under a strict run's traffic on a simulated engine and virtual time."""
+"""A replica's concurrency limit: step by step, and under a strict run's traffic on a simulated engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pool makes of one incident at a replica: requests come back cleanly, the healthy are left alone."""
+"""One incident at a replica: its requests come back cleanly, and healthy replicas are left alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A server that its operator restarts behind our back, or freezes: a real one, attached to by its address.
+"""A real server that its operator restarts behind our back, or freezes.
 
-The same of vLLM and SGLang is in `test_backend_vllm.py`, `test_backend_sglang.py` and `tests/servers/`.
+The same for vLLM and SGLang is in `tests/backends/` and `tests/servers/`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of weight updates, and of sleep, when a replica is lost or does not take them."""
+"""Weight updates and sleep, when a replica is lost or refuses."""
 
 from __future__ import annotations
 

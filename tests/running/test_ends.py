@@ -1,4 +1,4 @@
-"""How a run ends that something ends: by a signal, a closed terminal, a directory taken away; and what it leaves."""
+"""How a run ends early, and what it leaves: by a signal, a closed terminal, or a directory that is taken away."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A student's server that ran before us may hold any weights: what is evaluated and trained is `student.model`.
+"""A student's server that ran before us may hold any weights, but `student.model` is evaluated and trained.
 
-The server bills too: what is evaluated until its budget is spent is kept, and gone on with once there is more.
+The server has prices too. Responses until its budget is spent are kept, and the evaluation continues with a new budget.
 """
 
 from __future__ import annotations

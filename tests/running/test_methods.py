@@ -1,4 +1,4 @@
-"""The methods' configuration files, what a method may not go without, and runs with roles that only some have."""
+"""The methods' configuration files, what each method needs, and runs with roles that only some methods have."""
 
 from __future__ import annotations
 

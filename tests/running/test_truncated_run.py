@@ -1,4 +1,4 @@
-"""A whole run on servers that hide what ours could tell: it chooses what a run on whole distributions chooses."""
+"""A whole run on servers that show only truncated distributions chooses what a run on whole ones chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A verifier for random models: which responses are correct says nothing about them, but some of them are."""
+"""A verifier for random models: it finds some responses correct, whatever they say."""
 
 from __future__ import annotations
 

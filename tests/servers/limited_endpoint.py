@@ -1,6 +1,6 @@
-"""A real server seen through less than it understands: what endpoints that speak only OpenAI's own API look like.
+"""Makes a real server look like an endpoint that speaks only OpenAI's own API.
 
-Drops the fields that a plain endpoint would ignore, and refuses what it would refuse; everything else is the real
+It drops the fields that a plain endpoint would ignore, and refuses what that would refuse. Everything else is the real
 server's own answer.
 """
 

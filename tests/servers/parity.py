@@ -1,4 +1,4 @@
-"""What tests of every server compare: replies with a model's own next-token log-probabilities."""
+"""Compares servers' replies with a model's own next-token log-probabilities."""
 
 from __future__ import annotations
 

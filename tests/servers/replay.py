@@ -1,6 +1,6 @@
-"""One recorded set of rollouts, supervised again through other servers, and what a first iteration's loss becomes.
+"""Supervises one recorded set of rollouts again through other servers, and computes a first iteration's loss.
 
-Every response and probe is sampled once, by the local backend, and answered from the record after that; scores and
+Every response and probe is sampled once, by the local backend, and answered from the record after that. Scores and
 candidate log-probabilities are asked of the servers that are compared. Policy, stages and loss are the run's own.
 """
 

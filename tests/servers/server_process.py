@@ -1,4 +1,4 @@
-"""One inference server as a test needs it: started, waited for, and gone with its whole process group at the end."""
+"""Runs an inference server for a test: starts it, waits for it, and ends it with its whole process group."""
 
 from __future__ import annotations
 

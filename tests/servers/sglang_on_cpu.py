@@ -1,4 +1,4 @@
-"""The SGLang adapter on a real server: what its tests ask, and what they compare replies with."""
+"""Asks a real SGLang server on a CPU through the adapter, and compares the replies."""
 
 from __future__ import annotations
 

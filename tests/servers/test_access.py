@@ -1,4 +1,4 @@
-"""Servers that we start, asked by another user of the machine: who replaces a student, and what shows its key."""
+"""Another user of the machine can neither replace a student on servers that we start, nor see their key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs on real servers through what nights bring: a student killed in mid-run, and a teacher behind a bad connection.
+"""Runs on real servers with faults: a student killed in mid-run, and a teacher behind a bad connection.
 
-The orchestrator, its stages, pools and the feed guard are a run's own. The trainer publishes two models by turns, so
-that every number which it was fed can be looked up in a forward of the weights that it names.
+The orchestrator, its stages, pools and the feed check are a run's own. The trainer publishes two models in turns, so
+that every number which it was fed can be compared with a forward of the weights that it names.
 """
 
 from __future__ import annotations

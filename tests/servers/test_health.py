@@ -1,4 +1,4 @@
-"""Pings of real servers: what they notice, what they are not taken in by, and a restart behind our back."""
+"""Pings of real servers: what they notice, what does not deceive them, and a restart behind our back."""
 
 from __future__ import annotations
 

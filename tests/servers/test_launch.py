@@ -1,4 +1,4 @@
-"""Servers that we start, as a run does: what they become, how they are explained, and that nothing of them is left."""
+"""Servers started as a run starts them: what they offer, how failures are explained, and that they end completely."""
 
 from __future__ import annotations
 

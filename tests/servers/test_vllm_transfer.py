@@ -1,7 +1,7 @@
 """Weights from process to process, against the real server on a CPU.
 
-Its own backends need GPUs, so a plugin gives it one between CPUs (`vllm_plugins`): the protocol, the sessions and the
-loading are vLLM's, the sender is ours; NCCL is not run.
+vLLM's own transfer backends need GPUs, so a plugin adds one between CPUs (`vllm_plugins`). The protocol, the sessions
+and the loading are vLLM's, the sender is ours. NCCL is not run.
 """
 
 from __future__ import annotations

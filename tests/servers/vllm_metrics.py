@@ -1,4 +1,4 @@
-"""What a vLLM server counts, for tests that wait until it is in some state."""
+"""Reads what a vLLM server counts, for tests that wait until it is in some state."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A Qwen3 model with attention heads twice as wide that computes the same: vLLM's CPU kernels want 32 or more.
+"""Widens the attention heads of a Qwen3 model to twice their width, without changing what it computes.
 
-Of each head the new dimensions are zero. Rotary pairs are (i, i + width / 2), so the old halves go to the beginnings of
-the new ones, where the squared base gives them the frequencies they had. Queries and keys come out of their projections
-larger by sqrt(2), so that the mean square over twice as many dimensions stays what it was, and the weights of the norms
-take that back, those of the queries less, since scores are divided by the root of the width.
+vLLM's CPU kernels want heads of 32 or more. The new dimensions of each head are zero. Rotary pairs are
+(i, i + width / 2), so the old halves go to the beginnings of the new ones, where the squared base gives them the
+frequencies that they had. Queries and keys come out of their projections larger by sqrt(2), so that the mean square
+over twice as many dimensions stays what it was. The weights of the norms take that back; those of the queries take back
+less, since scores are divided by the root of the width.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may ask a server that a run started, and who may give it weights: nobody but the run."""
+"""Nobody but the run may ask a server that the run started, or send it weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the serving engine accepts: model directories, published weights and requests; what not, in one line each."""
+"""What the serving engine accepts (model directories, published weights, requests), and what it refuses in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report says held a run up."""
+"""What the report and the console say holds a run up."""
 
 from __future__ import annotations
 

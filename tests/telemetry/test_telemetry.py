@@ -1,4 +1,4 @@
-"""Metrics: one set of figures, the same in every sink, and each of them documented."""
+"""One set of metrics, the same in every sink, and all of them documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace file of runs on virtual time, and who is named as the one the trainer waits for."""
+"""The trace file of runs on virtual time, and which stage is named as the one that the trainer waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will ask of an endpoint, against what it is asked when one counts."""
+"""Estimates of what a run asks of an endpoint, against what an endpoint counted."""
 
 from __future__ import annotations
 

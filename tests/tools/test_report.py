@@ -1,4 +1,4 @@
-"""The report of a run: its curves, its verdict, its table, and what it says of what is missing."""
+"""The report of a run: its curves, its bottleneck, its table, and what it says about what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who trains what and at which rate: mini-batches, ranks' shares, micro-batches, the schedule."""
+"""What each rank trains on, and at which rate: mini-batches, shares, micro-batches, the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose log pi_old: served or recomputed, how far the two are apart, and what corrects for it."""
+"""The log pi_old of training: served or recomputed, how far the two differ, and what corrects for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A vLLM plugin: the weight-transfer backend `gloo`, between CPUs. vLLM itself has none, so its protocol is tested so.
+"""A vLLM plugin: the weight-transfer backend `gloo`, which works between CPUs, so that the protocol can be tested.
 
-Sessions, loading and what an update says are those of vLLM's `nccl` backend; only the group is another.
+Sessions, loading and what an update says are those of vLLM's `nccl` backend; only the process group differs.
 """
 
 from __future__ import annotations
