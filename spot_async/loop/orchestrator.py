@@ -22,9 +22,8 @@ from spot_async.base.concurrency import gather, sent_again
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.admission import AdmissionGate, Credits
-from spot_async.loop.ledger import Ledger, PromptState
-from spot_async.loop.supervision_queue import SupervisionQueue, held_bytes, worst_case_bytes
+from spot_async.loop.admission import AdmissionBook, Finished, PromptState
+from spot_async.loop.sizes import held_bytes, worst_case_bytes
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.plugin_contract import is_ours, supervise
@@ -107,7 +106,6 @@ class OrchestratorState:
 
     iteration: int = 0  # finished ones
     phase: Phase = "wait for batch"  # of the iteration that goes on
-    ledger: Ledger = field(default_factory=Ledger)
     spent: BudgetSpentError | None = None  # why nothing is admitted any more
     running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
@@ -130,7 +128,12 @@ class Orchestrator:
     ) -> None:
         self.state = OrchestratorState()
         self.stages = stages
-        self.queue = SupervisionQueue()
+        self.book = AdmissionBook(
+            batch_size=settings.batch_size,
+            max_staleness=settings.max_staleness,
+            capacity_prompts=settings.capacity_prompts,
+            capacity_bytes=settings.capacity_bytes,
+        )
         self._settings = settings
         self._prompts = iter(prompts)
         self._policy = policy
@@ -139,19 +142,9 @@ class Orchestrator:
         self._observer = observer
         self._evaluate = evaluate
         self._sleepers = sleepers
-        self.credits = Credits(
-            capacity_prompts=settings.capacity_prompts,
-            capacity_bytes=settings.capacity_bytes,
-            batch_size=settings.batch_size,
-        )
-        self._gate = AdmissionGate(
-            self.state.ledger,
-            self.credits,
-            batch_size=settings.batch_size,
-            max_staleness=settings.max_staleness,
-        )
         self._version = WeightVersion(lineage=0, step=0)
-        self._gate_changed = asyncio.Event()
+        self._no_more_prompts = False
+        self._changed = asyncio.Event()  # the book, the weights, or what may still be admitted
         self._unanswered_in_a_row = 0
         self._last_death = ""
         self._waits = WaitClock(stages.all)
@@ -169,25 +162,32 @@ class Orchestrator:
             admission = group.create_task(self._admit_prompts(), name="admission")
             await self._train_batches()
             admission.cancel()
-        for ordinal in self.queue.drain():
-            self.state.ledger.move(ordinal, PromptState.LEFT_OVER)
+        self.book.leave_over()
 
     async def _admit_prompts(self) -> None:
-        """Start a coroutine per prompt, in order, as the gate allows. Closes the queue at the last one."""
+        """Start a coroutine per prompt, in order, as the book allows, and wait for the last one to end."""
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 size_bytes = self._worst_case_bytes(prompt)
-                while self.state.spent is None and not self._gate.is_open(
-                    version=self._version.step, worst_case_bytes=size_bytes
-                ):
-                    self._gate_changed.clear()
-                    await self._gate_changed.wait()
+                while self.state.spent is None and not self.book.may_admit(size_bytes, version=self._version.step):
+                    await self._change()
                 if self.state.spent is not None:
                     break
-                self.state.ledger.admit(prompt.ordinal)
-                self.credits.reserve(prompt.ordinal, size_bytes)
+                self.book.admit(prompt.ordinal, size_bytes)
                 group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
-        self.queue.close()
+        self._no_more_prompts = True
+        self._changed.set()
+
+    async def _next_batch(self) -> list[Finished] | None:
+        """Wait for a whole batch; None once no prompt will come any more that could fill one."""
+        while (batch := self.book.take_batch()) is None and not self._no_more_prompts:
+            await self._change()
+        return batch
+
+    async def _change(self) -> None:
+        """Wait until what admission and training wait for may have come about."""
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _supervise(self, prompt: Prompt) -> None:
         """From admission to the queue. A prompt whose request fails for good is given up instead."""
@@ -206,11 +206,9 @@ class Orchestrator:
             return
         finally:
             del self.state.running[prompt.ordinal]
+            self._changed.set()
         self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
-        self.state.ledger.move(prompt.ordinal, PromptState.QUEUED)
-        self.credits.finish(prompt.ordinal, held_bytes(samples))
-        self.queue.put(prompt.ordinal, samples)
-        self._gate_changed.set()
+        self.book.finish(prompt.ordinal, samples, held_bytes(samples))
         self._unanswered_in_a_row = 0
 
     def _stop_admitting(self, prompt: Prompt, error: BudgetSpentError) -> None:
@@ -218,10 +216,7 @@ class Orchestrator:
         if self.state.spent is None:
             structlog.get_logger().warning("budget spent", error=str(error))
         self.state.spent = error
-        self.state.ledger.move(prompt.ordinal, PromptState.UNPAID)
-        self.credits.release(prompt.ordinal)
-        self.queue.put(prompt.ordinal, None)
-        self._gate_changed.set()
+        self.book.leave_unpaid(prompt.ordinal)
 
     def _give_up(self, prompt: Prompt, error: RequestError) -> None:
         """Give up a prompt whose request fails for good; another takes its place in the batch.
@@ -229,10 +224,7 @@ class Orchestrator:
         Raises `SpotError` when so many fail that it is not the prompts' fault.
         """
         reason = self._last_death = str(error)
-        self.state.ledger.move(prompt.ordinal, PromptState.DEAD)
-        self.credits.release(prompt.ordinal)
-        self.queue.put(prompt.ordinal, None)
-        self._gate_changed.set()
+        self.book.give_up(prompt.ordinal)
         self._observer.prompt_died(prompt, error)
         if isinstance(error, TransientError | ThrottledError):
             self._unanswered_in_a_row += 1
@@ -242,9 +234,7 @@ class Orchestrator:
 
     def _check_dead_share(self) -> None:
         """Raises `SpotError` where more prompts were given up than may be. Early ones count once there is a batch."""
-        ledger = self.state.ledger
-        dead = ledger.count(PromptState.DEAD)
-        finished = dead + ledger.count(PromptState.QUEUED) + ledger.consumed
+        dead, finished = self.book.count(PromptState.DEAD), self.book.finished
         most = self._settings.max_dead_share
         if finished >= self._settings.batch_size and dead > most * finished:
             raise SpotError(
@@ -256,7 +246,7 @@ class Orchestrator:
         for iteration in range(self._settings.iterations):
             times = PhaseTimes()
             started = self._phase_began("wait for batch")
-            batch = await self.queue.take_batch(self._settings.batch_size)
+            batch = await self._next_batch()
             self._check_dead_share()
             if batch is None:
                 return
@@ -288,10 +278,10 @@ class Orchestrator:
                 if evaluation is not None:  # there was one due
                     self._phase_ended(iteration, started, ordinals)
 
-            self._account_for(batch)
+            self.book.trained(batch)
             self._version = report.snapshot.version
             self.state.iteration = iteration + 1
-            self._gate_changed.set()
+            self._changed.set()
             self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
 
     async def _update_weights(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
@@ -299,13 +289,6 @@ class Orchestrator:
         update = partial(sink.update_weights, snapshot, deadline=deadline)
         # A run has few sinks, whose attempts need no spreading.
         await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
-
-    def _account_for(self, batch: Iterable[tuple[int, Sequence[Sample]]]) -> None:
-        """Its prompts are in published weights now, or were left out: their places in the queue are free."""
-        for ordinal, group in batch:
-            has_trained = any(sample.supervision is not None for sample in group)
-            self.state.ledger.move(ordinal, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
-            self.credits.release(ordinal)
 
     def _check_feed(self, trained: Sequence[Supervision]) -> None:
         settings = self._settings

@@ -25,7 +25,6 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, RequestError, StorageError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.ledger import PromptState
 from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorState, RunObserver
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Verifier
@@ -86,7 +85,8 @@ class RunResults:
 
     def outcome(self, directory: Path, best: BestCheckpoint | None, spending: Mapping[str, Any]) -> TrainOutcome:
         state = OrchestratorState() if self.orchestrator is None else self.orchestrator.state
-        prompts = {each.value: state.ledger.count(each) for each in PromptState if state.ledger.count(each)}
+        counts = {} if self.orchestrator is None else self.orchestrator.book.counts
+        prompts = {each.value: count for each, count in counts.items() if count}
         return TrainOutcome(
             directory,
             state.iteration,

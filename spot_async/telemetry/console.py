@@ -195,7 +195,7 @@ def stage_table(orchestrator: Orchestrator) -> Table:
     for stage in orchestrator.stages.all:
         numbers = (stage.waiting, stage.in_flight, stage.concurrency, stage.counters.completed, stage.counters.retried)
         table.add_row(stage.name, *(f"{number:,}" for number in numbers))
-    table.add_row("supervision", "", f"{len(orchestrator.queue):,}", "", "", "")
+    table.add_row("supervision", "", f"{orchestrator.book.waiting:,}", "", "", "")
     return table
 
 

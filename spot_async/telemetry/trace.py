@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 import structlog
 
+from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.orchestrator import Orchestrator
-from spot_async.loop.supervision_queue import SupervisionQueue
 from spot_async.run_directory.layout import append_whole
 from spot_async.stages.stages import STAGE_SERVERS, Stages
 from spot_async.stages.timeline import PhaseSpan, PromptSpan, RequestSpan
@@ -45,7 +45,7 @@ def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
     """Record `orchestrator` while inside."""
     file = TraceFile(path)
     try:
-        orchestrator.report_to(TraceRecorder(file, orchestrator.stages, orchestrator.queue))
+        orchestrator.report_to(TraceRecorder(file, orchestrator.stages, orchestrator.book))
         file.flush()  # an empty file would not open
         yield
     finally:
@@ -117,10 +117,10 @@ class Lanes:
 class TraceRecorder:
     """The `Timeline` that makes events of what ended. Times in the file are the loop's."""
 
-    def __init__(self, file: TraceFile, stages: Stages, queue: SupervisionQueue) -> None:
+    def __init__(self, file: TraceFile, stages: Stages, book: AdmissionBook) -> None:
         self._file = file
         self._stages = stages
-        self._queue = queue
+        self._book = book
         self._lanes: dict[int, Lanes] = {}
         self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(stages.all)}
         self._used: set[str] = set()  # stages that were asked something
@@ -242,7 +242,7 @@ class TraceRecorder:
         self._servers |= at_servers.keys()
         for name in sorted(self._servers):
             self._counters.set(SERVERS, name, at, {"in flight": at_servers[name]})
-        self._counters.set(TRAINER, "finished supervision", at, {"prompts": len(self._queue)})
+        self._counters.set(TRAINER, "finished supervision", at, {"prompts": self._book.waiting})
         self._counters.set_rate(PROMPTS, "tokens generated", at_s, self._stages.tokens_generated)
         self._counters.looked_s = at_s
 

@@ -18,7 +18,6 @@ from typing import Any, Self
 import structlog
 
 from spot_async.errors import StalledError
-from spot_async.loop.ledger import PromptState
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
@@ -193,14 +192,13 @@ class Watchdog:
     def _counts(self) -> Iterator[tuple[str, str]]:
         if self.orchestrator is None:
             return
-        state, credits = self.orchestrator.state, self.orchestrator.credits
-        ledger = {each.value: state.ledger.count(each) for each in PromptState}
-        yield "iterations finished", str(state.iteration)
-        yield "prompts", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in ledger.items())
-        yield "supervision queue", f"{len(self.orchestrator.queue)} prompts"
+        book = self.orchestrator.book
+        yield "iterations finished", str(self.orchestrator.state.iteration)
+        yield "prompts", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in book.counts.items())
+        yield "supervision queue", f"{book.waiting} prompts"
         yield (
             "credits held",
-            f"{credits.held_prompts} prompts, {credits.held_bytes:,} bytes with the worst case of running ones",
+            f"{book.held_prompts} prompts, {book.held_bytes:,} bytes with the worst case of running ones",
         )
         for stage in self.orchestrator.stages.all:
             done = stage.counters

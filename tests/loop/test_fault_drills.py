@@ -28,7 +28,7 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
-from spot_async.loop.ledger import PromptState
+from spot_async.loop.admission import PromptState
 from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.policies.spot import SpotPolicy
@@ -167,7 +167,7 @@ async def test_a_run_through_a_bad_connection_trains_on_what_a_good_one_would_ha
     assert len(by_version) >= BATCH // 2
     assert all(found.trained[ordinal] == expected.trained[ordinal] for ordinal in by_version)
     assert len(proxy.met) >= 6, proxy.met
-    assert orchestrator.state.ledger.count(PromptState.DEAD) == len(found.dead)
+    assert orchestrator.book.count(PromptState.DEAD) == len(found.dead)
     for error in found.dead.values():
         assert isinstance(error, PoisonedReplyError | DeadlineExceededError), error
         assert error.stage in ("rollout", "score", "candidates", "probe")

@@ -12,8 +12,8 @@ from rich.console import Console
 from simulated_run import Undecided, context, kd, prompts, run
 
 from spot_async.base import wire
-from spot_async.loop.ledger import PromptState
-from spot_async.loop.supervision_queue import worst_case_bytes
+from spot_async.loop.admission import PromptState
+from spot_async.loop.sizes import worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy, group_advantages
 from spot_async.policies.opd import OpdPolicy
@@ -79,11 +79,11 @@ def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and
             return Verdict.ERROR if problem.id in ("p3", "p20") else verdict
 
     trainer, journal, _ = run(grpo(), iterations=4, capacity=64, verifier=UndecidedOnSome())
-    ledger = journal.ledger
-    assert ledger.ordinals(PromptState.LEFT_OUT) == [3, 20, 35, 52]
-    assert ledger.count(PromptState.TRAINED) == 4 * 16 - 4
+    book = journal.book
+    assert book.ordinals(PromptState.LEFT_OUT) == [3, 20, 35, 52]
+    assert book.count(PromptState.TRAINED) == 4 * 16 - 4
     trained = {sample.prompt_ordinal for batch in trainer.batches for sample in batch}
-    assert trained == set(ledger.ordinals(PromptState.TRAINED))
+    assert trained == set(book.ordinals(PromptState.TRAINED))
     for step, batch in enumerate(trainer.batches):  # none was admitted in its place, before the weights were due
         assert {sample.version.step for sample in batch} == {step}
 

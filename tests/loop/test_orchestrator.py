@@ -14,7 +14,7 @@ from simulated_run import PlainVocabulary
 from spot_async.base.concurrency import leaves
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError, ThrottledError, TransientError
-from spot_async.loop.ledger import PromptState
+from spot_async.loop.admission import PromptState
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
@@ -133,7 +133,7 @@ def test_a_thousand_prompts_are_trained_once_in_admission_order_from_the_live_we
     assert [s.prompt_ordinal for batch in trainer.batches for s in batch] == list(range(1000))
     for step, batch in enumerate(trainer.batches):
         assert {s.version.step for s in batch} == {step}  # strict: iteration i from v_i
-    assert orchestrator.state.ledger.count(PromptState.TRAINED) == 1000
+    assert orchestrator.book.count(PromptState.TRAINED) == 1000
     assert len(journal.results) == 10
 
 
@@ -208,7 +208,7 @@ def test_running_out_of_prompts_ends_the_run_and_accounts_for_the_left_over():
     orchestrator, trainer, _ = build(iterations=10, batch_size=16, prompt_limit=40)
     run_on_virtual_time(orchestrator.run())
     assert len(trainer.batches) == 2
-    assert orchestrator.state.ledger.ordinals(PromptState.LEFT_OVER) == list(range(32, 40))
+    assert orchestrator.book.ordinals(PromptState.LEFT_OVER) == list(range(32, 40))
 
 
 def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():

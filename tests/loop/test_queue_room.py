@@ -7,12 +7,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from simulated_run import context, kd, run
 
-from spot_async.loop.admission import Credits
-from spot_async.loop.supervision_queue import BYTES_PER_TEXT_TOKEN, held_bytes, worst_case_bytes
+from spot_async.loop.sizes import BYTES_PER_TEXT_TOKEN, held_bytes, worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.opd import OpdPolicy
@@ -88,25 +85,6 @@ def test_what_a_finished_prompt_holds_is_within_what_was_reserved(make):
         assert held < worst_case_bytes(len(samples[0].supervision.prompt_ids), longest, policy.needs)
         if longest == MAX_RESPONSE_TOKENS:  # nor is far too much reserved for one that is as long as it may be
             assert held > 0.1 * worst_case_bytes(0, MAX_RESPONSE_TOKENS, policy.needs)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 60), st.integers(0, 90)), max_size=40))
-def test_credits_count_what_finished_prompts_hold_and_what_is_reserved_for_the_others(steps):
-    pool, held = Credits(capacity_prompts=5, capacity_bytes=100, batch_size=2), {}
-    for ordinal, reserved, size in steps:
-        if ordinal not in held:
-            fits = len(held) < 5 and (sum(held.values()) + reserved <= 100 or len(held) < 2)
-            assert pool.fits(reserved) == fits
-            if fits:
-                pool.reserve(ordinal, reserved)
-                held[ordinal] = reserved
-        elif size % 3:
-            pool.finish(ordinal, size)
-            held[ordinal] = size
-        else:
-            pool.release(ordinal)
-            del held[ordinal]
-        assert (pool.held_prompts, pool.held_bytes) == (len(held), sum(held.values()))
 
 
 def test_prompts_that_hold_less_than_reserved_let_more_in_and_larger_ones_never_hold_up_their_own_batch():

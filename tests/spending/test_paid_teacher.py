@@ -21,7 +21,7 @@ from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.base.concurrency import root_cause
 from spot_async.config import TeacherConfig
 from spot_async.errors import ReplayMissError
-from spot_async.loop.ledger import PromptState
+from spot_async.loop.admission import PromptState
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.models.files import read_model
 from spot_async.policies.opd import OpdPolicy
@@ -218,9 +218,9 @@ def test_a_budget_ends_the_run_with_full_batches_and_is_not_overdrawn(paid, paid
     assert float(bill["money"]) <= budget
     assert float(bill["money"]) > 0.9 * budget  # and not much is left
     assert done.account.total.money == pytest.approx(float(bill["money"]))
-    state = done.orchestrator.state
+    state, book = done.orchestrator.state, done.orchestrator.book
     assert "teacher.backend.budget=" in str(state.spent)
     assert 0 < state.iteration < ITERATIONS
     assert [len(batch) for batch in done.batches] == [BATCH] * state.iteration
-    assert state.ledger.count(PromptState.UNPAID) > 0
-    assert state.ledger.count(PromptState.DEAD) == state.ledger.count(PromptState.RUNNING) == 0
+    assert book.count(PromptState.UNPAID) > 0
+    assert book.count(PromptState.DEAD) == book.count(PromptState.RUNNING) == 0

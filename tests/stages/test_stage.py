@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.waiting_room import Mailbox
 from spot_async.errors import DeadlineExceededError, PermanentError, ThrottledError, TransientError
-from spot_async.loop.admission import Credits, may_admit
-from spot_async.loop.ledger import Ledger, PromptState
-from spot_async.loop.supervision_queue import AdmissionOrder, SupervisionQueue
 from spot_async.replicas.service_pool import OneService
 from spot_async.stages.stage import Stage
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
@@ -218,77 +215,6 @@ def test_a_request_that_is_throttled_for_long_is_logged_ever_less_often():
         with structlog.testing.capture_logs() as logs, pytest.raises(ThrottledError):
             await probe.ask((0,), busy)
         assert [each["attempt"] for each in logs] == [1, 2, 4, 8, 16, 32, 64, 128]
-
-    run_on_virtual_time(scenario())
-
-
-@given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 6))
-def test_admission_bounds_staleness(max_staleness, batch_size, version):
-    """A prompt admitted at `version` is trained in iteration ordinal // batch: at most max_staleness later."""
-    trained = version * batch_size
-    queued = 0
-    while may_admit(
-        running=0, queued=queued, trained=trained, version=version, batch_size=batch_size, max_staleness=max_staleness
-    ):
-        queued += 1
-    last_ordinal = trained + queued - 1
-    assert last_ordinal // batch_size - version == max_staleness
-
-
-def test_credits_are_given_back_exactly_once():
-    pool = Credits(capacity_prompts=2, capacity_bytes=100)
-    pool.reserve(0, 60)
-    assert not pool.fits(41)
-    pool.reserve(1, 40)
-    assert not pool.fits(0)
-    with pytest.raises(ValueError, match="no credit"):
-        pool.reserve(2, 0)
-    pool.release(0)
-    with pytest.raises(KeyError):
-        pool.release(0)
-    assert (pool.held_prompts, pool.held_bytes) == (1, 40)
-
-
-def test_the_ledger_refuses_to_train_a_prompt_twice():
-    ledger = Ledger()
-    ledger.admit(0)
-    with pytest.raises(ValueError, match="admitted twice"):
-        ledger.admit(0)
-    ledger.move(0, PromptState.QUEUED)
-    ledger.move(0, PromptState.TRAINED)
-    with pytest.raises(ValueError, match="cannot go from trained"):
-        ledger.move(0, PromptState.TRAINED)
-
-
-@given(st.permutations(range(12)), st.sets(st.integers(0, 11), max_size=4), st.integers(1, 5))
-def test_batches_are_in_admission_order_whatever_finishes_first(finish_order, dead, batch_size):
-    buffer = AdmissionOrder()
-    taken = []
-    for ordinal in finish_order:
-        buffer.put(ordinal, None if ordinal in dead else [ordinal])
-        while (batch := buffer.take(batch_size)) is not None:
-            assert len(batch) == batch_size
-            taken += [o for o, _ in batch]
-    alive = [o for o in range(12) if o not in dead]
-    assert taken == alive[: len(alive) // batch_size * batch_size]
-    assert buffer.drain() == alive[len(taken) :]
-
-
-def test_a_prompt_cannot_finish_twice():
-    buffer = AdmissionOrder()
-    buffer.put(0, [])
-    with pytest.raises(ValueError, match="finished twice"):
-        buffer.put(0, [])
-
-
-def test_a_closed_queue_ends_its_consumer():
-    async def scenario():
-        queue = SupervisionQueue()
-        queue.put(0, [])
-        waiting = asyncio.create_task(queue.take_batch(2))
-        await asyncio.sleep(1)
-        queue.close()
-        assert await waiting is None
 
     run_on_virtual_time(scenario())
 

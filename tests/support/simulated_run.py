@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-from spot_async.loop.admission import Credits
-from spot_async.loop.ledger import Ledger
+from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.kd import KdPolicy
 from spot_async.stages.stages import Services, Stages
@@ -60,8 +59,7 @@ class PlainTokenizer:
 class Journal:
     results: list = field(default_factory=list)
     dead: list = field(default_factory=list)
-    ledger: Ledger | None = None
-    credits: Credits | None = None
+    book: AdmissionBook | None = None
 
     def iteration_finished(self, result):
         self.results.append(result)
@@ -162,7 +160,7 @@ def run(
         weight_sinks=[student],
         observer=journal,
     )
-    journal.ledger, journal.credits = orchestrator.state.ledger, orchestrator.credits
+    journal.book = orchestrator.book
     run_on_virtual_time(orchestrator.run())
     return trainer, journal, stages
 

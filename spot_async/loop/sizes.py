@@ -1,0 +1,59 @@
+"""How much memory supervision takes: what is reserved for a prompt as it starts, and what it holds at its end. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from spot_async.types import PolicyNeeds, Sample
+
+# int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, and a mask, per response token
+BYTES_PER_RESPONSE_TOKEN = 4 * 4 + 1
+# float32 entropy and score, and where a mask hides some the teacher's log-probabilities once more; the record shares
+# its other arrays with the supervision
+BYTES_PER_RECORD_TOKEN = 3 * 4
+BYTES_PER_TEXT_TOKEN = 8  # of plain text; a text with characters outside of Latin-1 may take several times that
+BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, metrics, the record's plain values
+
+
+def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
+    """What to reserve for one prompt: its trajectories' supervision and their records, at their longest.
+
+    Only texts can be larger, since nothing bounds the characters of a token: `held_bytes` is counted once they are
+    there.
+    """
+    per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.soft_target_bytes_per_token
+    texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens
+    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.soft_target_bytes + needs.record_bytes
+    return needs.samples_per_prompt * (trajectory + texts + BYTES_PER_SAMPLE)
+
+
+def held_bytes(samples: Sequence[Sample]) -> int:
+    """The memory that samples take, what they share with each other once.
+
+    A view counts as all of the memory that it keeps alive. Keys of dictionaries are not counted: each is there once,
+    for all samples.
+    """
+    total, seen = 0, set[int]()
+    left: list[object] = [samples]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        match value:
+            case str() | float() | int():  # most of them
+                pass
+            case dict():
+                left += value.values()
+            case list() | tuple():
+                left += value
+            case np.ndarray(base=of) | memoryview(obj=of):
+                left.append(of)
+            case msgspec.Struct():
+                left += [getattr(value, name) for name in value.__struct_fields__]
+    return total

@@ -1,0 +1,194 @@
+"""The admission book against a plain list of prompts, under orders that a run could produce."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from spot_async.loop.admission import AdmissionBook, PromptState
+
+BATCHED = "batched"  # taken, and not yet in published weights: the book's QUEUED too
+LIVE = ("running", "queued", BATCHED)
+FREE = 1 << 30
+
+
+def book(batch_size=2, max_staleness=0, capacity_prompts=100, capacity_bytes=FREE):
+    return AdmissionBook(
+        batch_size=batch_size,
+        max_staleness=max_staleness,
+        capacity_prompts=capacity_prompts,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def group(*, has_trained=True):
+    """The samples of a prompt."""
+    return [SimpleNamespace(supervision=None), SimpleNamespace(supervision="it" if has_trained else None)]
+
+
+@given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 6))
+def test_admission_bounds_staleness(max_staleness, batch_size, version):
+    """A prompt admitted at `version` is trained in iteration ordinal // batch: at most max_staleness later."""
+    written = book(batch_size, max_staleness)
+    ordinal = 0
+    for _ in range(version):
+        for _ in range(batch_size):
+            written.admit(ordinal, 0)
+            written.finish(ordinal, group(), 0)
+            ordinal += 1
+        written.trained(written.take_batch())
+    while written.may_admit(0, version=version):
+        written.admit(ordinal, 0)
+        ordinal += 1
+    assert (ordinal - 1) // batch_size - version == max_staleness
+
+
+def test_a_prompt_is_admitted_finished_and_trained_once():
+    written = book(batch_size=1)
+    written.admit(0, 0)
+    with pytest.raises(ValueError, match="prompt 0 is running: it cannot become running"):
+        written.admit(0, 0)
+    written.finish(0, group(), 0)
+    with pytest.raises(ValueError, match="prompt 0 is queued: it cannot become queued"):
+        written.finish(0, group(), 0)
+    with pytest.raises(ValueError, match="prompt 0 is in no batch"):
+        written.trained([(0, group())])
+    batch = written.take_batch()
+    written.trained(batch)
+    with pytest.raises(ValueError, match="prompt 0 is trained: it cannot become trained"):
+        written.trained(batch)
+    with pytest.raises(ValueError, match="prompt 1 is not admitted: it cannot become dead"):
+        written.give_up(1)
+
+
+class AnyRun(RuleBasedStateMachine):
+    """Prompts start, end and are trained in any order. The model is a list of prompts, each with a state and bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompts = {}  # [state, bytes, samples] by ordinal, in admission order
+        self.batches = []  # taken and not yet trained
+        self.version = 0
+
+    @initialize(
+        batch_size=st.integers(1, 4), staleness=st.integers(0, 2), more=st.integers(0, 6), size=st.integers(0, 120)
+    )
+    def open_the_book(self, batch_size, staleness, more, size):
+        self.batch_size, self.staleness, self.capacity, self.most_bytes = batch_size, staleness, batch_size + more, size
+        self.book = book(batch_size, staleness, self.capacity, size)
+
+    def of(self, *states):
+        return [ordinal for ordinal, (state, *_) in self.prompts.items() if state in states]
+
+    def held_bytes(self):
+        return sum(self.prompts[ordinal][1] for ordinal in self.of(*LIVE))
+
+    def next_ones(self):
+        """Finished prompts in no batch, in admission order, before the first that runs."""
+        found = []
+        for ordinal, (state, *_) in self.prompts.items():
+            if state == "running":
+                break
+            found += [ordinal] if state == "queued" else []
+        return found
+
+    @rule(size=st.integers(0, 60), gap=st.integers(1, 3))
+    def admit(self, size, gap):
+        has_bytes = self.held_bytes() + size <= self.most_bytes
+        held = len(self.of(*LIVE))
+        has_room = held < self.capacity and (has_bytes or held < self.batch_size)
+        is_fresh = len(self.of(*LIVE, "trained", "left_out")) < (self.staleness + self.version + 1) * self.batch_size
+        ordinal = max(self.prompts, default=-1) + gap
+        assert self.book.may_admit(size, version=self.version) == (has_room and is_fresh)
+        if has_room and is_fresh:
+            self.book.admit(ordinal, size)
+            self.prompts[ordinal] = ["running", size, None]
+        elif not has_room:
+            with pytest.raises(ValueError, match="no room"):
+                self.book.admit(ordinal, size)
+
+    @precondition(lambda self: self.of("running"))
+    @rule(data=st.data(), size=st.integers(0, 90), has_trained=st.booleans())
+    def finish(self, data, size, has_trained):
+        ordinal, samples = data.draw(st.sampled_from(self.of("running"))), group(has_trained=has_trained)
+        self.book.finish(ordinal, samples, size)
+        self.prompts[ordinal] = ["queued", size, samples]
+
+    @precondition(lambda self: self.of("running"))
+    @rule(data=st.data(), is_paid=st.booleans())
+    def give_up(self, data, is_paid):
+        ordinal = data.draw(st.sampled_from(self.of("running")))
+        (self.book.give_up if is_paid else self.book.leave_unpaid)(ordinal)
+        self.prompts[ordinal] = ["dead" if is_paid else "unpaid", 0, None]
+
+    @rule()
+    def take_batch(self):
+        ordinals = self.next_ones()[: self.batch_size]
+        batch = self.book.take_batch()
+        if len(ordinals) < self.batch_size:
+            assert batch is None
+            return
+        assert batch == [(ordinal, self.prompts[ordinal][2]) for ordinal in ordinals]
+        self.batches.append(batch)
+        for ordinal in ordinals:
+            self.prompts[ordinal][0] = BATCHED
+
+    @precondition(lambda self: self.batches)
+    @rule()
+    def train(self):
+        batch = self.batches.pop(0)
+        self.book.trained(batch)
+        self.version += 1
+        for ordinal, samples in batch:
+            self.prompts[ordinal][0] = "trained" if samples[1].supervision else "left_out"
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def what_cannot_be_is_refused_and_changes_nothing(self, data):
+        ordinal = data.draw(st.sampled_from(list(self.prompts)))
+        state = self.prompts[ordinal][0]
+        moves = {
+            "admit": lambda: self.book.admit(ordinal, 0),
+            "finish": lambda: self.book.finish(ordinal, group(), 0),
+            "give up": lambda: self.book.give_up(ordinal),
+            "leave unpaid": lambda: self.book.leave_unpaid(ordinal),
+            "train": lambda: self.book.trained([(ordinal, group())]),
+        }
+        allowed = {"running": ("finish", "give up", "leave unpaid"), BATCHED: ("train",)}.get(state, ())
+        for name in moves.keys() - set(allowed):
+            with pytest.raises(ValueError, match=f"prompt {ordinal} "):
+                moves[name]()
+
+    @invariant()
+    def each_prompt_is_in_one_state(self):
+        for state in PromptState:
+            names = ("queued", BATCHED) if state is PromptState.QUEUED else (state.value,)
+            assert self.book.ordinals(state) == self.of(*names)
+            assert self.book.count(state) == self.book.counts[state] == len(self.of(*names))
+        assert self.book.waiting == len(self.of("queued"))
+        assert self.book.finished == len(self.prompts) - len(self.of("running", "unpaid"))
+
+    @invariant()
+    def places_are_those_of_prompts_that_run_or_wait_for_weights(self):
+        assert (self.book.held_prompts, self.book.held_bytes) == (len(self.of(*LIVE)), self.held_bytes())
+        assert self.book.held_prompts <= self.capacity
+
+    @invariant()
+    def a_run_never_waits_for_itself(self):
+        """With nothing under way there is a batch, or a prompt may start, however large those in the queue are."""
+        if not self.of("running", BATCHED) and len(self.of("queued")) < self.batch_size:
+            assert self.book.may_admit(FREE, version=self.version)
+
+    def teardown(self):
+        self.book.leave_over()
+        assert self.book.ordinals(PromptState.LEFT_OVER) == self.of("queued")
+        assert self.book.held_prompts == len(self.of("running", BATCHED))
+        assert self.book.waiting == 0
+        assert self.book.take_batch() is None
+
+
+TestAnyRun = AnyRun.TestCase
