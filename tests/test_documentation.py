@@ -1,17 +1,40 @@
-"""The documentation is true: generated pages are current, and links lead somewhere."""
+"""The documentation is true: generated pages are current, links lead somewhere, keys and commands exist."""
 
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import yaml
 
+from spot_async.base import registry
+from spot_async.cli import app
+from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.tools import config_docs
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the page's code blocks in a language; `""` stands for those that name none."""
+    fenced = re.findall(r"^ *```(\S*)[^\n]*\n(.*?)^ *```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [block for named, block in fenced if named == language]
+
+
+def configuration_examples() -> Iterator[Any]:
+    """Yield each YAML block that has nothing but sections of a configuration, with its page."""
+    for path in PAGES:
+        for block in blocks(path, "yaml"):
+            tree = yaml.safe_load(textwrap.dedent(block))
+            if isinstance(tree, dict) and set(tree) <= set(Config.model_fields):
+                yield pytest.param(block, id=f"{path.relative_to(ROOT).as_posix()}: {block.splitlines()[0]}")
 
 
 def test_the_configuration_page_is_current():
@@ -31,13 +54,46 @@ def test_links_between_pages_lead_somewhere(path):
             assert anchor in headings(page), f"{target}: no such heading"
 
 
+def test_every_page_can_be_reached_from_the_readme():
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = re.findall(r"\]\(([^)#:]+\.md)", page.read_text(encoding="utf-8"))
+            todo += [(page.parent / target).resolve() for target in targets]
+    assert not [page for page in PAGES if page not in reached]
+
+
+def test_each_kind_of_server_has_a_page():
+    index = (ROOT / "docs" / "backends" / "README.md").read_text(encoding="utf-8")
+    for kind in registry.names("backends"):
+        assert (ROOT / "docs" / "backends" / f"{kind}.md").exists()
+        assert f"[`{kind}`]({kind}.md)" in index
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_in_examples_exist(path):
+    commands = set(typer.main.get_command(app).commands)
+    for block in blocks(path, ""):
+        for command in re.findall(r"^(?:\$ )?spot-async ([a-z-]+)", block, flags=re.M):
+            assert command in commands, command
+
+
+@pytest.mark.parametrize("example", configuration_examples())
+def test_keys_in_examples_exist(tmp_path, example):
+    path = tmp_path / "example.yaml"
+    path.write_text(f"base: {ROOT / 'configs' / 'quickstart.yaml'}\n{example}", encoding="utf-8")
+    load_config(path, [])
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_page_was_left_with_a_blank_to_fill_in(path):
     assert not re.findall(r"^[A-Z]+_[A-Z_]+$|TODO|FIXME|TBD", path.read_text(encoding="utf-8"), flags=re.M)
 
 
 def test_the_example_of_a_run_on_gpus_is_a_configuration(tmp_path):
-    page = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "backends" / "README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```yaml file=two-gpus.yaml\n(.*?)```", page, flags=re.S)
     path = tmp_path / "two-gpus.yaml"
     path.write_text(example, encoding="utf-8")

@@ -70,5 +70,5 @@ def test_no_metric_is_lost() -> None:  # the page is what a run writes: test_met
 
 
 def test_no_file_of_a_run_directory_is_lost() -> None:  # the table is what a run leaves: test_train.py
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "running.md").read_text()
     assert not [file for file in RECORDED["files of a run directory"] if f"`{file}`" not in page]
