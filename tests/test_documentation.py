@@ -16,6 +16,7 @@ from spot_async.cli import app
 from spot_async.config import Config
 from spot_async.config.loading import load_config, validate
 from spot_async.tools import config_docs
+from spot_async.tools.conformance import contract
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -71,6 +72,12 @@ def test_each_kind_of_server_has_a_page():
     for kind in registry.names("backends"):
         assert (ROOT / "docs" / "backends" / f"{kind}.md").exists()
         assert f"[`{kind}`]({kind}.md)" in index
+
+
+def test_the_page_on_conformance_shows_every_check():
+    page = (ROOT / "docs" / "backends" / "conformance.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^ (\w+) +(?:passed|not offered)", page, flags=re.M)
+    assert shown == [check.name for check in contract.CHECKS]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
