@@ -1,4 +1,4 @@
-"""What requests cost, and how many may leave: rate limits, accounts with budgets, scores kept.
+"""Limits and counts what requests cost: rate limits, accounts with budgets, and kept scores. It sends no request.
 
-Knows no server's dialect: adapters say what a request may take and hand over the reply.
+It knows no server's dialect. Adapters say what a request may take, and hand over the reply.
 """
