@@ -35,24 +35,24 @@ class BenchmarkConfig(ProblemSetConfig):
 
     format: Literal["boxed", "multiple_choice", "alpaca_eval"] = Field(
         "boxed",
-        description="`boxed` asks for an answer, `multiple_choice` for an option's letter; `alpaca_eval` sends the "
-        "bare instruction and writes what comes back for its own tool, one response each, nothing judged",
+        description="`boxed` asks for an answer, `multiple_choice` for an option's letter. `alpaca_eval` sends the "
+        "bare instruction and writes one response each for AlpacaEval's own tool; nothing is judged",
     )
     verifier: BenchmarkVerifier = Field(
         None,
-        description="default: `evaluation.verifier`, or `multiple_choice` for that format; settings need its `kind`",
+        description="default: `evaluation.verifier`, or `multiple_choice` for that format; settings need a `kind`",
     )
-    instruction: str | None = Field(None, description="default: `prompt.instruction`; of `alpaca_eval` always none")
+    instruction: str | None = Field(None, description="default: `prompt.instruction`; `alpaca_eval` never has one")
     samples: PositiveInt | None = Field(None, description="responses per problem; default: `evaluation.samples`")
     max_response_tokens: PositiveInt | None = Field(None, description="default: `evaluation.max_response_tokens`")
     order_choices: bool = Field(
-        True, description="give the options letters in a seeded order that does not depend on the file's"
+        True, description="give options their letters in a seeded order, whatever order the file has"
     )
     examples: ProblemSetConfig | None = Field(
         None, description="worked examples in front of each question, of the question's own category"
     )
     example_count: PositiveInt = Field(5, description="how many of `examples` each question has")
-    in_macro: bool = Field(True, description="count for the mean over benchmarks, if it is judged")
+    in_macro: bool = Field(True, description="whether it counts for the mean over benchmarks, if it is judged")
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
@@ -75,7 +75,7 @@ class EvaluationConfig(Section):
     """How the student is measured on problems that it is not trained on."""
 
     preset: Literal["paper"] | None = Field(
-        None, description="hold the evaluation to the paper's protocol: keys that say otherwise are refused"
+        None, description="`paper` keeps to the paper's protocol: keys that depart from it are refused"
     )
     problems: ProblemSetConfig | None = Field(None, description="held-out problems; exclusive with `benchmarks`")
     benchmarks: dict[Annotated[str, spelled(r"[A-Za-z0-9][A-Za-z0-9_.-]*", NAME_WORDS)], BenchmarkConfig] = Field(
@@ -84,16 +84,18 @@ class EvaluationConfig(Section):
     thinking: Thinking = False
     samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
     pass_k: list[PositiveInt] = Field(
-        [], description="further k, up to a benchmark's `samples`, to report an unbiased Pass@k of"
+        [], description="further k, up to a benchmark's `samples`, for which an unbiased Pass@k is reported"
     )
     eval_every: int = Field(
-        0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 is off"
+        0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 for none"
     )
-    best_by: Literal["avg", "pass"] = Field("avg", description="which figure of all problems the best student has")
+    best_by: Literal["avg", "pass"] = Field(
+        "avg", description="the figure over all problems that decides which is best"
+    )
     temperature: NonNegativeFloat = Field(1.0, description="divides the logits; 0 takes the likeliest token")
     top_p: Probability = Field(0.8, description="share of probability that is sampled from; 1 is all of it")
     max_response_tokens: PositiveInt = Field(8192, description="longest response")
-    seed: int = Field(42, ge=0, description="sample i of problem j gets its own seed derived from it")
+    seed: int = Field(42, ge=0, description="the seed of each sample of each problem derives from it")
     verifier: EvaluationVerifier = Field(
         default_factory=dict, validate_default=True, description="judges responses; a verifier's own settings"
     )

@@ -39,19 +39,19 @@ class ProblemSetConfig(Section):
         "list of such"
     )
     layout: Layout = Field("auto", description="how a row becomes a problem; `auto` goes by its columns")
-    subset: str | None = Field(None, description="of a data set on the hub that has several")
-    split: str | None = Field(None, description="of a data set on the hub that has several")
+    subset: str | None = Field(None, description="which subset, for a data set on the hub that has several")
+    split: str | None = Field(None, description="which split, for a data set on the hub that has several")
     revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
     fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str] = Field(
         {},
-        description="columns that hold a problem's parts, where the layout has others; `a.b` is b inside a. Of chat "
-        "messages `answer` is the box in the assistant's last one",
+        description="columns that hold a problem's parts, if they are not those of the layout; `a.b` is b inside a. In "
+        "chat messages, `answer` is the box in the assistant's last message",
     )
     duplicates: Duplicates | None = Field(
         None,
-        description="which rows with the same text are dropped: `conflicting` ones, all of those whose answers differ; "
-        "`exact`, these and all but the first of others; `spacing`, the same with any white space as one space; "
-        "`keep`, none. Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
+        description="which rows with the same text are dropped. `conflicting`: all rows whose answers differ; `exact`: "
+        "these, and all but the first of equal rows; `spacing`: as `exact`, with any white space as one space; `keep`: "
+        "none. Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
     )
 
     @pydantic.model_validator(mode="before")
@@ -95,7 +95,7 @@ class PromptConfig(Section):
         "Please reason step by step, and put your final answer within \\boxed{}.",
         description="appended to the problem; empty for none",
     )
-    separator: str = Field(" ", description="between the problem and the instruction")
+    separator: str = Field(" ", description="text between the problem and the instruction")
     template: Annotated[str, spelled(r"teacher|student|.+\.jinja", TEMPLATE_WORDS)] = Field(
         "teacher",
         description="whose chat template renders training prompts: `teacher`, `student`, or a Jinja file's path",

@@ -34,22 +34,23 @@ class RunConfig(Section):
     directory: str | None = Field(None, description="run directory, new or empty; default `runs/<config name>/<time>`")
     seed: int = Field(0, ge=0, description="every seed of the run derives from it")
     samples_every: int = Field(
-        1, ge=0, description="write samples.jsonl every that many iterations (about 80 bytes a token); 0 for never"
+        1, ge=0, description="iterations between two additions to samples.jsonl (about 80 bytes a token); 0 for never"
     )
     max_dead_share: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="share of the prompts that may be given up before the run stops, after a batch of them",
+        description="largest share of prompts that may be given up; above it the run stops, once as many prompts as a "
+        "batch holds have finished",
     )
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
     stall_timeout_s: NonNegativeFloat | None = Field(
         None,
-        description="silence without anything committed after which the run ends with a report and exit code 3; "
-        "default: what the deadlines of a prompt's stages and `recovery_timeout_s` allow, and a minute; 0 for never",
+        description="the run ends with a report and exit code 3 after so long without progress; 0 for never. Default: "
+        "the deadlines of a prompt's stages, plus `recovery_timeout_s`, plus a minute",
     )
     verdict_every_s: NonNegativeFloat = Field(
-        60.0, description="time between two lines that say what holds the run up; 0 for none"
+        60.0, description="time between two lines that say what holds the run up; 0 for no lines"
     )
 
 
@@ -57,22 +58,22 @@ class ServingConfig(Section):
     """How a role's servers are used, watched and started again during a run."""
 
     max_in_flight: PositiveInt = Field(
-        512, description="most requests of all stages at one server; less while it is overloaded"
+        512, description="most requests at one server, from all stages; fewer while it is overloaded"
     )
     stall_s: PositiveFloat = Field(
-        20.0, description="a server that has requests and answered none for as long is asked whether it lives"
+        20.0, description="a server that has requests and has answered none for so long is pinged"
     )
-    restarts: int = Field(3, ge=0, description="how often one server that ended is started again within an hour")
+    restarts: int = Field(3, ge=0, description="how often one server that has ended is started again within an hour")
     recovery_timeout_s: PositiveFloat = Field(
         600.0,
-        description="longest time without any server that serves, and at the start until one at a `url` "
-        "answers; starting one again has to fit in",
+        description="longest time without any server that serves; starting one again must fit in. At the start also "
+        "the longest wait for a server at a `url`",
     )
     own_cores: int = Field(
         0,
         ge=0,
-        description="cores of this machine that each server started here has to itself while prompts are supervised; "
-        "the orchestrator and other servers share the rest, training uses all. For servers that compute on the CPU",
+        description="for servers on the CPU: cores of this machine that each has to itself while prompts are "
+        "supervised. The orchestrator and other servers share the rest; training uses all",
     )
 
 
@@ -105,7 +106,7 @@ class TeacherConfig(ModelConfig):
         None,
         description="file that keeps its scores, so that none is asked for twice; runs may share it",
     )
-    replay: bool = Field(False, description="ask nobody: all scores must be in the cache, and no teacher is started")
+    replay: bool = Field(False, description="start no teacher; all scores must be in the cache")
 
     @pydantic.model_validator(mode="after")
     def _check_replay(self) -> Self:
@@ -131,39 +132,45 @@ class TrainingConfig(Section):
     batch_size: PositiveInt = Field(128, description="prompts per iteration")
     mini_batch_size: PositiveInt = Field(32, description="prompts per optimiser update; divides batch_size")
     micro_batch_tokens: PositiveInt = Field(16384, description="padded tokens per forward pass of one rank")
-    learning_rate: PositiveFloat = Field(3e-6, description="highest one, of AdamW")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="stepped once per iteration")
-    warmup_iterations: int = Field(0, ge=0, description="over which the learning rate rises from 0")
-    weight_decay: NonNegativeFloat = Field(0.01, description="of AdamW")
-    max_grad_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
+    learning_rate: PositiveFloat = Field(3e-6, description="AdamW's highest learning rate, after warm-up")
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="how the learning rate goes on after warm-up; it changes once per iteration"
+    )
+    warmup_iterations: int = Field(0, ge=0, description="iterations in which the learning rate rises from 0")
+    weight_decay: NonNegativeFloat = Field(0.01, description="AdamW's weight decay")
+    max_grad_norm: PositiveFloat = Field(1.0, description="gradients with a larger norm are scaled down to it")
     clip: PositiveFloat = Field(0.2, description="epsilon of the clipped policy ratio")
-    dual_clip: float | None = Field(None, gt=1, description="bound of the loss at negative advantages; off by default")
+    dual_clip: float | None = Field(None, gt=1, description="bounds the loss at negative advantages; off by default")
     reference_kl: NonNegativeFloat = Field(0.0, description="coefficient of the KL to the reference")
     loss_aggregation: LossAggregation = Field(
-        "sequence_mean", description="mean of each response first, or of all tokens of a mini-batch alike"
+        "sequence_mean",
+        description="`sequence_mean`: the mean of each response, then over responses; `token_mean`: the mean over all "
+        "tokens of a mini-batch",
     )
     behavior: Literal["served", "recomputed"] = Field(
         "served",
-        description="pi_old of ratios and advantages: as the inference server reported it, or recomputed by the "
-        "trainer before an iteration's first update",
+        description="pi_old in ratios and advantages: as the inference server reported it (`served`), or recomputed by "
+        "the trainer before an iteration's first update",
     )
     importance_cap: PositiveFloat | None = Field(
         None,
-        description="weigh each token's policy term by min(recomputed / served probability, cap); off by default, "
-        "needs `behavior: recomputed`",
+        description="weighs each token's policy term by min(recomputed / served probability, cap); off by default. "
+        "Needs `behavior: recomputed`",
     )
     ranks: PositiveInt = Field(1, description="trainer processes")
     sharding: Literal["none", "fsdp2"] = Field(
         "none",
-        description="of the student over the ranks. none: each holds all of it; fsdp2: each holds its part of weights, "
-        "gradients and optimiser state, and layers are gathered while they compute (torch 2.8 or newer)",
+        description="`none`: each rank holds the whole student; `fsdp2`: each holds a part of weights, gradients and "
+        "optimiser state, and layers are gathered while they compute (torch 2.8 or newer)",
     )
     recompute_layers: bool = Field(
-        False, description="activation checkpointing: layers keep their inputs only and run again in the backward pass"
+        False, description="activation checkpointing: layers keep only their inputs and run again in the backward pass"
     )
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of forward passes and published weights")
-    keep_weights: int = Field(2, ge=2, description="published weight directories kept; the one served must stay")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of forward passes and published weights")
+    keep_weights: int = Field(
+        2, ge=2, description="published weight directories kept; one is being served, so 2 at least"
+    )
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
     @pydantic.model_validator(mode="after")
@@ -196,9 +203,9 @@ class QueueConfig(Section):
     """The bounded queue of finished supervision in front of the trainer."""
 
     order: Literal["admission"] = Field("admission", description="batches are made in admission order")
-    capacity_prompts: int | None = Field(None, description="default: one batch", gt=0)
+    capacity_prompts: int | None = Field(None, description="most admitted prompts; default: one batch", gt=0)
     capacity_bytes: PositiveInt = Field(
-        1 << 30, description="bytes of all admitted prompts together: of running ones in the worst case"
+        1 << 30, description="most bytes of all admitted prompts together; running ones count with their worst case"
     )
 
 
@@ -207,11 +214,11 @@ class StageConfig(Section):
 
     concurrency: PositiveInt = Field(64, description="requests in flight")
     timeout_s: PositiveFloat = Field(
-        600.0, description="deadline of a request, all attempts included, from its first sending"
+        600.0, description="deadline of a request with all its attempts, from its first sending on"
     )
     attempts: PositiveInt = Field(
         DEFAULT_ATTEMPTS,
-        description="sendings of a request that fails transiently; throttled ones go on to the deadline",
+        description="how often a request is sent that fails transiently; throttled ones are sent until the deadline",
     )
 
 

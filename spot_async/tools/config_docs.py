@@ -49,12 +49,12 @@ A run is one YAML file. `spot-async train FILE section.key=value ...` overrides 
 with every default filled in, and so does `config.yaml` in each run directory. A key that does not exist, a value of
 the wrong type and a combination that cannot work are refused in one line before anything starts.
 
-Sections with a `kind` (policy, backends, verifiers) hold the settings of the plug-in of that name, which is an
-installed one's or `module:Class`. Where nothing else is to be set, `policy: opd` is short for `policy: {kind: opd}`.
+Sections with a `kind` (policy, backends, verifiers) hold the settings of a plug-in. `kind` names an installed plug-in,
+or is `module:Class`. `policy: opd` is short for `policy: {kind: opd}`.
 
-`base: FILE` at the top, relative to the file's own folder, lays a file over another one: sections merge key by key, and
-one that names its `kind` replaces the other's as a whole. So on the command line: `policy.kind=opd` over a file
-with another method takes that one's keys away, and the same goes for backends and verifiers.
+`base: FILE` at the top lays the file over another one (relative to its own folder). Sections merge key by key. A
+section that names its `kind` replaces the other file's section as a whole. Overrides do the same: `policy.kind=opd`
+over a file with another method drops that method's keys.
 """
 
 
