@@ -157,8 +157,8 @@ class RunFiles:
         if reasons := [each.reason for each in self._events() if each.event in (ENDS_EARLY, STALLED)]:
             return f"The run ended early: {reasons[-1]}"
         return (
-            "The run ended early, or goes on on another machine: its log does not say why, as of one that was killed, "
-            "whose disk was full or whose machine went down"
+            "The run ended early, or goes on on another machine. Its log does not say why it ended: perhaps it was "
+            "killed, its disk was full, or its machine went down"
         )
 
     def _events(self) -> Iterator[_Event]:

@@ -208,7 +208,7 @@ def test_what_ends_a_run_is_in_its_log_and_readers_are_told(directory, error, re
 def test_of_a_run_that_goes_on_no_early_end_is_told_and_of_a_killed_one_that_nothing_says_why(directory):
     with directory.locked():
         assert RunFiles(directory.path).early_end() is None
-    assert "its log does not say why" in RunFiles(directory.path).early_end()
+    assert "Its log does not say why" in RunFiles(directory.path).early_end()
     (directory.path / "summary.json").write_text("{}")
     assert RunFiles(directory.path).early_end() is None
 
