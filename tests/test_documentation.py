@@ -83,7 +83,7 @@ def test_the_page_on_conformance_shows_every_check():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_commands_in_examples_exist(path):
     commands = set(typer.main.get_command(app).commands)
-    for block in blocks(path, ""):
+    for block in [*blocks(path, ""), *blocks(path, "bash")]:
         for command in re.findall(r"^(?:\$ )?spot-async ([a-z-]+)", block, flags=re.M):
             assert command in commands, command
 
