@@ -187,6 +187,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
         if (points := _points(rows, f"replica/{name}/{key}"))
     ]
     lags = {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"}
+    # In short iterations with few events, p99 is the longest lag, and one line would hide the other.
     if 2 * sum(row.get(lags["p99"]) == row.get(lags["longest"]) for row in rows) > len(rows):
         lags = {"p50": lags["p50"], "p99 and longest": lags["longest"]}
     used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
@@ -199,8 +200,8 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
             ("What the trainer waited for", "Seconds of each iteration, by the stage that most prompts were at.",
              _stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
             ("Stages: use of their limits", "Mean requests in flight while the trainer waited for a batch, over the "
-             "stage's limit or, where it is less, what its servers let in. The verdict counts only while most prompts "
-             "were at the stage.",
+             "stage's limit or, where it is less, what its servers let in. For the bottleneck above, only the time "
+             "counts in which most prompts were at the stage.",
              used),
             ("Stages: queues", "Mean requests that waited for their turn.",
              _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
