@@ -193,6 +193,7 @@ def paired_change(before: EvaluationResult, after: EvaluationResult, row: str) -
     pairs = list(zip(before.benchmarks, after.benchmarks, strict=True))
     if row != MACRO:
         return next(_change(one, other, ALL_TIERS) for one, other in pairs if one.name == row)
+    # Benchmarks count alike, however many problems they have.
     changes = [_change(one, other, ALL_TIERS) for one, other in pairs if one.is_judged and one.in_macro]
     estimates = [Estimate(value=change, standard_error=finite(error)) for change, error in changes]
     mean = mean_of_independent(estimates)

@@ -67,6 +67,7 @@ async def evaluate(
             try:
                 response = await sampler.sample(job)
             except BudgetSpentError as error:
+                # Raised only after the TaskGroup: raised here, it would cancel responses that are paid for.
                 spent.append(error)
                 return
             await keep(response)

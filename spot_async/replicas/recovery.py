@@ -107,6 +107,7 @@ class Supervisor(Generic[B]):
             if life.state is State.SERVING:  # it has had requests and answered none for `stall_s`
                 life.move(State.SUSPECT, _now_s())
             error = await self._ping(unknown_is_well=not connections_failed)
+            # A server may answer pings and yet fail real requests, as its request on trial did.
             if connections_failed and life.failed_trial:
                 error = error or self._replica.last_error
             if error is not None:

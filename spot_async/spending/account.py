@@ -138,6 +138,7 @@ class Account:
     async def _turn(self, server: str, rate_limit: RateLimiter, tokens: int, deadline: float | None) -> Grant:
         """Wait for a turn. The first request under a lease uses the lease's grant; further ones get their own."""
         loop = asyncio.get_running_loop()
+        # Under a lease, the pool has waited for the rate limit already, and keeps room for this request.
         grant = rate_limit.claim(LEASED.get()) or rate_limit.grant(tokens)
         try:
             while (delay_s := rate_limit.turn_s(loop.time(), grant)) > 0:

@@ -166,7 +166,7 @@ async def stop_tokens(subject: Subject) -> Finding:
 
 
 async def immediate_stop(subject: Subject) -> Finding:
-    """A first token that is a stop token is a response of one token."""
+    """A response whose first token is a stop token has one token."""
     margins = []
     for i in range(PROMPTS):
         row = np.sort((await subject.exact(subject.prompt(i), np.zeros(1, np.int32)))[0])

@@ -108,6 +108,7 @@ def _estimate(
     used = Usage(prompt_tokens=round(prompt_total), completion_tokens=round(completion_total))
     money = None
     if account.prices is not None:
+        # `cost` includes the price of one request.
         money = account.prices.cost(used) + (requests - 1) * account.prices.request
     return Estimate(round(requests), used, money, _minutes(requests, used, account))
 

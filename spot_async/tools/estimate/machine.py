@@ -170,11 +170,12 @@ class _Loads:
             student_writes=not needs.teacher_responses,
             teacher_problems=self._problems if needs.teacher_responses else 0,
         )
+        # While it is written, a response has half of its final length on average.
         context = self._prompt_tokens / max(1, self._prompts) + response_tokens / 2
         in_flight = config.training.batch_size * needs.samples_per_prompt
         bulk_s = self._decoding_s("student", work.rollout + work.probe, context, in_flight)
         steps = config.sampling.max_response_tokens * (1 + (needs.probes_per_prompt > 0))
-        # The batch's last response is waited for while nothing else is in flight.
+        # An iteration takes at least as long as its longest response, and a probe after that, by themselves.
         tail_s = self._decoding_s("student", steps, context, 1) if work.rollout else 0.0
         sampling_s = max(bulk_s, iterations * tail_s)
         sampling_s += self._decoding_s(

@@ -211,11 +211,13 @@ async def _measure(closed: ClosedLoop, limits: RampLimits, box_ends_s: float) ->
     """Measure and return the level that the loop is at; None if the time ended before."""
     loop = asyncio.get_running_loop()
     closed.count_anew()
-    if not await closed.answered(closed.concurrency, until_s=box_ends_s):  # warm-up
+    # Warm-up: the first answers are those of requests that were sent before the level was reached.
+    if not await closed.answered(closed.concurrency, until_s=box_ends_s):
         return None
     closed.count_anew()
     started_s = loop.time()
     await closed.answered(limits.answers, until_s=min(started_s + limits.window_s, box_ends_s))
+    # Slow servers get more than the window. With less than one answer of each worker, only short requests would count.
     await closed.answered(max(MIN_ANSWERS, closed.concurrency), until_s=box_ends_s)
     return _level(closed, loop.time() - started_s)
 
