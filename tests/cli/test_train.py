@@ -7,135 +7,30 @@ and real signals only.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from command import (
+    QUICK,
+    Command,
+    arguments,
+    assert_nothing_left,
+    assert_refused,
+    error_lines,
+    invoke,
+    train,
+)
 
 from spot_async.base.processes.cores import available_cores
-from spot_async.cli import app
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
-QUICK = [
-    "training.iterations=2",
-    "training.batch_size=8",
-    "training.mini_batch_size=4",
-    "training.warmup_iterations=0",
-    "evaluation=null",
-]
-START_TIMEOUT_S = 300
-
-
-def marked_processes(marker: str, but: int) -> dict[int, str]:
-    """Command lines of all living processes with the marker in their environment, save one."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == but:
-            continue
-        try:
-            if marker.encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (OSError, PermissionError):
-            continue
-    return {pid: line for pid, line in found.items() if line}
-
-
-def assert_nothing_left(marker: str, but: int) -> None:
-    end = time.monotonic() + 60
-    while marked_processes(marker, but) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert marked_processes(marker, but) == {}
-
-
-class Command:
-    """A running `spot-async`; everything it starts carries its marker."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.marker = f"SPOT_ASYNC_TEST={uuid.uuid4().hex}"
-        name, _, value = self.marker.partition("=")
-        scratch = tempfile.mkdtemp(prefix="spot-test-")  # what a killed owner leaves is swept up by `finish`
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "spot_async", *arguments],
-            cwd=ROOT,
-            env={**os.environ, name: value, "TMPDIR": scratch},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.scratch = scratch
-        self.started = time.monotonic()
-
-    def finish(self, timeout_s: float = START_TIMEOUT_S) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout_s)
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        return self.process.returncode, out, err
-
-    def processes(self) -> dict[int, str]:
-        """Command lines of what it started."""
-        return marked_processes(self.marker, but=self.process.pid)
-
-    def wait_for(self, path: Path) -> None:
-        """Until `path` exists: the run has come that far, in `start_s`."""
-        end = time.monotonic() + START_TIMEOUT_S
-        while not path.exists():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, f"{path} never came"
-            time.sleep(0.05)
-        self.start_s = time.monotonic() - self.started
-
-    def assert_nothing_left(self) -> None:
-        assert_nothing_left(self.marker, but=self.process.pid)
-
-
-def arguments(run: Path, *overrides: str) -> list[str]:
-    return ["train", "configs/quickstart.yaml", f"run.directory={run}", *QUICK, *overrides]
-
-
-def train(run: Path, *overrides: str) -> Command:
-    return Command(*arguments(run, *overrides))
-
-
-def error_lines(err: str) -> list[str]:
-    return [line for line in err.splitlines() if line.startswith("error:")]
-
-
-def invoke(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
-    """The command in this process: for what it does before it starts any other."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("COLUMNS", "200")
-    return CliRunner().invoke(app, words)
-
-
-def assert_refused(result: Result, *expected: str) -> None:
-    """One line on stderr, exit code 2."""
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.strip().splitlines()
-    for each in expected:
-        assert each in line
-
-
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Assert that a run with one override is refused, with these words, and leaves no directory."""
-
-    def check(override: str, *expected: str) -> None:
-        assert_refused(invoke(monkeypatch, *arguments(tmp_path / "run", override)), *expected)
-        assert not (tmp_path / "run").exists()
-
-    return check
 
 
 @pytest.fixture(scope="module")
@@ -244,22 +139,6 @@ def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatc
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_dry_run_finds_a_directory_that_cannot_be_made_and_may_leave_the_configuration_out(command, monkeypatch):
-    dry = [command, "configs/quickstart.yaml", "--dry-run", "--brief"]
-    shown = invoke(monkeypatch, *dry)
-    assert shown.exit_code == 0, shown.stderr
-    assert "would start" in shown.output
-    assert "learning_rate" not in shown.output
-    assert_refused(invoke(monkeypatch, *dry, "run.directory=README.md/run"), "run.directory", "Not a directory")
-    assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", "--brief"), "--brief", "--dry-run")
-
-
-def test_runs_that_cannot_be_resumed_say_so(monkeypatch):
-    given = ["train", "configs/quickstart.yaml", "--resume", "runs/mine"]
-    assert_refused(invoke(monkeypatch, *given), "--resume", "training runs cannot be resumed yet")
-
-
 def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypatch):
     run, _ = finished_run
     assert_refused(invoke(monkeypatch, *arguments(run)), "run.directory", "not empty")
@@ -275,56 +154,6 @@ def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):
     assert "student.model" in line
     assert "no/such/model" in line
     command.assert_nothing_left()
-
-
-def test_different_vocabularies_are_one_line(tmp_path, refused):
-    other = tmp_path / "teacher"
-    shutil.copytree(EXAMPLE / "teacher", other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    vocab["one"], vocab["two"] = vocab["two"], vocab["one"]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    refused(f"teacher.model={other}", "different vocabularies", "2 tokens", "'one'")
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("", "empty line"),
-        ('{"problem": "a1b+2"}', "answer"),
-        ('{"problem": "a1b+2", "ans', "not valid JSON: Input data was truncated"),
-    ],
-)
-def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused, line, expected):
-    good = (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:2]
-    data = tmp_path / "train.jsonl"
-    data.write_text("\n".join([*good, line, good[0]]) + "\n")
-    refused(f"data.train={data}", "train.jsonl:3:", expected)
-
-
-def test_an_evaluation_that_would_never_be_due_is_one_line(refused):
-    refused("evaluation={problems: examples/running_sum/data/heldout.jsonl, eval_every: 3}", "ends after iteration 2")
-
-
-def test_responses_beyond_the_context_are_one_line(refused):
-    refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "at most 512")
-
-
-def test_the_version_is_the_package_s(monkeypatch):
-    done = invoke(monkeypatch, "--version")
-    assert (done.exit_code, done.output) == (0, f"spot-async {importlib.metadata.version('spot-async')}\n")
-
-
-def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
-    assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
-
-
-def test_a_dry_run_says_how_many_problems_make_no_batch(tmp_path, monkeypatch):
-    problems = tmp_path / "nine.jsonl"
-    problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
-    batches = [f"data.train={problems}", "training.batch_size=8", "training.mini_batch_size=8"]
-    dry = invoke(monkeypatch, "train", "configs/quickstart.yaml", *batches, "--dry-run")
-    assert "from 9 problems (0 too long); 1 left out of each epoch" in " ".join(dry.output.split())
 
 
 def test_a_server_that_cannot_start_is_one_line_and_the_next_start_says_what_to_delete(tmp_path, monkeypatch):

@@ -1,0 +1,91 @@
+"""What `spot-async` says before it starts anything: refusals in one line, the dry run, the version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import arguments, assert_refused, invoke
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Assert that a run with one override is refused, with these words, and leaves no directory."""
+
+    def check(override: str, *expected: str) -> None:
+        assert_refused(invoke(monkeypatch, *arguments(tmp_path / "run", override)), *expected)
+        assert not (tmp_path / "run").exists()
+
+    return check
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_dry_run_finds_a_directory_that_cannot_be_made_and_may_leave_the_configuration_out(command, monkeypatch):
+    dry = [command, "configs/quickstart.yaml", "--dry-run", "--brief"]
+    shown = invoke(monkeypatch, *dry)
+    assert shown.exit_code == 0, shown.stderr
+    assert "would start" in shown.output
+    assert "learning_rate" not in shown.output
+    assert_refused(invoke(monkeypatch, *dry, "run.directory=README.md/run"), "run.directory", "Not a directory")
+    assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", "--brief"), "--brief", "--dry-run")
+
+
+def test_runs_that_cannot_be_resumed_say_so(monkeypatch):
+    given = ["train", "configs/quickstart.yaml", "--resume", "runs/mine"]
+    assert_refused(invoke(monkeypatch, *given), "--resume", "training runs cannot be resumed yet")
+
+
+def test_different_vocabularies_are_one_line(tmp_path, refused):
+    other = tmp_path / "teacher"
+    shutil.copytree(EXAMPLE / "teacher", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["one"], vocab["two"] = vocab["two"], vocab["one"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(f"teacher.model={other}", "different vocabularies", "2 tokens", "'one'")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "empty line"),
+        ('{"problem": "a1b+2"}', "answer"),
+        ('{"problem": "a1b+2", "ans', "not valid JSON: Input data was truncated"),
+    ],
+)
+def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused, line, expected):
+    good = (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:2]
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join([*good, line, good[0]]) + "\n")
+    refused(f"data.train={data}", "train.jsonl:3:", expected)
+
+
+def test_an_evaluation_that_would_never_be_due_is_one_line(refused):
+    refused("evaluation={problems: examples/running_sum/data/heldout.jsonl, eval_every: 3}", "ends after iteration 2")
+
+
+def test_responses_beyond_the_context_are_one_line(refused):
+    refused("sampling.max_response_tokens=500", "sampling.max_response_tokens=500", "at most 512")
+
+
+def test_the_version_is_the_package_s(monkeypatch):
+    done = invoke(monkeypatch, "--version")
+    assert (done.exit_code, done.output) == (0, f"spot-async {importlib.metadata.version('spot-async')}\n")
+
+
+def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
+    assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
+
+
+def test_a_dry_run_says_how_many_problems_make_no_batch(tmp_path, monkeypatch):
+    problems = tmp_path / "nine.jsonl"
+    problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
+    batches = [f"data.train={problems}", "training.batch_size=8", "training.mini_batch_size=8"]
+    dry = invoke(monkeypatch, "train", "configs/quickstart.yaml", *batches, "--dry-run")
+    assert "from 9 problems (0 too long); 1 left out of each epoch" in " ".join(dry.output.split())

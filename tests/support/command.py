@@ -1,0 +1,115 @@
+"""`spot-async` as users run it: as a process whose descendants can be found, or in this one for what starts none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from spot_async.cli import app
+
+ROOT = Path(__file__).parents[2]
+QUICK = [
+    "training.iterations=2",
+    "training.batch_size=8",
+    "training.mini_batch_size=4",
+    "training.warmup_iterations=0",
+    "evaluation=null",
+]
+START_TIMEOUT_S = 300
+
+
+def marked_processes(marker: str, but: int) -> dict[int, str]:
+    """Command lines of all living processes with the marker in their environment, save one."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == but:
+            continue
+        try:
+            if marker.encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, PermissionError):
+            continue
+    return {pid: line for pid, line in found.items() if line}
+
+
+def assert_nothing_left(marker: str, but: int) -> None:
+    end = time.monotonic() + 60
+    while marked_processes(marker, but) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert marked_processes(marker, but) == {}
+
+
+class Command:
+    """A running `spot-async`; everything it starts carries its marker."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.marker = f"SPOT_ASYNC_TEST={uuid.uuid4().hex}"
+        name, _, value = self.marker.partition("=")
+        scratch = tempfile.mkdtemp(prefix="spot-test-")  # what a killed owner leaves is swept up by `finish`
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "spot_async", *arguments],
+            cwd=ROOT,
+            env={**os.environ, name: value, "TMPDIR": scratch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.scratch = scratch
+        self.started = time.monotonic()
+
+    def finish(self, timeout_s: float = START_TIMEOUT_S) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        return self.process.returncode, out, err
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of what it started."""
+        return marked_processes(self.marker, but=self.process.pid)
+
+    def wait_for(self, path: Path) -> None:
+        """Until `path` exists: the run has come that far, in `start_s`."""
+        end = time.monotonic() + START_TIMEOUT_S
+        while not path.exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end, f"{path} never came"
+            time.sleep(0.05)
+        self.start_s = time.monotonic() - self.started
+
+    def assert_nothing_left(self) -> None:
+        assert_nothing_left(self.marker, but=self.process.pid)
+
+
+def arguments(run: Path, *overrides: str) -> list[str]:
+    return ["train", "configs/quickstart.yaml", f"run.directory={run}", *QUICK, *overrides]
+
+
+def train(run: Path, *overrides: str) -> Command:
+    return Command(*arguments(run, *overrides))
+
+
+def error_lines(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("error:")]
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
+    """The command in this process: for what it does before it starts any other."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner().invoke(app, words)
+
+
+def assert_refused(result: Result, *expected: str) -> None:
+    """One line on stderr, exit code 2."""
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.strip().splitlines()
+    for each in expected:
+        assert each in line
