@@ -9,31 +9,17 @@ from pathlib import Path
 from spot_async.config import ProblemSetConfig, PromptConfig, SamplingConfig, StagesConfig
 from spot_async.data import load_problem_set
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
-from spot_async.errors import RequestError
-from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.policies.spot import SpotPolicy, SpotSettings
-from spot_async.stages.stages import Services, Stages
-from spot_async.types import PolicyContext, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.policies.spot import SpotPolicy
+from spot_async.stages.stages import Services
+from spot_async.testing.services import SimulatedTrainer
+from spot_async.testing.simulation import make_policy, make_run
+from spot_async.types import PolicyContext
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"
 VOCAB = 48
 PROBES = 8  # 2 positions with 4 candidates each
-
-
-class InstantTrainer:
-    """A trainer that does nothing, so that the next iteration starts at once."""
-
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        return TrainReport(snapshot=WeightSnapshot(directory="", version=WeightVersion(0, iteration + 1)), metrics={})
-
-
-class Silence:
-    def iteration_finished(self, result: IterationResult) -> None:
-        pass
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        raise error
 
 
 @functools.cache
@@ -49,33 +35,21 @@ def make_orchestrator(
     services: Services, stages: StagesConfig, *, batch_size: int, iterations: int, max_response_tokens: int
 ) -> Orchestrator:
     vocabulary, sources = _example()
-    return Orchestrator(
-        OrchestratorSettings(
-            iterations=iterations,
-            batch_size=batch_size,
-            max_staleness=0,
-            capacity_prompts=batch_size,
-            capacity_bytes=1 << 30,
-            max_response_tokens=max_response_tokens,
-            vocab_size=VOCAB,
-            weight_update_timeout_s=60.0,
-            max_dead_share=0.0,
-        ),
+    return make_run(
+        make_policy(SpotPolicy, PolicyContext(vocab_size=VOCAB, tokenizer=vocabulary.tokenizer)),
+        student=services.generator,
+        teacher=services.scorer,
+        verifier=services.verifier,
+        trainer=SimulatedTrainer(step_s=0.0),  # trains nothing, so that the next iteration starts at once
+        weight_sinks=[],
         prompts=PromptSchedule(
             sources, batch_size=batch_size, run_seed=0, shuffle=True, epochs=None, iterations=iterations
         ),
-        policy=SpotPolicy(SpotSettings(), PolicyContext(vocab_size=VOCAB, tokenizer=vocabulary.tokenizer)),
-        stages=Stages(
-            services,
-            stages,
-            SamplingConfig(max_prompt_tokens=64, max_response_tokens=max_response_tokens),
-            student=vocabulary,
-            teacher=vocabulary,
-            run_seed=0,
-            max_running_prompts=batch_size,
-            max_probes_per_prompt=PROBES,
-        ),
-        trainer=InstantTrainer(),
-        weight_sinks=[],
-        observer=Silence(),
-    )
+        vocabulary=vocabulary,
+        config=stages,
+        sampling=SamplingConfig(max_prompt_tokens=64, max_response_tokens=max_response_tokens),
+        iterations=iterations,
+        batch_size=batch_size,
+        vocab_size=VOCAB,
+        max_dead_share=0.0,
+    ).orchestrator

@@ -1,1 +1,31 @@
-"""Simulates time and services for tests: ours, and those of your own policies and backends. No run imports it."""
+"""Simulates time and services for tests: ours, and those of your own policies and backends. No run imports it.
+
+What the test of a policy begins with is named here: `ScriptedStages` for one prompt and given numbers, and
+`simulated_run` for a whole run.
+"""
+
+from spot_async.testing.replies import capabilities, generation, token_scores
+from spot_async.testing.scripted_stages import ScriptedStages
+from spot_async.testing.simulation import (
+    SimulatedRun,
+    make_policy,
+    make_run,
+    policy_context,
+    simulated_prompts,
+    simulated_run,
+)
+from spot_async.testing.virtual_time import run_on_virtual_time
+
+__all__ = [
+    "ScriptedStages",
+    "SimulatedRun",
+    "capabilities",
+    "generation",
+    "make_policy",
+    "make_run",
+    "policy_context",
+    "run_on_virtual_time",
+    "simulated_prompts",
+    "simulated_run",
+    "token_scores",
+]

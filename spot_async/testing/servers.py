@@ -15,7 +15,8 @@ from typing import Self
 import numpy as np
 
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, ThrottledError, TransientError
-from spot_async.testing.services import INITIAL_VERSION, VOCAB_SIZE, SimulatedStudent
+from spot_async.testing.replies import INITIAL_VERSION, capabilities
+from spot_async.testing.services import VOCAB_SIZE, SimulatedStudent
 from spot_async.types import Capabilities, WeightSnapshot
 
 ROUNDING_TOKENS = 1e-6
@@ -188,16 +189,7 @@ class SimulatedReplica(SimulatedStudent):
         raise ProcessDiedError(f"{self.server.name} was killed by SIGKILL")
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        return Capabilities(
-            model="simulated",
-            vocab_size=VOCAB_SIZE,
-            vocab_fingerprint="simulated",
-            max_context_tokens=1 << 20,
-            max_top_k=VOCAB_SIZE,
-            exact_entropy=True,
-            candidate_logprobs="batched",
-            weight_update=True,
-        )
+        return capabilities(VOCAB_SIZE)
 
     async def ping(self, *, deadline: float) -> None:
         try:

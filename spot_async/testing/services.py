@@ -11,10 +11,12 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
 from spot_async.errors import VersionMismatchError
+from spot_async.testing.replies import INITIAL_VERSION, generation, whole_scores
 from spot_async.types import (
     FloatArray,
     Generation,
@@ -25,14 +27,12 @@ from spot_async.types import (
     TokenScores,
     TrainReport,
     Verdict,
-    VersionSpan,
     WeightSnapshot,
     WeightVersion,
 )
 
 VOCAB_SIZE = 64
 END_TOKEN = 1
-INITIAL_VERSION = WeightVersion(0, 0)
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,9 @@ class SimulatedStudent:
         if length < sampling.max_tokens:
             token_ids[-1] = END_TOKEN
         await self._work(length, rng)
-        return Generation(
-            token_ids=token_ids,
-            logprobs=-rng.random(length, dtype=np.float32),
-            finish_reason="stop" if length < sampling.max_tokens else "length",
-            version_spans=(VersionSpan(0, length, version),),
-        )
+        is_whole = length < sampling.max_tokens
+        logprobs = -rng.random(length, dtype=np.float32)
+        return generation(token_ids, logprobs, version=version, finish_reason="stop" if is_whole else "length")
 
     async def candidate_logprobs(
         self,
@@ -115,9 +112,20 @@ class SimulatedStudent:
 
 @dataclass
 class SimulatedTeacher:
-    """A simulated teacher: a scorer with exact entropy."""
+    """A simulated teacher: a scorer with exact entropy, which also writes responses."""
 
     latency: Latency = field(default_factory=Latency)
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        return await SimulatedStudent(self.latency).generate(prompt_ids, sampling, deadline=deadline)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -125,18 +133,7 @@ class SimulatedTeacher:
         rng = _rng("teacher", prompt_ids.tobytes() + response_ids.tobytes())
         await asyncio.sleep(self.latency.of(len(response_ids), rng))
         logits = rng.normal(scale=2.0, size=(len(response_ids), VOCAB_SIZE))
-        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        order = np.argsort(-logprobs, axis=-1)[:, :top_k]
-        entropy = -(np.exp(logprobs) * logprobs).sum(-1).astype(np.float32)
-        return TokenScores(
-            logprobs=logprobs[np.arange(len(response_ids)), response_ids].astype(np.float32),
-            topk_ids=order.astype(np.int32),
-            topk_logprobs=np.take_along_axis(logprobs, order, -1).astype(np.float32),
-            entropy=entropy,
-            entropy_lower=entropy,
-            entropy_upper=entropy,
-            version=WeightVersion(0, 0),
-        )
+        return whole_scores(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), response_ids, top_k)
 
 
 @dataclass
@@ -146,6 +143,12 @@ class SimulatedVerifier:
     latency_s: float = 0.002
     share_correct: float = 0.4
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         await asyncio.sleep(self.latency_s)
         return Verdict.CORRECT if _rng(problem.id, response_text).random() < self.share_correct else Verdict.WRONG
@@ -153,9 +156,13 @@ class SimulatedVerifier:
 
 @dataclass
 class SimulatedTrainer:
-    """A simulated trainer: keeps the batches for inspection, and publishes a new version for each."""
+    """A simulated trainer: keeps the batches for inspection, and publishes a new version for each.
+
+    Its snapshots name files that nobody reads. With a `directory` they always name that one.
+    """
 
     step_s: float = 1.0
+    directory: str | None = None
     batches: list[list[Supervision]] = field(default_factory=list)
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
@@ -163,5 +170,6 @@ class SimulatedTrainer:
             raise ValueError(f"iteration {iteration} after {len(self.batches)} batches")
         await asyncio.sleep(self.step_s)
         self.batches.append(list(batch))
-        snapshot = WeightSnapshot(directory=f"weights/{iteration + 1}", version=WeightVersion(0, iteration + 1))
+        directory = self.directory or f"weights/{iteration + 1}"
+        snapshot = WeightSnapshot(directory=directory, version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})

@@ -20,7 +20,8 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
-from spot_async.types import Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
+from spot_async.testing.replies import token_scores
+from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
 VOCAB = 53
 RESPONSE = np.array([7, 30], np.int32)
@@ -153,16 +154,7 @@ def test_a_response_whose_last_allowed_token_is_a_stop_token_has_stopped() -> No
     ],
 )
 def test_poisoned_scores_are_rejected(change: dict[str, object], message: str) -> None:
-    ones = np.ones(2, np.float32)
-    honest = TokenScores(
-        logprobs=-ones,
-        topk_ids=np.zeros((2, 1), np.int32),
-        topk_logprobs=-ones[:, None],
-        entropy=ones,
-        entropy_lower=ones,
-        entropy_upper=ones,
-        version=WeightVersion(0, 0),
-    )
+    honest = token_scores([-1.0, -1.0], topk_logprobs=-1.0, entropy=1.0)
     check_scores(honest, RESPONSE, top_k=1, vocab_size=VOCAB)
     with pytest.raises(PoisonedReplyError, match=message):
         check_scores(msgspec.structs.replace(honest, **change), RESPONSE, top_k=1, vocab_size=VOCAB)

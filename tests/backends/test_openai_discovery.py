@@ -20,8 +20,9 @@ from spot_async.backends.shared.failures import UNREADABLE, FailedReply, classif
 from spot_async.checks.capabilities import check_capabilities
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DeadlineExceededError, Exchange, RequestError, TransientError
+from spot_async.testing.replies import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities, PolicyNeeds
+from spot_async.types import PolicyNeeds
 
 TOKENIZER = PreTrainedTokenizerFast(
     tokenizer_file=str(Path(__file__).parents[1] / "recorded" / "openai" / "tokenizer.json"), eos_token="<|im_end|>"
@@ -235,16 +236,7 @@ def test_a_run_that_needs_scores_is_refused_with_what_the_endpoint_answered() ->
             "training": {"iterations": 1, "batch_size": 1, "mini_batch_size": 1},
         }
     )
-    student = Capabilities(
-        model="m",
-        vocab_size=VOCAB,
-        vocab_fingerprint="f",
-        max_context_tokens=1 << 20,
-        max_top_k=8,
-        exact_entropy=True,
-        candidate_logprobs="batched",
-        weight_update=True,
-    )
+    student = capabilities(VOCAB, max_top_k=8)
     teacher = msgspec.structs.replace(student, max_top_k=0, unscored="asked /x: HTTP 500: no")
     with pytest.raises(ConfigError, match=r"scores no given tokens, .* \(asked /x: HTTP 500: no\)$"):
         check_capabilities(config, PolicyNeeds(teacher_top_k=1), {"student": student, "teacher": teacher})

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from spot_async.base import wire
-from spot_async.types import FloatArray, TokenScores, WeightVersion
+from spot_async.testing.replies import token_scores
+from spot_async.types import FloatArray, TokenScores
 
 
 class Message(msgspec.Struct):
@@ -52,10 +53,7 @@ def test_what_has_no_form_on_the_wire_is_not_sent_as_something_else() -> None:
 def test_an_array_that_is_kept_keeps_nothing_else_of_its_message_in_memory():
     """A supervision in the queue counts its own bytes; those of the teacher's top-k that it came with must be free."""
     rows, tokens = np.zeros((9, 20), np.float32), np.ones(9, np.float32)
-    scores = TokenScores(
-        logprobs=tokens, topk_ids=rows.astype(np.int32), topk_logprobs=rows,
-        entropy=tokens, entropy_lower=tokens, entropy_upper=tokens, version=WeightVersion(0, 0),
-    )  # fmt: skip
+    scores = token_scores(tokens, topk_ids=rows, topk_logprobs=rows)
     message = bytearray(wire.encode(scores))
     kept = wire.decode(message, TokenScores).logprobs
     message.clear()  # raises BufferError while anybody looks into it

@@ -11,13 +11,19 @@ import pytest
 from spot_async.checks.agreement import agreement
 from spot_async.checks.discovery import Asked
 from spot_async.errors import TransientError
-from spot_async.types import Capabilities, FloatArray, TokenScores, WeightVersion
+from spot_async.testing.replies import capabilities, token_scores
+from spot_async.types import TokenScores, WeightVersion
 
 V0 = WeightVersion(0, 0)
-SAID = Capabilities(
-    model="m", vocab_size=9, vocab_fingerprint="v", max_context_tokens=64, max_top_k=9, exact_entropy=False,
-    candidate_logprobs="none", weight_update=False, generation=False, logprob_noise_nats=0.01,
-)  # fmt: skip
+SAID = capabilities(
+    9,
+    model="m",
+    vocab_fingerprint="v",
+    exact_entropy=False,
+    candidate_logprobs="none",
+    generation=False,
+    logprob_noise_nats=0.01,
+)
 IDS = np.arange(4, dtype=np.int32)
 ASKED = Asked([IDS, IDS], [IDS, IDS], ())
 
@@ -34,13 +40,8 @@ class Server:
         if self.unknown is not None:
             valid = np.arange(4) != self.unknown
             rows[self.unknown] = -99.0
-        flat: FloatArray = np.zeros(4, np.float32)
         top = np.repeat(rows[:, None], top_k, 1)
-        ids = np.zeros((4, top_k), np.int32)
-        return TokenScores(
-            logprobs=rows, topk_ids=ids, topk_logprobs=top, entropy=flat, entropy_lower=flat, entropy_upper=flat,
-            version=V0, valid=valid,
-        )  # fmt: skip
+        return token_scores(rows, topk_ids=np.zeros_like(top), topk_logprobs=top, valid=valid)
 
 
 @pytest.mark.parametrize(

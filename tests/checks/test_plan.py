@@ -16,7 +16,8 @@ from spot_async.checks.plan import check_places, plan_evaluation, plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
-from spot_async.types import Capabilities, PolicyNeeds
+from spot_async.testing.replies import capabilities
+from spot_async.types import PolicyNeeds
 
 ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples" / "running_sum" / "student"
@@ -28,16 +29,7 @@ def config(monkeypatch):
     return load_config(Path("configs/quickstart.yaml"))
 
 
-SERVED = Capabilities(
-    model="m",
-    vocab_size=48,
-    vocab_fingerprint="f",
-    max_context_tokens=512,
-    max_top_k=48,
-    exact_entropy=True,
-    candidate_logprobs="batched",
-    weight_update=True,
-)
+SERVED = capabilities(48, max_context_tokens=512)
 NEEDS = PolicyNeeds(teacher_top_k=16, teacher_top_k_key="score_top_k", exact_entropy=True, candidate_logprobs=True)
 
 

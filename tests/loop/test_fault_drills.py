@@ -6,7 +6,7 @@ There is one real server. Orchestrator, stages and feed check are a run's own; t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async import stages_for
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.base import wire
-from spot_async.config import SamplingConfig, ScoreStageConfig, StageConfig, StagesConfig
+from spot_async.config import SamplingConfig
 from spot_async.errors import (
     DeadlineExceededError,
     PoisonedReplyError,
@@ -29,17 +28,15 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.loop.admission import PromptState
-from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.policies.spot import SpotPolicy
+from spot_async.testing.services import SimulatedTrainer
+from spot_async.testing.simulation import SimulatedRun, make_policy, make_run, same_limits, simulated_prompts
 from spot_async.trainer.feed_check import WrongSupervisionError
 from spot_async.types import (
     Generation,
     Problem,
-    Prompt,
     SamplingSettings,
-    Supervision,
-    TrainReport,
     Verdict,
     WeightSnapshot,
     WeightVersion,
@@ -47,7 +44,7 @@ from spot_async.types import (
 
 Attached = Callable[..., AbstractAsyncContextManager[tuple[Any, Any]]]
 MODEL = Path(__file__).parents[2] / "examples" / "running_sum" / "student"
-BATCH, ITERATIONS, RESPONSE_TOKENS = 8, 2, 24
+BATCH = 8
 PROMPT = np.arange(5, 12, dtype=np.int32)
 SAMPLING = SamplingSettings(max_tokens=12, stop_token_ids=(1,), seed=3)
 
@@ -84,91 +81,54 @@ def soon(seconds: float = 60.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-class Remembers:
-    """A trainer that trains nothing, and the observer."""
-
-    def __init__(self) -> None:
-        self.batches: list[Sequence[Supervision]] = []
-        self.dead: dict[int, RequestError] = {}
-
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        self.batches.append(batch)
-        snapshot = WeightSnapshot(directory=str(MODEL), version=WeightVersion(0, iteration + 1))
-        return TrainReport(snapshot=snapshot, metrics={})
-
-    def iteration_finished(self, result: IterationResult) -> None: ...
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        self.dead[prompt.ordinal] = error
-
-    @property
-    def trained(self) -> dict[int, bytes]:
-        """Everything that would have been trained on, but for which weights were named: those are all the same."""
-        return {each.prompt_ordinal: wire.encode(each) for batch in self.batches for each in batch}
-
-
 class LengthIsRight:
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         return Verdict.CORRECT if len(response_text) % 3 == 0 else Verdict.WRONG
 
 
-async def run(backend: Any, files: ModelFiles, timeout_s: float = 60.0) -> tuple[Remembers, Orchestrator]:
-    policy = SpotPolicy(SpotPolicy.Settings(positions=1, score_top_k=8, probe_top_k=3), files.policy_context)
-    stage = StageConfig(timeout_s=timeout_s)
-    sampling = SamplingConfig(max_prompt_tokens=64, max_response_tokens=RESPONSE_TOKENS)
-    stages = stages_for(
-        policy,
-        files.vocabulary,
+async def run(backend: Any, files: ModelFiles, timeout_s: float = 60.0) -> SimulatedRun:
+    """SPOT on a real server, as student and as teacher. Its weights never change, only their versions."""
+    run = make_run(
+        make_policy(SpotPolicy, files.policy_context, positions=1, score_top_k=8, probe_top_k=3),
         student=backend,
         teacher=backend,
         verifier=LengthIsRight(),
-        sampling=sampling,
-        config=StagesConfig(rollout=stage, score=ScoreStageConfig(timeout_s=timeout_s), candidates=stage, probe=stage),
+        trainer=SimulatedTrainer(step_s=0.0, directory=str(MODEL)),
+        prompts=simulated_prompts(problems=8),
+        vocabulary=files.vocabulary,
+        config=same_limits(timeout_s=timeout_s),
+        sampling=SamplingConfig(max_prompt_tokens=64, max_response_tokens=24),
+        batch_size=BATCH,
+        vocab_size=files.vocab_size,
+        max_dead_share=1.0,
     )
-    remembers = Remembers()
-    prompts = (
-        Prompt(ordinal=n, problem=Problem(id=f"p{n}", text="", answer=""), token_ids=PROMPT + n % 8) for n in range(999)
-    )
-    orchestrator = Orchestrator(
-        OrchestratorSettings(
-            iterations=ITERATIONS,
-            batch_size=BATCH,
-            max_staleness=0,
-            capacity_prompts=BATCH,
-            capacity_bytes=1 << 30,
-            max_response_tokens=RESPONSE_TOKENS,
-            vocab_size=files.vocab_size,
-            weight_update_timeout_s=60.0,
-            max_dead_share=1.0,
-        ),
-        prompts=prompts,
-        policy=policy,
-        stages=stages,
-        trainer=remembers,
-        weight_sinks=[backend],
-        observer=remembers,
-    )
-    await orchestrator.run()
-    return remembers, orchestrator
+    await run.orchestrator.run()
+    return run
+
+
+def by_ordinal(run: SimulatedRun) -> dict[int, bytes]:
+    return {each.prompt_ordinal: wire.encode(each) for each in run.trained}
 
 
 async def test_a_run_through_a_bad_connection_trains_on_what_a_good_one_would_have_given(
     attached: Attached, faults: ModuleType, files: ModelFiles
 ) -> None:
     async with attached() as (backend, _):
-        expected, _ = await run(backend, files)
-    assert not expected.dead
+        good = await run(backend, files)
+    assert not good.journal.dead
     kinds = [each for each in faults.Fault if each is not faults.Fault.STALE]
     async with attached(faults.seeded(0.25, kinds, seed=5), byte_s=2.0) as (backend, proxy):
-        found, orchestrator = await run(backend, files, timeout_s=8.0)
-    assert {len(batch) for batch in found.batches} == {BATCH}  # whatever died was replaced
-    same = [ordinal for ordinal in found.trained if ordinal in expected.trained]
+        bad = await run(backend, files, timeout_s=8.0)
+    assert {len(batch) for batch in bad.batches} == {BATCH}  # whatever died was replaced
+    expected, found = by_ordinal(good), by_ordinal(bad)
+    same = [ordinal for ordinal in found if ordinal in expected]
     by_version = [ordinal for ordinal in same if ordinal < BATCH]  # later ones may have moved to another iteration
     assert len(by_version) >= BATCH // 2
-    assert all(found.trained[ordinal] == expected.trained[ordinal] for ordinal in by_version)
+    assert all(found[ordinal] == expected[ordinal] for ordinal in by_version)
     assert len(proxy.met) >= 6, proxy.met
-    assert orchestrator.book.count(PromptState.DEAD) == len(found.dead)
-    for error in found.dead.values():
+    dead = bad.journal.dead
+    assert bad.orchestrator.book.count(PromptState.DEAD) == len(dead)
+    for error in dead.values():
         assert isinstance(error, PoisonedReplyError | DeadlineExceededError), error
         assert error.stage in ("rollout", "score", "candidates", "probe")
 

@@ -9,35 +9,43 @@ from io import StringIO
 import numpy as np
 import pytest
 from rich.console import Console
-from simulated_run import Undecided, context, kd, prompts, run
 
 from spot_async.base import wire
+from spot_async.config import StageConfig, StagesConfig
 from spot_async.loop.admission import PromptState
 from spot_async.loop.sizes import worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy, group_advantages
+from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.telemetry.console import RunConsole
-from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
-from spot_async.types import (
-    PolicyNeeds,
-    SamplingSettings,
-    TokenScores,
-    Verdict,
-    WeightVersion,
-)
+from spot_async.testing.replies import generation, token_scores
+from spot_async.testing.scripted_stages import ScriptedStages
+from spot_async.testing.services import SimulatedVerifier
+from spot_async.testing.simulation import make_policy, policy_context, simulated_prompts, simulated_run
+from spot_async.types import PolicyNeeds, Verdict
 from spot_async.verification import BoxedMatch
 
 
-def grpo(**settings):
-    return GrpoPolicy(GrpoPolicy.Settings(**settings), context(reference_kl=True))
+def grpo():
+    return make_policy(GrpoPolicy, policy_context(reference_kl=True))
+
+
+class Undecided(SimulatedVerifier):
+    """Gives no evidence for one response in six, whatever is asked again."""
+
+    async def verify(self, problem, response_text, *, deadline):
+        verdict = await super().verify(problem, response_text, deadline=deadline)
+        return Verdict.TIMEOUT if sum(map(int, response_text.split())) % 6 == 0 else verdict
 
 
 @pytest.mark.parametrize("narrow", [None, "rollout", "verify", "reference"])
 def test_grpo_trains_a_group_per_prompt_with_a_reference_and_without_a_teacher(narrow):
-    trainer, _, stages = run(grpo(), narrow=narrow)  # whole groups fit into the mailbox of a slow stage
-    for step, batch in enumerate(trainer.batches):
+    config = StagesConfig(**{narrow: StageConfig(concurrency=1)} if narrow else {})
+    run = simulated_run(grpo(), config=config)  # whole groups fit into the mailbox of a slow stage
+    stages = run.stages
+    for step, batch in enumerate(run.batches):
         assert Counter(s.prompt_ordinal for s in batch) == dict.fromkeys(range(16 * step, 16 * step + 16), 8)
         assert {s.version.step for s in batch} == {step}
         assert all(len(s.reference_logprobs) == len(s.advantages) == len(s.response_ids) for s in batch)
@@ -48,19 +56,19 @@ def test_grpo_trains_a_group_per_prompt_with_a_reference_and_without_a_teacher(n
 
 
 def test_the_first_sample_of_a_group_is_the_rollout_of_a_run_with_one():
-    group, _, _ = run(grpo(), iterations=1)
-    single, _, _ = run(OpdPolicy(OpdPolicy.Settings(), context()), iterations=1)
+    group = simulated_run(grpo(), iterations=1)
+    single = simulated_run(make_policy(OpdPolicy), iterations=1)
     firsts = [group.batches[0][8 * i].response_ids.tolist() for i in range(16)]
     assert firsts == [s.response_ids.tolist() for s in single.batches[0]]
 
 
 def test_samples_without_evidence_are_left_out_of_mean_and_batch_and_counted():
-    trainer, journal, _ = run(grpo(), verifier=Undecided())
-    samples = [sample for result in journal.results for sample in result.samples]
+    run = simulated_run(grpo(), verifier=Undecided())
+    samples = run.samples
     left_out = [sample for sample in samples if sample.supervision is None]
     assert len(samples) == 2 * 16 * 8
     assert 10 < len(left_out) < 80
-    assert sum(map(len, trainer.batches)) == len(samples) - len(left_out)
+    assert len(run.trained) == len(samples) - len(left_out)
     assert {s.record["left_out"] for s in left_out} == {"verifier: timeout"}
     assert all(s.metrics["grpo/left_out"] == 1.0 for s in left_out)
     for ordinal in range(32):
@@ -78,13 +86,12 @@ def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and
             verdict = await super().verify(problem, response_text, deadline=deadline)
             return Verdict.ERROR if problem.id in ("p3", "p20") else verdict
 
-    trainer, journal, _ = run(grpo(), iterations=4, capacity=64, verifier=UndecidedOnSome())
-    book = journal.book
+    run = simulated_run(grpo(), iterations=4, capacity_prompts=64, verifier=UndecidedOnSome())
+    book = run.orchestrator.book
     assert book.ordinals(PromptState.LEFT_OUT) == [3, 20, 35, 52]
     assert book.count(PromptState.TRAINED) == 4 * 16 - 4
-    trained = {sample.prompt_ordinal for batch in trainer.batches for sample in batch}
-    assert trained == set(book.ordinals(PromptState.TRAINED))
-    for step, batch in enumerate(trainer.batches):  # none was admitted in its place, before the weights were due
+    assert {each.prompt_ordinal for each in run.trained} == set(book.ordinals(PromptState.TRAINED))
+    for step, batch in enumerate(run.batches):  # none was admitted in its place, before the weights were due
         assert {sample.version.step for sample in batch} == {step}
 
 
@@ -94,13 +101,13 @@ def test_a_batch_in_which_every_prompt_was_left_out_makes_no_step_says_so_and_th
             verdict = await super().verify(problem, response_text, deadline=deadline)
             return Verdict.ERROR if problem.id in ("p2", "p3") else verdict
 
-    trainer, journal, _ = run(grpo(), iterations=3, batch_size=2, verifier=UndecidedOnTwo())
-    assert [len(batch) for batch in trainer.batches] == [16, 0, 16]
-    assert [{sample.version.step for sample in batch} for batch in trainer.batches] == [{0}, set(), {2}]
-    assert [result.made_no_step for result in journal.results] == [False, True, False]
+    run = simulated_run(grpo(), iterations=3, batch_size=2, verifier=UndecidedOnTwo())
+    assert [len(batch) for batch in run.batches] == [16, 0, 16]
+    assert [{sample.version.step for sample in batch} for batch in run.batches] == [{0}, set(), {2}]
+    assert [result.made_no_step for result in run.journal.results] == [False, True, False]
     written = StringIO()
     console = RunConsole(Console(file=written, width=300), iterations=3)
-    for result in journal.results:
+    for result in run.journal.results:
         console.iteration_finished(result)
     first, warning, second, third = written.getvalue().splitlines()
     assert warning == (
@@ -113,24 +120,22 @@ def test_a_batch_in_which_every_prompt_was_left_out_makes_no_step_says_so_and_th
 @pytest.mark.parametrize(
     "policy",
     [
-        lambda: OpdPolicy(OpdPolicy.Settings(), context()),
-        lambda: EopdPolicy(EopdPolicy.Settings(), context()),
-        lambda: SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), context()),
-        kd,
+        lambda: make_policy(OpdPolicy),
+        lambda: make_policy(EopdPolicy),
+        lambda: make_policy(SpotPolicy, verifier_guidance=False),
+        lambda: make_policy(KdPolicy),
     ],
 )
 def test_problems_without_answers_train_and_say_nothing_of_accuracy(policy):
     """Neither that all is wrong nor that nothing could be verified."""
     verifier = BoxedMatch(BoxedMatch.Settings())
-    trainer, journal, stages = run(policy(), verifier=verifier, answer="")
-    judged, _, _ = run(policy(), verifier=verifier)
-    responses = [[s.response_ids.tolist() for s in batch] for batch in trainer.batches]
-    assert responses == [[s.response_ids.tolist() for s in batch] for batch in judged.batches]
-    assert stages.verify.counters.failed == 0
-    assert stages.verify.counters.completed == 2 * 16  # asked once
-    samples = [sample for result in journal.results for sample in result.samples]
-    assert {sample.record["verdict"] for sample in samples} == {"unjudged"}
-    names = {name for sample in samples for name in sample.metrics}
+    run = simulated_run(policy(), verifier=verifier, prompts=simulated_prompts(answer=""))
+    judged = simulated_run(policy(), verifier=verifier)
+    assert [s.response_ids.tolist() for s in run.trained] == [s.response_ids.tolist() for s in judged.trained]
+    assert run.stages.verify.counters.failed == 0
+    assert run.stages.verify.counters.completed == 2 * 16  # asked once
+    assert {sample.record["verdict"] for sample in run.samples} == {"unjudged"}
+    names = {name for sample in run.samples for name in sample.metrics}
     assert not names & {"rollout/accuracy", "rollout/unverified", "teacher/accuracy", "probe/accuracy"}
 
 
@@ -142,63 +147,39 @@ def test_a_group_without_direction_has_no_advantages(rewards):
 def test_room_is_reserved_for_every_sample_and_every_soft_target():
     one = worst_case_bytes(100, 1000, PolicyNeeds())
     assert worst_case_bytes(100, 1000, PolicyNeeds(samples_per_prompt=8)) == 8 * one
-    eopd = EopdPolicy(EopdPolicy.Settings(tau_nats=0.0), context())
-    spot = SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), context())
-    for policy in (grpo(), kd(), eopd, spot):
-        trainer, _, _ = run(policy, iterations=1)
+    eopd = make_policy(EopdPolicy, tau_nats=0.0)
+    spot = make_policy(SpotPolicy, verifier_guidance=False)
+    for policy in (grpo(), make_policy(KdPolicy), eopd, spot):
+        trained = simulated_run(policy, iterations=1).trained
         sizes = Counter()
-        for sample in trainer.batches[0]:
+        for sample in trained:
             sizes[sample.prompt_ordinal] += len(wire.encode(sample))
             if (targets := sample.soft_targets) is not None:
                 arrays = [getattr(targets, name) for name in targets.__struct_fields__]
                 needs, tokens = policy.needs, len(sample.response_ids)
                 reserved = needs.soft_target_bytes + tokens * needs.soft_target_bytes_per_token
                 assert sum(array.nbytes for array in arrays if array is not None) <= reserved
-            longest = max(len(s.response_ids) for s in trainer.batches[0] if s.prompt_ordinal == sample.prompt_ordinal)
+            longest = max(len(s.response_ids) for s in trained if s.prompt_ordinal == sample.prompt_ordinal)
             bound = worst_case_bytes(len(sample.prompt_ids), longest, policy.needs)
         assert max(sizes.values()) <= worst_case_bytes(40, 64, policy.needs)
         assert sizes[sample.prompt_ordinal] <= bound
 
 
 async def test_eopds_gate_falls_to_the_midpoints_side_where_only_bounds_are_known_and_counts_it():
-    class Bounded:
-        teacher = None
-
-        async def rollout(self):
-            return await SimulatedStudent().generate(prompt.token_ids, sampling, deadline=0)
-
-        async def score(self, response_ids, *, top_k):
-            given = await SimulatedTeacher().score(
-                prompt.token_ids, response_ids, top_k=top_k, temperature=1.0, deadline=0
-            )
-            middle = np.linspace(0.5, 1.4, len(response_ids), dtype=np.float32)
-            return TokenScores(
-                **{name: getattr(given, name) for name in ("logprobs", "topk_ids", "topk_logprobs")},
-                entropy=middle,
-                entropy_lower=middle - 0.1,
-                entropy_upper=middle + 0.1,
-                version=WeightVersion(0, 0),
-            )
-
-        async def verify(self, response_ids):
-            return Verdict.WRONG
-
-        def decode(self, token_ids):
-            return ""
-
-    prompt = next(prompts())
-    sampling = SamplingSettings(max_tokens=61, stop_token_ids=(END_TOKEN,), seed=3)
-    (sample,) = await EopdPolicy(EopdPolicy.Settings(), context()).supervise(prompt, Bounded())
-    middle = np.linspace(0.5, 1.4, len(sample.supervision.response_ids))
+    middle = np.linspace(0.5, 1.4, 61, dtype=np.float32)
+    bounds = {"entropy_lower": middle - 0.1, "entropy_upper": middle + 0.1}
+    scores = token_scores(np.zeros(61), entropy=middle, topk_ids=np.tile(np.arange(2, 18), (61, 1)), **bounds)
+    stages = ScriptedStages(generation(range(2, 63)), scores)
+    (sample,) = await make_policy(EopdPolicy).supervise(next(simulated_prompts()), stages)
     assert sample.supervision.soft_targets.positions.tolist() == np.flatnonzero(middle > 0.8).tolist()
     assert sample.metrics["eopd/uncertain"] == pytest.approx(np.mean(np.abs(middle - 0.8) < 0.1), abs=1e-9)
 
 
 @pytest.mark.parametrize("selection", ["score", "random", "entropy"])
 def test_controls_choose_positions_without_asking_the_student(selection):
-    _, journal, stages = run(SpotPolicy(SpotPolicy.Settings(selection=selection), context(run_seed=5)))
-    records = [s.record for r in journal.results for s in r.samples]
-    assert stages.candidates.counters.completed == (32 if selection == "score" else 0)
+    run = simulated_run(make_policy(SpotPolicy, policy_context(run_seed=5), selection=selection))
+    records = [sample.record for sample in run.samples]
+    assert run.stages.candidates.counters.completed == (32 if selection == "score" else 0)
     assert sum(len(r["selected_positions"]) for r in records) > 55
     by_entropy = 0
     for record in records:
@@ -208,24 +189,23 @@ def test_controls_choose_positions_without_asking_the_student(selection):
         by_entropy += record["selected_positions"] == best
     assert (by_entropy == len(records)) == (selection == "entropy")
     if selection == "entropy":  # the same choice as the score's variant H, without its requests
-        _, variant, _ = run(SpotPolicy(SpotPolicy.Settings(score_variant="H"), context()))
-        chosen = [s.record["selected_positions"] for r in variant.results for s in r.samples]
+        variant = simulated_run(make_policy(SpotPolicy, score_variant="H"))
+        chosen = [sample.record["selected_positions"] for sample in variant.samples]
         assert chosen == [record["selected_positions"] for record in records]
     again, other = (
-        [s.record["selected_positions"] for r in run(policy)[1].results for s in r.samples]
-        for policy in (SpotPolicy(SpotPolicy.Settings(selection=selection), context(run_seed=seed)) for seed in (5, 6))
+        [sample.record["selected_positions"] for sample in simulated_run(policy).samples]
+        for policy in (make_policy(SpotPolicy, policy_context(run_seed=seed), selection=selection) for seed in (5, 6))
     )
     assert again == [record["selected_positions"] for record in records]
     assert (again != other) == (selection == "random")
 
 
 def test_without_verifier_guidance_every_selected_position_keeps_the_teachers_prior_and_nothing_is_probed():
-    _, journal, stages = run(SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), context()))
-    assert stages.probe.counters.completed == 0
-    for result in journal.results:
-        for sample in result.samples:
-            targets = sample.supervision.soft_targets
-            assert targets.positions.tolist() == sample.record["selected_positions"]
-            assert targets.weights == pytest.approx([0.1 / len(targets.positions)] * len(targets.positions))
-            priors = [[c["prior"] for c in branch["candidates"]] for branch in sample.record["branches"]]
-            assert targets.probabilities == pytest.approx(np.array(priors), abs=1e-5)
+    run = simulated_run(make_policy(SpotPolicy, verifier_guidance=False))
+    assert run.stages.probe.counters.completed == 0
+    for sample in run.samples:
+        targets = sample.supervision.soft_targets
+        assert targets.positions.tolist() == sample.record["selected_positions"]
+        assert targets.weights == pytest.approx([0.1 / len(targets.positions)] * len(targets.positions))
+        priors = [[c["prior"] for c in branch["candidates"]] for branch in sample.record["branches"]]
+        assert targets.probabilities == pytest.approx(np.array(priors), abs=1e-5)

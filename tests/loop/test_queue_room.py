@@ -7,42 +7,45 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from simulated_run import context, kd, run
 
 from spot_async.loop.sizes import BYTES_PER_TEXT_TOKEN, held_bytes, worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
+from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
+from spot_async.testing.simulation import (
+    MAX_RESPONSE_TOKENS,
+    make_policy,
+    policy_context,
+    simulated_run,
+    simulated_vocabulary,
+)
 from spot_async.types import Sample
-
-MAX_RESPONSE_TOKENS = 64  # of `simulated_run`
 
 
 def spot(positions, candidates, probes=1):
-    settings = SpotPolicy.Settings(
-        positions=positions, probe_top_k=candidates, score_top_k=max(16, candidates), probes=probes
+    return make_policy(
+        SpotPolicy, positions=positions, probe_top_k=candidates, score_top_k=max(16, candidates), probes=probes
     )
-    return SpotPolicy(settings, context())
 
 
-def by_prompt(journal):
+def by_prompt(run):
     """The samples of each prompt."""
     found = {}
-    for result in journal.results:
-        for sample in result.samples:
-            found.setdefault(sample.supervision.prompt_ordinal, []).append(sample)
+    for sample in run.samples:
+        found.setdefault(sample.supervision.prompt_ordinal, []).append(sample)
     return list(found.values())
 
 
-@pytest.mark.parametrize("make", [lambda: spot(4, 8, 2), lambda: GrpoPolicy(GrpoPolicy.Settings(), context())])
+@pytest.mark.parametrize("make", [lambda: spot(4, 8, 2), lambda: make_policy(GrpoPolicy)])
 def test_what_samples_hold_is_what_python_allocated_for_them(make):
     policy = make()
-    run(policy, iterations=1, batch_size=4)  # what is kept for all runs is there now
+    simulated_run(policy, iterations=1, batch_size=4)  # what is kept for all runs is there now
     gc.collect()
     tracemalloc.start()
     try:
-        prompts = by_prompt(run(policy, iterations=1, batch_size=4)[1])
+        prompts = by_prompt(simulated_run(policy, iterations=1, batch_size=4))
         counted = sum(map(held_bytes, prompts))
         gc.collect()
         with_them = tracemalloc.get_traced_memory()[0]
@@ -65,10 +68,10 @@ def test_a_view_holds_all_that_it_is_a_view_of_and_what_is_shared_is_held_once()
 @pytest.mark.parametrize(
     "make",
     [
-        kd,
-        lambda: OpdPolicy(OpdPolicy.Settings(), context()),
-        lambda: EopdPolicy(EopdPolicy.Settings(tau_nats=0.0), context()),
-        lambda: GrpoPolicy(GrpoPolicy.Settings(), context(reference_kl=True)),
+        lambda: make_policy(KdPolicy),
+        lambda: make_policy(OpdPolicy),
+        lambda: make_policy(EopdPolicy, tau_nats=0.0),
+        lambda: make_policy(GrpoPolicy, policy_context(reference_kl=True)),
         lambda: spot(2, 4),
         lambda: spot(50, 64),
         lambda: spot(8, 16, 4),
@@ -78,8 +81,9 @@ def test_a_view_holds_all_that_it_is_a_view_of_and_what_is_shared_is_held_once()
 def test_what_a_finished_prompt_holds_is_within_what_was_reserved(make):
     """Texts are as long as they are reserved for, in characters of one byte."""
     policy = make()
-    _, journal, _ = run(policy, iterations=1, batch_size=1, token="x" * BYTES_PER_TEXT_TOKEN)
-    for samples in by_prompt(journal):
+    text = "x" * (BYTES_PER_TEXT_TOKEN - 1)  # and a blank between two tokens
+    run = simulated_run(policy, iterations=1, batch_size=1, vocabulary=simulated_vocabulary(text=lambda _: text))
+    for samples in by_prompt(run):
         held = held_bytes(samples)
         longest = max(len(sample.supervision.response_ids) for sample in samples)
         assert held < worst_case_bytes(len(samples[0].supervision.prompt_ids), longest, policy.needs)
@@ -92,18 +96,18 @@ def test_prompts_that_hold_less_than_reserved_let_more_in_and_larger_ones_never_
     policy, batch_size = spot(2, 4), 4
     reserved = worst_case_bytes(36, MAX_RESPONSE_TOKENS, policy.needs)
 
-    def largest_lag(token):
-        trainer, journal, _ = run(
+    def largest_lag(text):
+        run = simulated_run(
             policy,
             iterations=4,
             batch_size=batch_size,
-            capacity=64,
+            capacity_prompts=64,
             capacity_bytes=batch_size * reserved,
             max_staleness=3,
-            token=token,
+            vocabulary=simulated_vocabulary(text=lambda _: text),
         )
-        sizes = [held_bytes(samples) for samples in by_prompt(journal)]
-        lag = max(step - sample.version.step for step, batch in enumerate(trainer.batches) for sample in batch)
+        sizes = [held_bytes(samples) for samples in by_prompt(run)]
+        lag = max(step - sample.version.step for step, batch in enumerate(run.batches) for sample in batch)
         return np.mean(sizes) / reserved, lag
 
     share, lag = largest_lag("x")

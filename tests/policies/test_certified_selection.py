@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,11 +15,12 @@ from spot_async.policies.acquisition import select_positions
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.run_directory.reading import Branch
+from spot_async.testing.replies import capabilities
+from spot_async.testing.simulation import SimulatedTokenizer, make_policy, policy_context
 from spot_async.tools.inspect.view import branch_state
 from spot_async.types import (
     Capabilities,
     Generation,
-    PolicyContext,
     Problem,
     Prompt,
     ScoredPositions,
@@ -32,30 +33,10 @@ from spot_async.types import (
 VOCAB, TOKENS = 1200, 120
 PROMPT = Prompt(ordinal=0, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 OLD, NEW = WeightVersion(0, 1), WeightVersion(0, 2)
-LOCAL = Capabilities(
-    model="m",
-    vocab_size=VOCAB,
-    vocab_fingerprint="f",
-    max_context_tokens=4096,
-    max_top_k=VOCAB,
-    max_generation_top_k=VOCAB,
-    exact_entropy=True,
-    candidate_logprobs="batched",
-    weight_update=True,
-)
+LOCAL = capabilities(VOCAB, max_generation_top_k=VOCAB)
 TRUNCATED_TEACHER = {"exact_entropy": False, "max_top_k": 20, "max_position_top_k": VOCAB}
 SINGLE_STUDENT = {"candidate_logprobs": "single", "max_generation_top_k": 20}
-
-
-class Tokenizer:
-    all_special_ids = (0, 1)
-    added_tokens_decoder: ClassVar = {}
-
-    def get_vocab(self):
-        return {f"t{i}": i for i in range(VOCAB)}
-
-    def decode(self, ids):
-        return f"t{ids[0]}"
+CONTEXT = policy_context(vocab_size=VOCAB, tokenizer=SimulatedTokenizer(VOCAB))
 
 
 def top(logprobs, k):
@@ -152,9 +133,7 @@ def exact(dense_scores):
 
 
 async def supervise(stages: TruncatedStages, **choices: Any):
-    policy = SpotPolicy(
-        SpotPolicy.Settings(verifier_guidance=False, **choices), PolicyContext(vocab_size=VOCAB, tokenizer=Tokenizer())
-    )
+    policy = make_policy(SpotPolicy, CONTEXT, verifier_guidance=False, **choices)
     (sample,) = await policy.supervise(PROMPT, stages)
     return sample
 
@@ -253,7 +232,7 @@ async def test_scores_of_the_teacher_alone_never_ask_the_student(stages_of, exac
 
 async def test_eopds_gate_counts_what_the_teachers_noise_leaves_open(stages_of):
     stages = stages_of(5, noise=0.1, teacher=TRUNCATED_TEACHER)
-    policy = EopdPolicy(EopdPolicy.Settings(), PolicyContext(vocab_size=VOCAB, tokenizer=Tokenizer()))
+    policy = make_policy(EopdPolicy, CONTEXT)
     (sample,) = await policy.supervise(PROMPT, stages)
     entropy = -(np.exp(stages.rows[0]) * stages.rows[0]).sum(-1)
     gated = np.isin(np.arange(TOKENS), sample.record["gated_positions"])

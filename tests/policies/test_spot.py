@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
-
 import numpy as np
 import pytest
 
 from spot_async.policies.spot import SpotPolicy
-from spot_async.types import (
-    Generation,
-    PolicyContext,
-    Problem,
-    Prompt,
-    TokenScores,
-    Verdict,
-    VersionSpan,
-    WeightVersion,
-)
+from spot_async.testing.replies import generation, token_scores
+from spot_async.testing.scripted_stages import ScriptedStages
+from spot_async.testing.simulation import SimulatedTokenizer, make_policy, policy_context
+from spot_async.types import Problem, Prompt, Verdict, WeightVersion
 
 VOCAB = 12
 RESPONSE = np.array([5, 2, 6, 7, 1], dtype=np.int32)  # 2 is punctuation, 1 ends
@@ -31,65 +22,13 @@ BEHAVIOR = np.array([-1.0, -1.1, -1.2, -1.3, -1.4], np.float32)
 ENTROPY = np.array([1.0, 9.9, 2.0, 3.0, 9.9], dtype=np.float32)
 
 
-class Tokenizer:
-    all_special_ids = (0, 1)
-    added_tokens_decoder: ClassVar = {}
-
-    def get_vocab(self):
-        return {f"t{i}": i for i in range(VOCAB)}
-
-    def decode(self, ids):
-        return ";" if ids[0] == 2 else f"t{ids[0]}"
-
-
-@dataclass
-class ScriptedStages:
-    """Answers as told and remembers what was asked."""
-
-    verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)  # by branch ids; default WRONG
-    probes: list = field(default_factory=list)
-    verified: list = field(default_factory=list)
-    candidates: tuple | None = None  # positions and ids the student was asked about
-    student: ClassVar = None
-    teacher: ClassVar = None
-
-    async def rollout(self):
-        version = WeightVersion(0, 3)
-        return Generation(
-            token_ids=RESPONSE,
-            logprobs=BEHAVIOR,
-            finish_reason="stop",
-            version_spans=(VersionSpan(0, 5, version),),
-        )
-
-    async def score(self, response_ids, *, top_k):
-        return TokenScores(
-            logprobs=TEACHER_SAMPLED,
-            topk_ids=CANDIDATES,
-            topk_logprobs=TEACHER.astype(np.float32),
-            entropy=ENTROPY,
-            entropy_lower=ENTROPY,
-            entropy_upper=ENTROPY,
-            version=WeightVersion(0, 0),
-        )
-
-    async def candidate_logprobs(self, response_ids, positions, candidate_ids, *, version):
-        assert version == WeightVersion(0, 3)
-        self.candidates = (positions.tolist(), candidate_ids.tolist())
-        return np.full(candidate_ids.shape, np.log(0.05), np.float32)
-
-    async def probe(self, response_ids, position, candidate_id, *, n):
-        self.probes.append((position, candidate_id, n))
-        tail = np.array([20 + n, 1], np.int32)
-        return Generation(token_ids=tail, logprobs=np.zeros(2, np.float32), finish_reason="stop", version_spans=())
-
-    async def verify(self, response_ids):
-        ids = tuple(response_ids.tolist())
-        self.verified.append(ids)
-        return self.verdicts.get(ids, Verdict.WRONG)
-
-    def decode(self, token_ids):
-        return " ".join(map(str, token_ids))
+def scripted(**verdicts):
+    """The response and its scores; `verdicts` of branches, all others are wrong."""
+    return ScriptedStages(
+        generation(RESPONSE, BEHAVIOR, version=WeightVersion(0, 3)),
+        token_scores(TEACHER_SAMPLED, entropy=ENTROPY, topk_ids=CANDIDATES, topk_logprobs=TEACHER),
+        **verdicts,
+    )
 
 
 def branch(position, candidate, n=0):
@@ -98,25 +37,24 @@ def branch(position, candidate, n=0):
 
 
 async def supervise(stages, **settings):
-    policy = SpotPolicy(
-        SpotPolicy.Settings(score_top_k=4, **settings), PolicyContext(vocab_size=VOCAB, tokenizer=Tokenizer())
-    )
-    (sample,) = await policy.supervise(PROMPT, stages)
+    tokenizer = SimulatedTokenizer(VOCAB, lambda token_id: ";" if token_id == 2 else str(token_id))
+    context = policy_context(vocab_size=VOCAB, tokenizer=tokenizer)
+    (sample,) = await make_policy(SpotPolicy, context, score_top_k=4, **settings).supervise(PROMPT, stages)
     return sample
 
 
 async def test_only_unmasked_positions_are_scored_and_the_best_are_probed_with_the_teachers_candidates():
-    stages = ScriptedStages()
+    stages = scripted()
     await supervise(stages)
     # the punctuation and the end token are masked
-    assert stages.candidates == ([0, 2, 3], CANDIDATES[[0, 2, 3]].tolist())
-    assert sorted(stages.probes) == [(p, c, 0) for p in (2, 3) for c in sorted(CANDIDATES[p].tolist())]
+    assert stages.candidates == [([0, 2, 3], CANDIDATES[[0, 2, 3]].tolist())]
+    assert sorted(stages.probed) == [(p, c, 0) for p in (2, 3) for c in sorted(CANDIDATES[p].tolist())]
     assert tuple(RESPONSE.tolist()) in stages.verified
     assert branch(3, 9) in stages.verified
 
 
 async def test_positions_without_a_correct_branch_are_left_out_and_the_weight_is_beta_over_the_rest():
-    stages = ScriptedStages(verdicts={branch(2, 9): Verdict.CORRECT})
+    stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT})
     targets = (await supervise(stages, beta=0.3)).supervision.soft_targets
     assert targets.positions.tolist() == [2]
     assert targets.token_ids.tolist() == [CANDIDATES[2].tolist()]
@@ -124,19 +62,19 @@ async def test_positions_without_a_correct_branch_are_left_out_and_the_weight_is
     tilted = np.exp(TEACHER[2]) * np.where(CANDIDATES[2] == 9, np.e, 1.0)
     assert targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
 
-    stages = ScriptedStages(verdicts={branch(2, 9): Verdict.CORRECT, branch(3, 8): Verdict.CORRECT})
+    stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT, branch(3, 8): Verdict.CORRECT})
     targets = (await supervise(stages, beta=0.3)).supervision.soft_targets
     assert targets.weights == pytest.approx([0.15, 0.15])
 
 
 async def test_gamma_zero_distils_the_teachers_prior():
-    stages = ScriptedStages(verdicts={branch(2, 11): Verdict.CORRECT})
+    stages = scripted(verdicts={branch(2, 11): Verdict.CORRECT})
     targets = (await supervise(stages, gamma=0.0)).supervision.soft_targets
     assert targets.probabilities[0] == pytest.approx(np.exp(TEACHER[2]) / np.exp(TEACHER[2]).sum(), abs=1e-6)
 
 
 async def test_nothing_correct_is_plain_opd():
-    sample = await supervise(ScriptedStages())
+    sample = await supervise(scripted())
     assert sample.supervision.soft_targets is None
     assert sample.metrics["spot/retained"] == 0
     supervision = sample.supervision
@@ -149,12 +87,12 @@ async def test_nothing_correct_is_plain_opd():
 
 async def test_missing_evidence_is_left_out_of_the_mean_and_a_candidate_without_any_drops_its_position():
     one_left = {branch(2, 9, 0): Verdict.TIMEOUT, branch(2, 9, 1): Verdict.CORRECT}
-    sample = await supervise(ScriptedStages(verdicts=one_left), probes=2)
+    sample = await supervise(scripted(verdicts=one_left), probes=2)
     tilted = np.exp(TEACHER[2]) * np.where(CANDIDATES[2] == 9, np.e, 1.0)  # the mean of one reward, not of two
     assert sample.supervision.soft_targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
 
     none_left = {branch(2, 9): Verdict.ERROR, branch(2, 8): Verdict.CORRECT}
-    sample = await supervise(ScriptedStages(verdicts=none_left))
+    sample = await supervise(scripted(verdicts=none_left))
     assert sample.supervision.soft_targets is None
     assert sample.metrics["spot/no_evidence"] == 1
     shown = {each["token_id"]: each["value"] for each in sample.record["branches"][0]["candidates"]}
@@ -162,7 +100,7 @@ async def test_missing_evidence_is_left_out_of_the_mean_and_a_candidate_without_
 
 
 async def test_the_record_holds_what_spot_saw():
-    stages = ScriptedStages(verdicts={branch(2, 9): Verdict.CORRECT})
+    stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT})
     record = (await supervise(stages)).record
     assert np.isnan(record["acquisition_score"]).tolist() == [False, True, False, False, True]
     assert record["selected_positions"] == [2, 3]

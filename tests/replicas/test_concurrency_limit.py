@@ -8,7 +8,6 @@ import random
 import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,15 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.base.concurrency import gather
-from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, ThrottledError
+from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
 from spot_async.replicas.occupancy import Moment
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
-from spot_async.stages.stages import Services, Stages
+from spot_async.testing.replies import capabilities, token_scores
+from spot_async.testing.simulation import make_policy, make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities, Prompt, ScoredPositions, TokenScores, WeightVersion
+from spot_async.types import Prompt, ScoredPositions
 
 BATCH, PROBES, SLOTS = 64, 8, 64
 CONCURRENCY = {"rollout": 64, "candidates": 64, "probe": 256}  # as the defaults of `stages`
@@ -233,17 +233,7 @@ class Backend:
         pass
 
     async def capabilities(self, *, deadline):
-        return Capabilities(
-            model="m",
-            vocab_size=8,
-            vocab_fingerprint="f",
-            max_context_tokens=200,
-            max_top_k=8,
-            exact_entropy=True,
-            candidate_logprobs="batched",
-            weight_update=True,
-            slots=self.slots,
-        )
+        return capabilities(8, slots=self.slots)
 
 
 def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
@@ -314,16 +304,7 @@ class Teacher(Backend):
 
     async def score(self, prompt_ids, response_ids, **settings):
         await asyncio.sleep(5e-4 * len(response_ids))
-        no_logprobs, no_ids = np.zeros(0, np.float32), np.zeros((0, 1), np.int32)
-        return TokenScores(
-            logprobs=no_logprobs,
-            topk_ids=no_ids,
-            topk_logprobs=no_logprobs,
-            entropy=no_logprobs,
-            entropy_lower=no_logprobs,
-            entropy_upper=no_logprobs,
-            version=WeightVersion(0, 0),
-        )
+        return token_scores([])
 
     async def score_at(self, prompt_ids, response_ids, positions, **settings):
         await asyncio.sleep(0.015 * len(positions))
@@ -337,21 +318,10 @@ def test_single_positions_beside_whole_responses_never_lower_the_limit_of_a_serv
     """The rate limit counts a prefix for each position, and a server that has it reads it once: a token of these takes
     far less time than a response's."""
 
-    vocabulary = SimpleNamespace(end_token_ids=(1,))
-
     async def scenario():
         rng = random.Random(0)
         pool = ReplicaPool("teacher", {"teacher": Teacher})
-        stages = Stages(
-            Services(None, pool, None, None),
-            StagesConfig(),
-            SamplingConfig(),
-            student=vocabulary,
-            teacher=vocabulary,
-            run_seed=0,
-            max_running_prompts=256,
-            max_probes_per_prompt=1,
-        )
+        stages = make_run(make_policy(OpdPolicy), teacher=pool, capacity_prompts=256).stages
 
         async def supervise(ordinal):
             prompt = Prompt(ordinal=ordinal, problem=None, token_ids=np.zeros(100, np.int32))

@@ -31,7 +31,7 @@ def _quiet():
 
 
 def assert_trained_once_with_the_right_weights(outcome):
-    assert outcome.dead == []
+    assert outcome.dead == {}
     ordinals = [[each.prompt_ordinal for each in batch] for batch in outcome.batches]
     assert ordinals == [list(range(i * BATCH, (i + 1) * BATCH)) for i in range(ITERATIONS)]
     for step, batch in enumerate(outcome.batches):

@@ -17,8 +17,9 @@ from spot_async.replicas.replica import Replica
 from spot_async.replicas.router import Router
 from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import LEASED, RateLimiter
+from spot_async.testing.replies import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities, WeightVersion
+from spot_async.types import WeightVersion
 
 
 @dataclass
@@ -380,29 +381,15 @@ def test_a_request_that_never_left_says_nothing_of_its_replica():
     run_on_virtual_time(scenario())
 
 
-def capabilities(**changes):
-    fields = {
-        "model": "m",
-        "vocab_size": 8,
-        "vocab_fingerprint": "f",
-        "max_context_tokens": 100,
-        "max_top_k": 8,
-        "exact_entropy": True,
-        "candidate_logprobs": "batched",
-        "weight_update": True,
-    }
-    return Capabilities(**{**fields, **changes})
-
-
 def test_a_role_offers_what_all_its_servers_do():
-    worse = capabilities(max_top_k=4, exact_entropy=False, candidate_logprobs="none", logprob_noise_nats=0.1)
-    offered = combined([capabilities(), worse])
+    worse = capabilities(8, max_top_k=4, exact_entropy=False, candidate_logprobs="none", logprob_noise_nats=0.1)
+    offered = combined([capabilities(8), worse])
     assert (offered.max_top_k, offered.exact_entropy, offered.candidate_logprobs) == (4, False, "none")
     assert offered.logprob_noise_nats == 0.1
-    assert combined([capabilities(), capabilities(version=None)]).version is None
+    assert combined([capabilities(8), capabilities(8, version=None)]).version is None
 
 
 def test_a_server_that_came_back_as_another_model_is_refused():
-    check_same(capabilities(), "student-2", capabilities(max_top_k=4), MODEL)
-    with pytest.raises(ConfigError, match=r"student-2 serves another model .vocab_fingerprint g, not f"):
-        check_same(capabilities(), "student-2", capabilities(vocab_fingerprint="g"), MODEL)
+    check_same(capabilities(8), "student-2", capabilities(8, max_top_k=4), MODEL)
+    with pytest.raises(ConfigError, match=r"student-2 serves another model .vocab_fingerprint g, not simulated"):
+        check_same(capabilities(8), "student-2", capabilities(8, vocab_fingerprint="g"), MODEL)

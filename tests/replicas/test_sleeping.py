@@ -5,74 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
-from simulated_run import PlainVocabulary
 
 from spot_async.base.concurrency import leaves
-from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.errors import TrainerError, TransientError
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
-from spot_async.stages.stages import Services, Stages
-from spot_async.testing.services import (
-    VOCAB_SIZE,
-    SimulatedStudent,
-    SimulatedTeacher,
-    SimulatedTrainer,
-    SimulatedVerifier,
-)
-from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import PolicyContext, Problem, Prompt
-
-BATCH = 4
+from spot_async.testing.services import SimulatedStudent, SimulatedTrainer
+from spot_async.testing.simulation import make_policy, make_run
 
 
-class Nobody:
-    """An observer that does not look."""
-
-    def iteration_finished(self, result): ...
-
-    def prompt_died(self, prompt, reason): ...
-
-
-def prompts(count):
-    for ordinal in range(count):
-        problem = Problem(id=f"p{ordinal}", text="a problem", answer="1")
-        yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 7 + ordinal % 7, dtype=np.int32))
-
-
-def build(student, trainer, sleepers, iterations=3):
-    policy = OpdPolicy(OpdPolicy.Settings(), PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=None))
-    stages = Stages(
-        Services(generator=student, scorer=SimulatedTeacher(), candidate_scorer=student, verifier=SimulatedVerifier()),
-        StagesConfig(),
-        SamplingConfig(max_response_tokens=64),
-        student=PlainVocabulary(),
-        teacher=PlainVocabulary(),
-        run_seed=0,
-        max_running_prompts=BATCH,
-        max_probes_per_prompt=0,
-    )
-    return Orchestrator(
-        OrchestratorSettings(
-            iterations=iterations,
-            batch_size=BATCH,
-            max_staleness=0,
-            capacity_prompts=BATCH,
-            capacity_bytes=1 << 30,
-            max_response_tokens=64,
-            vocab_size=VOCAB_SIZE,
-            weight_update_timeout_s=60.0,
-            max_dead_share=0.1,
-        ),
-        prompts=prompts(iterations * BATCH),
-        policy=policy,
-        stages=stages,
-        trainer=trainer,
-        weight_sinks=[student],
-        observer=Nobody(),
-        sleepers=sleepers,
+def made(student, trainer, sleepers):
+    return make_run(
+        make_policy(OpdPolicy), student=student, trainer=trainer, sleepers=sleepers, iterations=3, batch_size=4
     )
 
 
@@ -125,15 +69,14 @@ def sharing(student, error=None):
 
 def test_a_student_that_shares_devices_sleeps_while_the_trainer_trains_and_wakes_before_it_is_asked_again():
     student = SleepingStudent()
-    run_on_virtual_time(build(student, sharing(student), [student]).run())
+    made(student, sharing(student), [student]).finish()
     one = ["sleep", "train", "wake"]
     assert student.events == [*one, "update 1", *one, "update 2", *one, "update 3"]
 
 
 def test_sleep_changes_nothing_but_time():
     def responses(student, trainer, sleepers):
-        run_on_virtual_time(build(student, trainer, sleepers).run())
-        return [s.response_ids.tolist() for batch in trainer.batches for s in batch]
+        return [each.response_ids.tolist() for each in made(student, trainer, sleepers).finish().trained]
 
     sleeping = SleepingStudent()
     assert responses(sleeping, sharing(sleeping), [sleeping]) == responses(SimulatedStudent(), SimulatedTrainer(), [])
@@ -150,7 +93,7 @@ def test_a_student_is_woken_also_when_training_fails_and_that_failure_is_what_is
     student = Student()
     trainer = sharing(student, error=TrainerError("the loss is not finite"))
     with pytest.raises(ExceptionGroup) as stopped:
-        run_on_virtual_time(build(student, trainer, [student]).run())
+        made(student, trainer, [student]).finish()
     assert [type(error) for error in leaves(stopped.value)] == [TrainerError]
     assert student.events[-3:] == ["sleep", "train", "wake"]
 
@@ -164,7 +107,7 @@ def test_a_student_that_cannot_be_put_to_sleep_ends_the_run_awake():
     student = Student()
     trainer = sharing(student)
     with pytest.raises(ExceptionGroup) as stopped:
-        run_on_virtual_time(build(student, trainer, [student]).run())
+        made(student, trainer, [student]).finish()
     assert "the server says no" in str(leaves(stopped.value)[0])
     assert student.is_awake
     assert not trainer.batches

@@ -15,9 +15,9 @@ import spot_async
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.end_tokens import EndTokens
 from spot_async.running.servers import core_shares
-from spot_async.types import Generation, TokenScores, Verdict, VersionSpan, WeightVersion
+from spot_async.testing.replies import generation, token_scores
+from spot_async.testing.scripted_stages import ScriptedStages
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "running_sum"
@@ -95,33 +95,6 @@ def test_without_a_reference_kl_grpo_serves_no_reference():
     assert plan("grpo", "training.reference_kl=0").reference is None
 
 
-class Written:
-    """Stages on which a teacher writes the same two tokens to every problem."""
-
-    ends = EndTokens((1,), (1,), "replace")
-
-    async def teacher_response(self):
-        return Generation(
-            token_ids=np.array([9, 1], np.int32),
-            logprobs=np.zeros(2, np.float32),
-            finish_reason="stop",
-            version_spans=(VersionSpan(0, 2, WeightVersion(0, 0)),),
-        )
-
-    async def score(self, response_ids, *, top_k):
-        nats = np.ones(2, np.float32)
-        return TokenScores(
-            logprobs=-nats, topk_ids=np.zeros((2, top_k), np.int32), topk_logprobs=-np.ones((2, top_k), np.float32),
-            entropy=nats, entropy_lower=nats, entropy_upper=nats, version=WeightVersion(0, 0),
-        )  # fmt: skip
-
-    async def verify(self, response_ids):
-        return Verdict.WRONG
-
-    def decode(self, token_ids):
-        return ""
-
-
 EIGHT = ["training.iterations=2", "training.warmup_iterations=0", "training.batch_size=4", "training.mini_batch_size=2"]
 
 
@@ -130,7 +103,8 @@ def write_responses(path: Path, problems: int, *overrides: str) -> list[str]:
     planned = plan("kd", f"policy.save={path}", *EIGHT, *overrides)
     prompts = list(islice(planned.schedule, 8))
     for prompt in prompts[:problems]:
-        asyncio.run(planned.policy.supervise(prompt, Written()))
+        written = ScriptedStages(generation([9, 1]), token_scores([-1.0, -1.0], topk_ids=np.zeros((2, 16))))
+        asyncio.run(planned.policy.supervise(prompt, written))
     return [prompt.problem.id for prompt in prompts]
 
 

@@ -31,18 +31,18 @@ from parity import PARITY_NATS, Dense, decisions, own
 from server_process import command_line, expect_gone, name_of, run_server
 from tiny_models import TOKENS
 
-from spot_async import stages_for
 from spot_async.backends.shared.launch import LaunchSettings, free_port
 from spot_async.base.concurrency import gather, watched
 from spot_async.base.processes.guard import process_tree
 from spot_async.config import ModelConfig, SamplingConfig, ScoreStageConfig, ServingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
-from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import IterationResult, Orchestrator
 from spot_async.models.files import read_model
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.running.servers import backend_factories
+from spot_async.testing.simulation import make_policy, make_run
 from spot_async.types import Problem, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 BATCH, ITERATIONS, PEACEFUL = 8, 4, 1  # iterations before the first signal
@@ -113,42 +113,29 @@ async def orchestrated(
 ) -> AsyncIterator[Orchestrator]:
     """A SPOT run over pools that are entered."""
     files = read_model("student", str(publisher.models.student))
-    policy = SpotPolicy(SpotPolicy.Settings(positions=1, score_top_k=8, probe_top_k=3), files.policy_context)
-    sampling = SamplingConfig(max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS)
     async with CoinVerifier(CoinVerifier.Settings(kind="coin")) as verifier:
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
-        stages = stages_for(
-            policy,
-            files.vocabulary,
+        yield make_run(
+            make_policy(SpotPolicy, files.policy_context, positions=1, score_top_k=8, probe_top_k=3),
             student=student,
             teacher=teacher,
             verifier=verifier,
+            trainer=publisher,
+            observe=lambda stages: publisher,
+            prompts=prompts(publisher),
+            vocabulary=files.vocabulary,
             capabilities={
                 "student": await student.capabilities(deadline=deadline),
                 "teacher": await teacher.capabilities(deadline=deadline),
             },
-            sampling=sampling,
             config=StagesConfig(score=ScoreStageConfig(timeout_s=10.0)),
-        )
-        yield Orchestrator(
-            OrchestratorSettings(
-                iterations=iterations,
-                batch_size=BATCH,
-                max_staleness=0,
-                capacity_prompts=BATCH,
-                capacity_bytes=1 << 30,
-                max_response_tokens=RESPONSE_TOKENS,
-                vocab_size=files.vocab_size,
-                weight_update_timeout_s=TIMEOUT_S,
-                max_dead_share=1.0,
-            ),
-            prompts=prompts(publisher),
-            policy=policy,
-            stages=stages,
-            trainer=publisher,
-            weight_sinks=[student],
-            observer=publisher,
-        )
+            sampling=SamplingConfig(max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS),
+            iterations=iterations,
+            batch_size=BATCH,
+            vocab_size=files.vocab_size,
+            weight_update_timeout_s=TIMEOUT_S,
+            max_dead_share=1.0,
+        ).orchestrator
 
 
 def pool_of(role: str, model: Path, backend: Any, folder: Path, *, are_ours: bool = False) -> ReplicaPool[Any]:

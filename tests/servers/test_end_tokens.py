@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from parity import PARITY_NATS, Dense, decisions, own, soon
 
+from spot_async import stages_for
 from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.backends.vllm.backend import VllmBackend
-from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
-from spot_async.stages.stages import Services, Stages
+from spot_async.config import ScoreStageConfig, StagesConfig
+from spot_async.policies.opd import OpdPolicy
+from spot_async.testing.services import SimulatedVerifier
+from spot_async.testing.simulation import make_policy, simulated_vocabulary
 from spot_async.types import Problem, Prompt
 
 PROMPT = np.array([11, 45, 207, 88, 301, 17, 140], np.int32)
@@ -32,15 +34,14 @@ async def test_the_last_token_gets_what_all_that_end_the_teachers_responses_have
     settings = kind.Settings.model_validate({"url": server.url})
     async with kind(settings, role="teacher", model=str(server.model), run_directory=tmp_path) as backend:
         await backend.capabilities(deadline=soon())
-        stages = Stages(
-            Services(backend, backend, backend, verifier=None),  # type: ignore[arg-type]
-            StagesConfig(score=ScoreStageConfig(end_token="sum")),
-            SamplingConfig(temperature=1.0),
-            student=SimpleNamespace(end_token_ids=(9,)),  # type: ignore[arg-type]
-            teacher=SimpleNamespace(end_token_ids=TEACHER_ENDS),  # type: ignore[arg-type]
-            run_seed=0,
-            max_running_prompts=1,
-            max_probes_per_prompt=1,
+        stages = stages_for(
+            make_policy(OpdPolicy),
+            simulated_vocabulary((9,)),
+            teacher_vocabulary=simulated_vocabulary(TEACHER_ENDS),
+            student=backend,
+            teacher=backend,
+            verifier=SimulatedVerifier(),
+            config=StagesConfig(score=ScoreStageConfig(end_token="sum")),
         )
         prompt = Prompt(ordinal=0, problem=Problem(id="p", text="?", answer="1"), token_ids=PROMPT)
         scores = await stages.for_prompt(prompt).score(RESPONSE, top_k=3)

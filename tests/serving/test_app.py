@@ -38,22 +38,14 @@ from spot_async.serving.openai.completion import ServedModel, read_prompt
 from spot_async.serving.openai.detokenizer import TokenTexts
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
+from spot_async.testing.replies import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities, Generation, SamplingSettings, VersionSpan, WeightVersion
+from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
 VOCAB = 50
 PROMPT = np.array([5, 9, 2], np.int32)
 RESPONSE = np.array([7, 7, 30, 1], np.int32)
-CAPABILITIES = Capabilities(
-    model="m",
-    vocab_size=VOCAB,
-    vocab_fingerprint="f",
-    max_context_tokens=64,
-    max_top_k=VOCAB,
-    exact_entropy=True,
-    candidate_logprobs="batched",
-    weight_update=True,
-)
+CAPABILITIES = capabilities(VOCAB, max_context_tokens=64)
 
 
 def sampling(max_tokens: int) -> SamplingSettings:

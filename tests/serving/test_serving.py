@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from spot_async import stages_for
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.shared.http import HttpEndpoint
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
@@ -31,10 +31,12 @@ from spot_async.errors import (
     VersionMismatchError,
 )
 from spot_async.models.alignment import decision_rows
+from spot_async.policies.opd import OpdPolicy
 from spot_async.serving import api
 from spot_async.serving.server import _listen
 from spot_async.serving.settings import ServeSettings
-from spot_async.stages.stages import Services, Stages
+from spot_async.testing.services import SimulatedVerifier
+from spot_async.testing.simulation import make_policy, simulated_vocabulary
 from spot_async.types import (
     Generation,
     Problem,
@@ -131,18 +133,15 @@ async def test_a_students_end_token_is_scored_by_the_teachers_first_or_by_all_of
     summed = torch.tensor(teacher_ends if end_token == "sum" else teacher_ends[:1])
     expected[-1] = torch.logsumexp(dense[-1, summed], 0)
 
-    def vocabulary(*ends: int) -> Any:
-        return SimpleNamespace(end_token_ids=ends)
-
-    stages = Stages(
-        Services(backend, backend, backend, verifier=None),  # type: ignore[arg-type]
-        StagesConfig(score=ScoreStageConfig(end_token=end_token)),
-        SamplingConfig(temperature=temperature),
-        student=vocabulary(1),
-        teacher=vocabulary(*teacher_ends),
-        run_seed=0,
-        max_running_prompts=1,
-        max_probes_per_prompt=1,
+    stages = stages_for(
+        make_policy(OpdPolicy),
+        simulated_vocabulary((1,)),
+        teacher_vocabulary=simulated_vocabulary(teacher_ends),
+        student=backend,
+        teacher=backend,
+        verifier=SimulatedVerifier(),
+        config=StagesConfig(score=ScoreStageConfig(end_token=end_token)),
+        sampling=SamplingConfig(temperature=temperature),
     )
     prompt = Prompt(ordinal=0, problem=Problem(id="p", text="?", answer="1"), token_ids=PROMPT)
     scores = await stages.for_prompt(prompt).score(response, top_k=3)

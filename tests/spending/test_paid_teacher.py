@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,16 +21,14 @@ from spot_async.base.concurrency import root_cause
 from spot_async.config import TeacherConfig
 from spot_async.errors import ReplayMissError
 from spot_async.loop.admission import PromptState
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.models.files import read_model
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.library import stages_for
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import ReplayedTeacher, TeacherCache
 from spot_async.telemetry.spending_log import SpendingLog
-from spot_async.testing.services import Latency, SimulatedStudent, SimulatedTrainer, SimulatedVerifier
-from spot_async.types import Problem, Prompt
+from spot_async.testing.services import Latency, SimulatedStudent, SimulatedTrainer
+from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
 
 MODEL = Path(__file__).parents[2] / "examples" / "running_sum" / "teacher"
 PRICES = {"prompt": 3.0, "cached_prompt": 0.75, "completion": 12.0, "request": 0.0002}
@@ -78,61 +75,36 @@ def run(url, folder, *, replay=False, cache=None, **settings):
             found = await teacher.capabilities(deadline=asyncio.get_running_loop().time() + 20)
             if kept is not None:
                 await kept.identify(found)
-            orchestrator, trainer = make_run(teacher, found, kept, log)
+            run = run_with(teacher, found, kept, log)
             try:
-                await orchestrator.run()
+                await run.orchestrator.run()
             finally:
                 log.write()
                 if kept is not None and not replay:
                     await kept.__aexit__()
-        return orchestrator, trainer
+        return run
 
-    orchestrator, trainer = asyncio.run(ask())
+    run = asyncio.run(ask())
     return SimpleNamespace(
-        orchestrator=orchestrator, account=account, batches=trainer.batches, cache=kept, folder=folder
+        orchestrator=run.orchestrator, account=account, batches=run.batches, cache=kept, folder=folder
     )
 
 
-def make_run(teacher, found, kept, log):
-    policy = OpdPolicy(OpdPolicy.Settings(), read_model("teacher", str(MODEL)).policy_context)
-    vocabulary = SimpleNamespace(end_token_ids=(1,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    student, trainer = Student(Latency(0.001, 0.0), mean_tokens=12), SimulatedTrainer(step_s=0.01)
-    stages = stages_for(
-        policy,
-        vocabulary,
-        student=student,
+def run_with(teacher, found, kept, log):
+    run = make_run(
+        make_policy(OpdPolicy, read_model("teacher", str(MODEL)).policy_context),
+        student=Student(Latency(0.001, 0.0), mean_tokens=12),
         teacher=teacher,
-        verifier=SimulatedVerifier(),
+        trainer=SimulatedTrainer(step_s=0.01),
+        observe=lambda stages: log,
+        prompts=simulated_prompts(problems=5),
         capabilities={"teacher": found},
+        iterations=ITERATIONS,
+        batch_size=BATCH,
+        vocab_size=48,
     )
-    stages.teacher_cache = kept
-    orchestrator = Orchestrator(
-        OrchestratorSettings(
-            iterations=ITERATIONS,
-            batch_size=BATCH,
-            max_staleness=0,
-            capacity_prompts=BATCH,
-            capacity_bytes=1 << 30,
-            max_response_tokens=200,
-            weight_update_timeout_s=60.0,
-            vocab_size=48,
-            max_dead_share=0.1,
-        ),
-        prompts=(
-            Prompt(
-                ordinal=i,
-                problem=Problem(id=f"p{i}", text="", answer="1"),
-                token_ids=(2 + (np.arange(20) * (i % 5 + 1)) % 38).astype(np.int32),
-            )
-            for i in count()
-        ),
-        policy=policy,
-        stages=stages,
-        trainer=trainer,
-        weight_sinks=[student],
-        observer=log,
-    )
-    return orchestrator, trainer
+    run.stages.teacher_cache = kept
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +177,9 @@ async def replay_otherwise(paid, folder):
     async with ReplayedTeacher(kept) as teacher:
         found = await teacher.capabilities(deadline=0.0)
         await kept.identify(found)
-        orchestrator, _ = make_run(teacher, found, kept, SpendingLog(RunDirectory(folder), {}))
-        orchestrator.stages.run_seed += 1  # other seeds, other responses
-        await orchestrator.run()
+        run = run_with(teacher, found, kept, SpendingLog(RunDirectory(folder), {}))
+        run.stages.run_seed += 1  # other seeds, other responses
+        await run.orchestrator.run()
 
 
 def test_a_budget_ends_the_run_with_full_batches_and_is_not_overdrawn(paid, paid_endpoint, tmp_path):

@@ -24,20 +24,12 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
 from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.spending.teacher_cache import TeacherCache, teacher_identity, weights_digest
-from spot_async.types import Capabilities, TokenScores, WeightVersion
+from spot_async.testing.replies import capabilities
+from spot_async.types import TokenScores, WeightVersion
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "running_sum" / "teacher"
-SAID = Capabilities(
-    model="big-teacher",
-    vocab_size=48,
-    vocab_fingerprint="f",
-    max_context_tokens=512,
-    max_top_k=8,
-    exact_entropy=False,
-    candidate_logprobs="none",
-    weight_update=False,
-)
+SAID = capabilities(48, max_top_k=8, exact_entropy=False, candidate_logprobs="none", weight_update=False)
 
 
 def scores(seed=0, tokens=5):

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import simulated_run
 
 from spot_async.base.concurrency import both, leaves, root_cause
 from spot_async.errors import ConfigError, PluginError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.run_log import log_events_to
+from spot_async.testing.simulation import make_policy, policy_context, simulated_run
 from spot_async.trainer.feed_check import WrongSupervisionError
 from spot_async.types import PolicyNeeds
 
@@ -25,7 +25,7 @@ class Theirs(OpdPolicy):
     """A policy from outside, as OPD where a test says nothing else."""
 
     def __init__(self, change: Callable[[Any], Any] = lambda samples: samples) -> None:
-        super().__init__(OpdPolicy.Settings(), simulated_run.context())
+        super().__init__(OpdPolicy.Settings(), policy_context())
         self._change = change
 
     async def supervise(self, prompt: Any, stages: Any) -> Any:
@@ -83,7 +83,7 @@ def test_what_breaks_the_contract_is_one_line_and_a_trace_in_the_log(
 ) -> None:
     log = tmp_path / "run.jsonl"
     with pytest.raises(ExceptionGroup) as caught, log_events_to(log):  # on virtual time, where a hang is another error
-        simulated_run.run(policy, iterations=1, verifier=verifier)
+        simulated_run(policy, iterations=1, verifier=verifier)
     cause = root_cause(caught.value)
     assert isinstance(cause, PluginError)
     assert said in str(cause)
@@ -99,7 +99,7 @@ def test_wrong_supervision_of_our_own_policies_stays_a_bug_with_its_trace(monkey
 
     monkeypatch.setattr(OpdPolicy, "supervise", supervise)
     with pytest.raises(ExceptionGroup) as caught:
-        simulated_run.run(OpdPolicy(OpdPolicy.Settings(), simulated_run.context()), iterations=1)
+        simulated_run(make_policy(OpdPolicy), iterations=1)
     assert any(isinstance(each, WrongSupervisionError) for each in leaves(caught.value))
     with pytest.raises(ExceptionGroup):  # so the command shows it
         root_cause(caught.value)

@@ -9,19 +9,10 @@ from spot_async.config import ServingConfig
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.service_pool import Errand
+from spot_async.testing.replies import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities
 
-OFFERS = Capabilities(
-    model="m",
-    vocab_size=8,
-    vocab_fingerprint="f",
-    max_context_tokens=100,
-    max_top_k=8,
-    exact_entropy=True,
-    candidate_logprobs="none",
-    weight_update=True,
-)
+OFFERS = capabilities(8)
 
 
 class Server:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from itertools import count
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import numpy as np
 
 from spot_async.base.concurrency import gather, watched
-from spot_async.config import SamplingConfig, ServingConfig, StageConfig, StagesConfig
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.config import ServingConfig
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.stages import Services, Stages
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer
-from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, SimulatedTrainer, SimulatedVerifier
+from spot_async.testing.simulation import make_run, same_limits, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import PolicyNeeds, Problem, Prompt, Sample, Supervision
+from spot_async.types import PolicyNeeds, Sample, Supervision
 
 BATCH, ITERATIONS = 8, 4
 SLOW = Rates(tokens_per_s=200.0, tokens_per_s_each=20.0)
@@ -31,7 +27,7 @@ class Probing:
     async def supervise(self, prompt, stages):
         rollout = await stages.rollout()
         version = rollout.version_spans[0].version
-        positions, candidates = np.array([0]), np.array([[3, 4]])
+        positions, candidates = np.array([0], np.int32), np.array([[3, 4]], np.int32)
         await gather(
             [
                 *(stages.probe(rollout.token_ids, 0, 5, n=n) for n in range(3)),
@@ -49,23 +45,6 @@ class Probing:
         return [Sample(supervision=supervision, metrics={}, record={})]
 
 
-@dataclass
-class Journal:
-    dead: list = field(default_factory=list)
-
-    def iteration_finished(self, result):
-        pass
-
-    def prompt_died(self, prompt, error):
-        self.dead.append((prompt.ordinal, str(error)))
-
-
-def prompts():
-    for ordinal in count():
-        problem = Problem(id=f"p{ordinal}", text="", answer="")
-        yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 8, dtype=np.int32))
-
-
 def pool_of_servers(servers, *, are_ours=True, make=SimulatedReplica, **serving):
     numbers = ServingConfig(**{"stall_s": 5.0, "restarts": 100, **serving})
     factories = {server.name: (lambda server=server: make(server)) for server in servers}
@@ -75,7 +54,7 @@ def pool_of_servers(servers, *, are_ours=True, make=SimulatedReplica, **serving)
 @dataclass(repr=False)  # asyncio.Runner writes what it returns into the message of an error that it drops
 class Outcome:
     batches: list
-    dead: list
+    dead: dict
     seconds: float
 
 
@@ -84,38 +63,18 @@ def train(servers, trouble, *, max_dead_share=0.1, timeline=None, trainer=None, 
 
     async def scenario():
         pool = pool_of_servers(servers, **settings)
-        stage = StageConfig(timeout_s=60.0)
-        vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=str)
-        stages = Stages(
-            Services(pool, None, pool, SimulatedVerifier()),
-            StagesConfig(rollout=stage, probe=stage, candidates=stage),
-            SamplingConfig(max_response_tokens=64),
-            student=vocabulary,
-            teacher=vocabulary,
-            run_seed=0,
-            max_running_prompts=BATCH,
-            max_probes_per_prompt=3,
+        training = make_run(
+            Probing(),
+            student=pool,
+            trainer=trainer,
+            prompts=simulated_prompts(problems=1),
+            config=same_limits(timeout_s=60.0),
+            iterations=ITERATIONS,
+            batch_size=BATCH,
+            weight_update_timeout_s=600.0,
+            max_dead_share=max_dead_share,
         )
-        given, journal = trainer or SimulatedTrainer(), Journal()
-        orchestrator = Orchestrator(
-            OrchestratorSettings(
-                iterations=ITERATIONS,
-                batch_size=BATCH,
-                max_staleness=0,
-                capacity_prompts=BATCH,
-                capacity_bytes=1 << 30,
-                max_response_tokens=64,
-                weight_update_timeout_s=600.0,
-                vocab_size=VOCAB_SIZE,
-                max_dead_share=max_dead_share,
-            ),
-            prompts=prompts(),
-            policy=Probing(),
-            stages=stages,
-            trainer=given,
-            weight_sinks=[pool],
-            observer=journal,
-        )
+        orchestrator = training.orchestrator
         if timeline is not None:
             orchestrator.report_to(timeline)
 
@@ -130,7 +89,7 @@ def train(servers, trouble, *, max_dead_share=0.1, timeline=None, trainer=None, 
             assert [each.in_flight for each in pool.replicas] == [0] * len(servers)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not any(server.is_running for server in servers)
-        return Outcome(given.batches, journal.dead, asyncio.get_running_loop().time())
+        return Outcome(training.batches, training.journal.dead, asyncio.get_running_loop().time())
 
     return run_on_virtual_time(scenario())
 

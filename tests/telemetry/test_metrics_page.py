@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -16,7 +14,6 @@ import pytest
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -25,40 +22,32 @@ from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.library import stages_for
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Prices
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.spending.score_cache import CacheCounters
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog
+from spot_async.testing.replies import capabilities
 from spot_async.testing.services import (
-    END_TOKEN,
     VOCAB_SIZE,
     SimulatedStudent,
     SimulatedTeacher,
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.testing.simulation import make_policy, policy_context, simulated_prompts, simulated_run
 from spot_async.trainer.metrics import METRICS
-from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Traffic, Verdict
+from spot_async.types import Traffic, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PLACEHOLDERS = {"<stage>": r"\w+", "<replica>": r"[\w-]+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
 
 
-SERVED = Capabilities(
-    model="m",
-    vocab_size=VOCAB_SIZE,
-    vocab_fingerprint="f",
-    max_context_tokens=8192,
-    max_top_k=VOCAB_SIZE,
-    exact_entropy=True,
-    candidate_logprobs="batched",
-    weight_update=True,
-)
-TRUNCATED = {"student": msgspec.structs.replace(SERVED, candidate_logprobs="none"), "teacher": SERVED}
+TRUNCATED = {
+    "student": capabilities(VOCAB_SIZE, candidate_logprobs="none"),
+    "teacher": capabilities(VOCAB_SIZE),
+}
 
 
 def documented():
@@ -72,17 +61,6 @@ def documented():
         patterns[name] = re.compile(pattern)
     assert len(patterns) == len(names), "a metric has two rows"
     return patterns
-
-
-class Tokenizer:
-    all_special_ids = (0, 1)
-    added_tokens_decoder: ClassVar = {}
-
-    def get_vocab(self):
-        return {f"token-{i}": i for i in range(VOCAB_SIZE)}
-
-    def decode(self, token_ids):
-        return f"word{token_ids[0]}"
 
 
 class Trainer(SimulatedTrainer):
@@ -145,14 +123,7 @@ class CountedServer:
         ]
 
 
-class WritingTeacher(SimulatedTeacher):
-    """One that also answers, for KD."""
-
-    async def generate(self, prompt_ids, sampling, **rest):
-        return await SimulatedStudent().generate(prompt_ids, sampling, **rest)
-
-
-class ReadingTeacher(WritingTeacher):
+class ReadingTeacher(SimulatedTeacher):
     """One that reads text, and the first token of every response otherwise."""
 
     async def score(self, *args, **rest):
@@ -166,62 +137,34 @@ def simulated(tmp_path_factory):
     return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
 
 
-def simulate(policy_class, folder, verifier=None, capabilities=None, teacher=None, **settings):
-    directory = RunDirectory(folder)
-    context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer(), reference_kl=True)
-    policy = policy_class(policy_class.Settings(**settings), context)
-    student = CountedStudent()
-    vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    teacher, verifier = teacher or WritingTeacher(), verifier or SimulatedVerifier()
-    reference = SimulatedTeacher() if policy.needs.reference else None
-    stages = stages_for(
-        policy,
-        vocabulary,
-        student=student,
-        teacher=teacher,
-        reference=reference,
-        verifier=verifier,
-        capabilities=capabilities,
-    )
-    server = CountedServer(student.traffic)
-    given = []
-    sink = SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))
-    orchestrator = Orchestrator(
-        OrchestratorSettings(
-            iterations=4,
-            batch_size=16,
-            max_staleness=0,
-            capacity_prompts=16,
-            capacity_bytes=1 << 30,
-            max_response_tokens=4096,
-            vocab_size=VOCAB_SIZE,
-            weight_update_timeout_s=60.0,
-            max_dead_share=0.1,
-        ),
-        prompts=(
-            Prompt(
-                ordinal=i, problem=Problem(id=str(i), text="", answer="1"), token_ids=np.arange(2, 9, dtype=np.int32)
-            )
-            for i in count()
-        ),
-        policy=policy,
-        stages=stages,
-        trainer=Trainer(),
-        weight_sinks=[student],
-        observer=RunLog(
+def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, **settings):
+    directory, student, given = RunDirectory(folder), CountedStudent(), []
+
+    def log(stages):
+        return RunLog(
             directory,
             stages,
-            [sink],
-            backends={"student": server, "teacher": SimpleNamespace()},
+            [SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))],
+            backends={"student": CountedServer(student.traffic), "teacher": SimpleNamespace()},
             spending=RunSpendingMetrics(
                 {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
                 SimpleNamespace(counters=CacheCounters(), size_bytes=0),
             ),
             loop_lag=LoopLag(),
-        ),
+        )
+
+    simulated_run(
+        make_policy(policy, policy_context(reference_kl=True), **settings),
+        student=student,
+        teacher=teacher or SimulatedTeacher(),
+        verifier=verifier,
+        trainer=Trainer(),
         evaluate=evaluate,
+        prompts=simulated_prompts(problems=1000),
+        capabilities=capabilities,
+        iterations=4,
+        observe=log,
     )
-    run_on_virtual_time(orchestrator.run())
     return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()], given
 
 
@@ -278,7 +221,7 @@ def test_retries_and_failures_are_those_of_the_iteration(tmp_path):
             self.asked += 1
             if self.asked <= 3:
                 raise TransientError("connection refused")
-            if problem.id == "20":  # of the second batch; another prompt takes its place
+            if problem.id == "p20":  # of the second batch; another prompt takes its place
                 raise PermanentError("400: not understood")
             return await super().verify(problem, response_text, deadline=deadline)
 

@@ -4,50 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from itertools import count, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.config import SamplingConfig
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.service_pool import OneService
-from spot_async.stages.stages import Services, Stages
 from spot_async.stages.timeline import RequestSpan, WaitClock, seconds_by_stage
 from spot_async.telemetry import trace
 from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
-from spot_async.testing.services import (
-    END_TOKEN,
-    VOCAB_SIZE,
-    SimulatedStudent,
-    SimulatedTeacher,
-    SimulatedTrainer,
-    SimulatedVerifier,
-)
-from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import (
-    Generation,
-    PolicyContext,
-    Problem,
-    Prompt,
-    TokenScores,
-    Verdict,
-    VersionSpan,
-    WeightVersion,
-)
-
-TOKENIZER = SimpleNamespace(
-    all_special_ids=(0, 1),
-    added_tokens_decoder={},
-    get_vocab=lambda: {f"token-{i}": i for i in range(VOCAB_SIZE)},
-    decode=lambda ids: f"word{ids[0]}",
-)
-CONTEXT = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=TOKENIZER)
-VOCABULARY = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: str(ids.tolist()))
-VERSION = WeightVersion(0, 0)
+from spot_async.testing.replies import generation, token_scores
+from spot_async.testing.simulation import make_policy, make_run, same_limits
+from spot_async.types import Verdict
 
 
 class Timed:
@@ -55,25 +27,11 @@ class Timed:
 
     async def generate(self, prompt_ids, sampling, *, session, **settings):
         await asyncio.sleep(1.0 + int(session.removeprefix("prompt-")))
-        return Generation(
-            token_ids=np.array([5, 1], np.int32),
-            logprobs=np.zeros(2, np.float32),
-            finish_reason="stop",
-            version_spans=(VersionSpan(0, 2, VERSION),),
-        )
+        return generation([5, 1])
 
     async def score(self, prompt_ids, response_ids, **settings):
         await asyncio.sleep(0.5)
-        zeros = np.zeros(2, np.float32)
-        return TokenScores(
-            logprobs=zeros,
-            topk_ids=np.zeros((2, 1), np.int32),
-            topk_logprobs=np.zeros((2, 1), np.float32),
-            entropy=zeros,
-            entropy_lower=zeros,
-            entropy_upper=zeros,
-            version=VERSION,
-        )
+        return token_scores([0.0, 0.0])
 
     async def verify(self, problem, text, **settings):
         await asyncio.sleep(0.25)
@@ -94,67 +52,21 @@ class TwoServers:
         return self._leases[errand.priority[0] % 2]
 
 
-class Ignore:
-    def iteration_finished(self, result):
-        self.result = result
-
-    def prompt_died(self, prompt, reason):
-        pass
-
-
-def orchestrator(policy, services, sink, *, iterations, batch_size, concurrency=64):
-    stage = StageConfig(concurrency=concurrency, timeout_s=1000.0)
-    stages = Stages(
-        services,
-        StagesConfig(rollout=stage, score=stage, candidates=stage, probe=stage, verify=stage),
-        SamplingConfig(max_response_tokens=128),
-        student=VOCABULARY,
-        teacher=VOCABULARY,
-        run_seed=0,
-        max_running_prompts=batch_size,
-        max_probes_per_prompt=policy.needs.probes_per_prompt,
-    )
-    prompts = (
-        Prompt(ordinal=i, problem=Problem(id=f"p{i}", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
-        for i in count()
-    )
-    return Orchestrator(
-        OrchestratorSettings(
-            iterations=iterations,
-            batch_size=batch_size,
-            max_staleness=0,
-            capacity_prompts=batch_size,
-            capacity_bytes=1 << 30,
-            max_response_tokens=128,
-            vocab_size=VOCAB_SIZE,
-            weight_update_timeout_s=60.0,
-            max_dead_share=0.1,
-        ),
-        prompts=prompts,
-        policy=policy,
-        stages=stages,
-        trainer=SimulatedTrainer(),
-        weight_sinks=[sink],
-        observer=Ignore(),
-    )
-
-
 def spot_run(**sizes):
     """SPOT on simulated services, scarce slots so that requests queue."""
-    student = SimulatedStudent()
-    services = Services(student, SimulatedTeacher(), student, SimulatedVerifier())
-    return orchestrator(SpotPolicy(SpotPolicy.Settings(), CONTEXT), services, student, concurrency=5, **sizes)
+    sampling = SamplingConfig(max_response_tokens=128)
+    return make_run(make_policy(SpotPolicy), config=same_limits(concurrency=5), sampling=sampling, **sizes)
 
 
 def record(path, run):
     """The events of a whole run, with the names of tracks in place of their ids."""
-
-    async def recorded():
-        with trace_to(path, run):
-            await run.run()
-
-    run_on_virtual_time(recorded())
+    traced(path, run)
     return named(json.loads(path.read_bytes()))
+
+
+def traced(path, run):
+    with trace_to(path, run.orchestrator):
+        run.finish()
 
 
 def named(events):
@@ -181,10 +93,12 @@ def slices(events, process, thread=None):
 
 def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
     services = Timed()
-    run = orchestrator(
-        OpdPolicy(OpdPolicy.Settings(), CONTEXT),
-        Services(TwoServers(services), services, services, services),
-        services,
+    run = make_run(
+        make_policy(OpdPolicy),
+        student=TwoServers(services),
+        teacher=services,
+        verifier=services,
+        weight_sinks=[services],
         iterations=1,
         batch_size=2,
     )
@@ -235,7 +149,7 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
     used = {"trainer", "prompts", "servers", "student: rollout", "teacher: score", "verifier: verify"}
     assert {e["process"] for e in events} == used  # not the stages that this policy asks nothing
     assert run.stages.all[0].prompts == 0
-    assert run._observer.result.times_s.waited_for == {"rollout": 2.0, "score": 0.5}
+    assert run.journal.results[0].times_s.waited_for == {"rollout": 2.0, "score": 0.5}
 
 
 def test_slices_of_a_track_nest_or_follow_and_every_trained_prompt_has_its_arrow(tmp_path):
@@ -272,18 +186,16 @@ def test_a_killed_runs_file_needs_nothing_but_its_bracket(tmp_path):
 
 
 def test_events_reach_the_disk_with_every_phase(tmp_path):
-    run = spot_run(iterations=5, batch_size=4)
-    path = tmp_path / "trace.json"
-    seen = []
-    run._observer.iteration_finished = lambda result: seen.append(path.read_bytes())
-    record(path, run)
+    path, seen = tmp_path / "trace.json", []
+    watching = SimpleNamespace(iteration_finished=lambda result: seen.append(path.read_bytes()))
+    record(path, spot_run(iterations=5, batch_size=4, observe=lambda stages: watching))
     finished = [e["name"] for e in json.loads(seen[1].rstrip() + b"]") if e["name"].startswith("iteration ")]
     assert finished == ["iteration 1", "iteration 2"]
 
 
 def test_a_run_killed_before_its_first_phase_ends_leaves_a_file_that_opens(tmp_path):
     path = tmp_path / "trace.json"
-    with trace_to(path, spot_run(iterations=1, batch_size=4)):
+    with trace_to(path, spot_run(iterations=1, batch_size=4).orchestrator):
         assert json.loads(path.read_bytes() + b"]")
 
 
@@ -306,26 +218,16 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path):
     path = tmp_path / "trace.json"
     path.symlink_to("/dev/full")
     run = spot_run(iterations=2, batch_size=4)
-
-    async def recorded():
-        with trace_to(path, run):
-            await run.run()
-
-    run_on_virtual_time(recorded())
-    assert run.state.iteration == 2
+    traced(path, run)
+    assert run.orchestrator.state.iteration == 2
 
 
 def test_a_file_that_cannot_be_opened_leaves_a_run_without_a_trace(tmp_path):
     path = tmp_path / "trace.json"
     path.mkdir()
     run = spot_run(iterations=2, batch_size=4)
-
-    async def recorded():
-        with trace_to(path, run):
-            await run.run()
-
-    run_on_virtual_time(recorded())
-    assert run.state.iteration == 2
+    traced(path, run)
+    assert run.orchestrator.state.iteration == 2
 
 
 def test_an_empty_trace_is_valid(tmp_path):

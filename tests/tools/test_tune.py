@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_run import PlainVocabulary
 from typer.testing import CliRunner
 
 from spot_async.cli import app
@@ -22,6 +21,7 @@ from spot_async.errors import ConfigError, DataError, ThrottledError
 from spot_async.spending.account import Spending
 from spot_async.stages.stages import Services, Stages
 from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
+from spot_async.testing.simulation import simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.tune.measurement import Level, Ramp, StageLoad
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests
@@ -74,7 +74,7 @@ class Overheard(SimulatedStudent):
 
 
 def stages_over(student: SimulatedStudent, config: StagesConfig | None = None, **more: Any) -> Stages:
-    vocabulary: Any = PlainVocabulary()
+    vocabulary = simulated_vocabulary()
     return Stages(
         Services(student, SimulatedTeacher(), student, SimulatedVerifier()),
         config or StagesConfig(),

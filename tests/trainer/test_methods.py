@@ -23,6 +23,8 @@ from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
+from spot_async.testing.replies import generation, whole_scores
+from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import (
@@ -32,7 +34,6 @@ from spot_async.types import (
     Prompt,
     TokenScores,
     Verdict,
-    VersionSpan,
     WeightVersion,
 )
 
@@ -59,13 +60,13 @@ def rows(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 
-class ModelStages:
+class ModelStages(ScriptedStages):
     """`PromptStages` of one prompt over real models; served log-probabilities are a little off, as after an update."""
 
-    student = teacher = None  # nobody said what they offer
     ends = EndTokens((2,), (2,), "replace")
 
     def __init__(self, prompt: Prompt, student: Any, teacher: Any) -> None:
+        super().__init__()
         self.prompt, self.models = prompt, (student, teacher)
         self.rollouts: list[Generation] = []
         self.rewards: dict[tuple[int, int], float | None] = {}  # of each probed position and candidate
@@ -81,17 +82,7 @@ class ModelStages:
 
     async def score(self, response_ids: np.ndarray, *, top_k: int) -> TokenScores:
         logprobs = rows(self.models[1], self.prompt.token_ids, response_ids).detach().numpy()
-        order = np.argsort(-logprobs, axis=-1)[:, :top_k]
-        entropy = -(np.exp(logprobs) * logprobs).sum(-1).astype(np.float32)
-        return TokenScores(
-            logprobs=logprobs[np.arange(len(response_ids)), response_ids].astype(np.float32),
-            topk_ids=order.astype(np.int32),
-            topk_logprobs=np.take_along_axis(logprobs, order, -1).astype(np.float32),
-            entropy=entropy,
-            entropy_lower=entropy,
-            entropy_upper=entropy,
-            version=WeightVersion(0, 0),
-        )
+        return whole_scores(logprobs, response_ids, top_k)
 
     async def reference_logprobs(self, response_ids: np.ndarray) -> np.ndarray:
         logprobs = (await self.score(response_ids, top_k=1)).logprobs  # any other model than the student shows a KL
@@ -114,9 +105,6 @@ class ModelStages:
         total = int(response_ids.sum())
         return Verdict.TIMEOUT if total % 13 == 0 else Verdict.CORRECT if total % 3 == 0 else Verdict.WRONG
 
-    def decode(self, token_ids: np.ndarray) -> str:
-        return " ".join(map(str, token_ids))
-
     def _sample(self, model: Any, prefix: np.ndarray, tokens: int, *, seed: int) -> Generation:
         draw = torch.Generator().manual_seed(1000 * self.prompt.ordinal + seed)
         ids: list[int] = []
@@ -126,12 +114,7 @@ class ModelStages:
         token_ids = np.array(ids, np.int32)
         served = rows(model, prefix, token_ids)[range(tokens), ids].detach().numpy()
         off = np.random.default_rng(seed).normal(0.0, 0.2, tokens)
-        return Generation(
-            token_ids=token_ids,
-            logprobs=(served + off).astype(np.float32),
-            finish_reason="length",
-            version_spans=(VersionSpan(0, tokens, WeightVersion(0, 0)),),
-        )
+        return generation(token_ids, served + off, finish_reason="length")
 
 
 def dense_reference(
@@ -142,14 +125,14 @@ def dense_reference(
     for stages in prompts:
         outcome = [sum(g.token_ids.tolist()) for g in stages.rollouts]
         known = [float(total % 3 == 0) for total in outcome if total % 13]
-        for generation, total in zip(stages.rollouts, outcome, strict=True):
+        for response, total in zip(stages.rollouts, outcome, strict=True):
             advantage = 0.0
             if kind == "grpo":
                 if total % 13 == 0:
                     continue  # the verifier timed out
                 if len(known) > 1:
                     advantage = (float(total % 3 == 0) - statistics.mean(known)) / (statistics.stdev(known) + 1e-6)
-            trained.append((stages, generation.token_ids, torch.tensor(generation.logprobs).double(), advantage))
+            trained.append((stages, response.token_ids, torch.tensor(response.logprobs).double(), advantage))
     all_tokens = sum(len(response) for _, response, _, _ in trained)
     total_loss = torch.zeros((), dtype=torch.float64)
     for stages, response, served, group_advantage in trained:

@@ -11,36 +11,27 @@ import sys
 import textwrap
 import threading
 import time
-import uuid
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import ClassVar
 
-import numpy as np
 import pytest
+from command import Command
 
 from spot_async.base.concurrency import alongside, root_cause
 from spot_async.checks.plan import plan_training
 from spot_async.cli import exit_code, outcomes
-from spot_async.config import SamplingConfig, StagesConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.library import stages_for
 from spot_async.testing.services import (
-    END_TOKEN,
-    VOCAB_SIZE,
     Latency,
     SimulatedStudent,
     SimulatedTeacher,
     SimulatedTrainer,
-    SimulatedVerifier,
 )
+from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import PolicyContext, PolicyNeeds, Problem, Prompt
+from spot_async.types import PolicyNeeds
 from spot_async.watchdog.limits import SilenceLimits, silence_limits
 from spot_async.watchdog.monitor import Watchdog
 from spot_async.watchdog.progress import Commit, Progress
@@ -51,23 +42,6 @@ TIMEOUT_S = 900.0
 LIMITS = SilenceLimits(*[TIMEOUT_S] * 5)
 FOR_EVER = 1e9
 STALL_S = 5  # of a real run
-
-
-class Tokenizer:
-    all_special_ids = (0, 1)
-    added_tokens_decoder: ClassVar = {}
-
-    def get_vocab(self):
-        return {f"token-{i}": i for i in range(VOCAB_SIZE)}
-
-    def decode(self, token_ids):
-        return f"word{token_ids[0]}"
-
-
-def prompts():
-    for ordinal in count():
-        problem = Problem(id=f"p{ordinal}", text="", answer="1")
-        yield Prompt(ordinal=ordinal, problem=problem, token_ids=np.arange(2, 9, dtype=np.int32))
 
 
 class SlowTeacher(SimulatedTeacher):
@@ -113,41 +87,18 @@ class WaitingPolicy(OpdPolicy):
 
 def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations=3):
     """A run under a watchdog on virtual time; returns the orchestrator, or raises what ended the run."""
-    context = PolicyContext(vocab_size=VOCAB_SIZE, tokenizer=Tokenizer())
-    policy, student = policy(policy.Settings(), context), SimulatedStudent(latency=Latency(base_s=10.0))
-    vocabulary = SimpleNamespace(end_token_ids=(END_TOKEN,), decode=lambda ids: " ".join(map(str, ids.tolist())))
-    stages = stages_for(
-        policy,
-        vocabulary,
-        student=student,
-        verifier=SimulatedVerifier(),
-        teacher=teacher or SimulatedTeacher(),
-        config=StagesConfig.model_validate(
-            {name: {"timeout_s": FOR_EVER} for name in ("rollout", "score", "candidates", "probe", "verify")}
-        ),
-        sampling=SamplingConfig(max_response_tokens=64),
-    )
+    orchestrator = make_run(
+        make_policy(policy),
+        student=SimulatedStudent(latency=Latency(base_s=10.0)),
+        teacher=teacher,
+        trainer=trainer,
+        config=same_limits(timeout_s=FOR_EVER),
+        iterations=iterations,
+        batch_size=8,
+        weight_update_timeout_s=600.0,
+    ).orchestrator
 
     async def run():
-        orchestrator = Orchestrator(
-            OrchestratorSettings(
-                iterations=iterations,
-                batch_size=8,
-                max_staleness=0,
-                capacity_prompts=8,
-                capacity_bytes=1 << 30,
-                max_response_tokens=64,
-                vocab_size=VOCAB_SIZE,
-                weight_update_timeout_s=600.0,
-                max_dead_share=0.1,
-            ),
-            prompts=prompts(),
-            policy=policy,
-            stages=stages,
-            trainer=trainer or SimulatedTrainer(),
-            weight_sinks=[student],
-            observer=SimpleNamespace(iteration_finished=lambda result: None, prompt_died=lambda prompt, reason: None),
-        )
         with Watchdog(LIMITS, folder) as watchdog:
             orchestrator.report_to(watchdog)
             watchdog.phase_began("training with opd", orchestrator)
@@ -364,41 +315,29 @@ WAITING = """
 """
 
 
-def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_process_left(tmp_path):
+def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_process_left(tmp_path, monkeypatch):
     (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
-    run, name, value = tmp_path / "run", "SPOT_ASYNC_TEST", uuid.uuid4().hex
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={run}"]
-        + ["policy=waiting:WaitingPolicy", "evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"]
-        + [f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")]
-        + [f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")]
-        + [f"{role}.serving.restarts=0" for role in ("student", "teacher")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, name: value},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run = tmp_path / "run"
+    command = Command(
+        *["train", "configs/quickstart.yaml", f"run.directory={run}", "policy=waiting:WaitingPolicy"],
+        *["evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"],
+        *[f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")],
+        *[f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")],
+        *[f"{role}.serving.restarts=0" for role in ("student", "teacher")],
     )
-    assert done.returncode == 3, done.stderr
-    line, saved = done.stderr.splitlines()
+    code, out, err = command.finish()
+    assert code == 3, err
+    line, saved = err.splitlines()
     assert re.match(r"error: the run stalled: nothing was committed for \d+ s, and prompt 0 \(problem ", line)
     assert f"waiting.py:14 in WaitingPolicy.supervise; see {run / 'stall-report.txt'}" in line
     assert saved.startswith("nothing was trained yet")
-    assert "policy bound: no stage has anything to do, trainer idle 100 %" in done.stdout
+    assert "policy bound: no stage has anything to do, trainer idle 100 %" in out
     text = (run / "stall-report.txt").read_text()
     assert "prompts: 64 running, 0 queued" in text
     assert "-m spot_async.serving " in text.split("Processes below this one")[1]
     assert f"End of {run / 'logs' / 'student.log'}" in text
-    marked = f"{name}={value}".encode()
-    assert not [entry for entry in Path("/proc").glob("[0-9]*") if marked in environment(entry)]
-
-
-def environment(entry):
-    try:
-        return (entry / "environ").read_bytes()
-    except OSError:
-        return b""
+    command.assert_nothing_left()
 
 
 def test_sigquit_writes_the_report_and_the_run_goes_on(tmp_path):
