@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from spot_async.cli import app
+
 ROOT = Path(__file__).parents[1]
+CUSTOM = ROOT / "examples" / "custom_method"
+
+
+def python(*arguments: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_one_iteration_goes_from_prompts_to_a_gradient_step(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "one_iteration.py", tmp_path / "run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    *probed, step = done.stdout.splitlines()
+    said = python(ROOT / "examples" / "one_iteration.py", tmp_path / "run", cwd=tmp_path)
+    *probed, step = said.splitlines()
     assert any(" at " in line and "->" in line for line in probed)
     assert step.startswith("16 trajectories: policy ")
     assert "nan" not in step
@@ -36,3 +44,39 @@ def test_one_iteration_fits_a_page_to_begin_from() -> None:
         "spot_async.verification",
     }
     assert {line.split()[1] for line in imports} == public
+
+
+def test_the_custom_method_is_installed_found_by_its_name_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None
+) -> None:
+    package = shutil.copytree(CUSTOM, tmp_path / "package")  # building leaves files beside the sources
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    python("-m", "pip", "install", *offline, "--target", tmp_path / "site", package)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(ROOT)
+    small = ["training.iterations=2", "training.batch_size=8", "training.mini_batch_size=4"]
+    done = CliRunner().invoke(
+        app, ["train", str(package / "confident_opd.yaml"), f"run.directory={tmp_path / 'run'}", *small]
+    )
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert all(0 < row["confident_opd/sure"] < 1 for row in rows)
+
+
+def test_the_custom_methods_own_test_passes() -> None:
+    said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_confident_opd.py", cwd=CUSTOM)
+    assert "2 passed" in said
+
+
+def test_the_custom_method_is_short_and_names_only_what_is_public() -> None:
+    assert len((CUSTOM / "confident_opd.py").read_text().splitlines()) < 60
+    text = "".join(path.read_text() for path in CUSTOM.glob("*.py"))
+    public = {"spot_async", "spot_async.protocols", "spot_async.testing"}
+    assert set(re.findall(r"^(?:from|import) (spot_async\S*)", text, flags=re.M)) == public
+
+
+def test_the_library_page_quotes_the_custom_method_as_it_is() -> None:
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    quoted = dict(re.findall(r"^```python file=(\S*confident_opd\.py)\n(.*?)^```$", page, flags=re.M | re.S))
+    assert quoted == {path.name: path.read_text(encoding="utf-8") for path in CUSTOM.glob("*.py")}

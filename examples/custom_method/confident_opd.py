@@ -1,0 +1,40 @@
+"""On-policy distillation that learns only where the teacher is sure: a method of one's own, as a package."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+
+from spot_async import PluginSettings, PolicyContext, PolicyNeeds, Prompt, Sample, Supervision, both
+from spot_async.protocols import PromptStages
+
+
+class ConfidentOpd:
+    """OPD whose advantages are 0 where the teacher's entropy is above a limit."""
+
+    class Settings(PluginSettings):
+        max_entropy_nats: float = Field(0.5, gt=0, description="above it a token teaches nothing")
+
+    def __init__(self, settings: Settings, context: PolicyContext) -> None:
+        self.settings = settings
+        self.needs = PolicyNeeds(teacher_top_k=1, exact_entropy=True)  # checked against the backends at start-up
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        rollout = await stages.rollout()
+        scores, verdict = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
+        sure = scores.entropy <= self.settings.max_entropy_nats  # (T,)
+        advantages = np.where(sure, scores.logprobs - rollout.logprobs, 0.0).astype(np.float32)
+        supervision = Supervision(
+            prompt_ordinal=prompt.ordinal,
+            problem_id=prompt.problem.id,
+            prompt_ids=prompt.token_ids,
+            response_ids=rollout.token_ids,
+            behavior_logprobs=rollout.logprobs,
+            version=min(span.version for span in rollout.version_spans),
+            advantages=advantages,
+        )
+        metrics = {"confident_opd/sure": float(sure.mean()), "rollout/tokens": float(len(rollout.token_ids))}
+        if verdict.reward is not None:  # None: the verifier could not decide, which is no evidence of anything
+            metrics["rollout/accuracy"] = verdict.reward
+        record = {"response": stages.decode(rollout.token_ids), "verdict": verdict.value}
+        return [Sample(supervision=supervision, metrics=metrics, record=record)]

@@ -1,0 +1,33 @@
+"""What ConfidentOpd makes of given numbers, and a whole run of it. Both take milliseconds and start no server."""
+
+import asyncio
+
+import pytest
+from confident_opd import ConfidentOpd
+
+from spot_async.testing import (
+    ScriptedStages,
+    generation,
+    make_policy,
+    simulated_prompts,
+    simulated_run,
+    token_scores,
+)
+
+
+def test_a_token_teaches_nothing_where_the_teacher_is_not_sure() -> None:
+    stages = ScriptedStages(
+        generation([5, 6, 7], logprobs=[-1.0, -1.0, -1.0]),
+        token_scores([-0.5, -0.5, -2.0], entropy=[0.1, 2.0, 0.4]),
+    )
+    policy = make_policy(ConfidentOpd, max_entropy_nats=0.5)
+    (sample,) = asyncio.run(policy.supervise(next(simulated_prompts()), stages))
+    assert sample.supervision.advantages.tolist() == [0.5, 0.0, -1.0]
+    assert sample.metrics["confident_opd/sure"] == pytest.approx(2 / 3)
+    assert stages.verified == [(5, 6, 7)]
+
+
+def test_a_run_trains_on_every_prompt_once() -> None:
+    run = simulated_run(make_policy(ConfidentOpd), iterations=3, batch_size=8)
+    assert [each.prompt_ordinal for each in run.trained] == list(range(3 * 8))
+    assert {each.version.step for each in run.batches[2]} == {2}  # sampled by the weights of the second update
