@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
-from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, StartServer, TinyModels, interpreter
+from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, TinyModels, interpreter
 from parity import (
     PARITY_NATS,
     Dense,
@@ -36,17 +34,13 @@ from server_process import RunningServer
 from vllm_metrics import ENDED_BY_LENGTH, SAMPLED, UNDER_WAY, metric, until_metric
 
 from spot_async.backends.shared.launch import LaunchSettings
-from spot_async.backends.shared.remote import RemoteServer
 from spot_async.backends.vllm import weights as vllm_weights
 from spot_async.backends.vllm.backend import VllmBackend
-from spot_async.backends.vllm.client import VllmClient, read_error
-from spot_async.backends.vllm.replies import CompletionsRoute
-from spot_async.backends.vllm.weights import DiskTransport, WeightUpdater
+from spot_async.backends.vllm.client import VllmClient
 from spot_async.errors import (
     ConfigError,
     DataError,
     PermanentError,
-    ProcessDiedError,
     TransientError,
     VersionMismatchError,
 )
@@ -320,86 +314,6 @@ async def test_a_directory_with_another_tokenizer_is_refused(
     with pytest.raises(ConfigError, match=r"tokenizers of .* and of the served model .* differ"):
         async with VllmBackend(settings, role="teacher", model=str(other), run_directory=tmp_path):
             pass
-
-
-@pytest.fixture(scope="module")
-def bare_server(start_vllm: StartServer, models: TinyModels) -> Iterator[RunningServer]:
-    """Started as people start one: no token route, processed log-probabilities; no limit to how many.
-
-    And with defaults of sampling, as a model's generation_config.json has them.
-    """
-    defaults = '{"top_p": 0.5, "top_k": 1, "min_p": 0.5, "repetition_penalty": 5.0, "presence_penalty": 2.0}'
-    arguments = ("--logprobs-mode", "processed_logprobs", "--override-generation-config", defaults)
-    with start_vllm(models.student, *arguments, max_logprobs=-1, scale_out=False) as server:
-        yield server
-
-
-async def test_a_server_without_its_token_route_names_the_flag_to_add(
-    bare_server: RunningServer, models: TinyModels, tmp_path: Path
-) -> None:
-    settings = VllmBackend.Settings(url=bare_server.url)
-    with pytest.raises(ConfigError, match=r"^teacher.*add --enable-scale-out to its command"):
-        async with VllmBackend(settings, role="teacher", model=str(models.student), run_directory=tmp_path):
-            pass
-
-
-async def test_the_openai_route_serves_servers_without_the_other_and_processed_log_probabilities_are_seen(
-    bare_server: RunningServer, models: TinyModels, dense_logprobs: Dense, tmp_path: Path, monkeypatch: Any
-) -> None:
-    settings = VllmBackend.Settings(url=bare_server.url)
-    backend = VllmBackend(settings, role="teacher", model=str(models.student), run_directory=tmp_path)
-    monkeypatch.setattr(backend._client, "route", CompletionsRoute())  # as when the other answers 404
-    async with backend:
-        found = await backend.capabilities(deadline=soon())
-        assert (found.logprob_convention, found.generation_temperature) == ("truncated", "request")
-        assert (found.candidate_logprobs, found.weight_update) == ("none", False)
-        assert (found.max_top_k, found.max_context_tokens) == (VOCAB, CONTEXT - 1)
-        reply = await backend.generate(PROMPT, sampling(), top_k=16, deadline=soon())
-        rows = dense_logprobs(models.student, [*PROMPT.tolist(), *reply.token_ids.tolist()])
-        rows = decisions(rows, PROMPT, reply.token_ids)
-        expect_rollout(reply, rows)
-        scores = await backend.score(PROMPT, reply.token_ids, top_k=VOCAB, temperature=1.0, deadline=soon())
-        expect_topk(scores.topk_ids, scores.topk_logprobs, rows)
-        entropy = -(np.exp(rows.astype(np.float64)) * rows).sum(axis=1)
-        np.testing.assert_allclose(scores.entropy, entropy, rtol=0, atol=1e-4)
-
-
-async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_killed_is_transient(
-    bare_server: RunningServer, models: TinyModels, snapshot: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    def other_shapes(tensors: dict[str, Any]) -> None:
-        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
-
-    async def unchecked(*_: Any) -> None: ...
-
-    settings = VllmBackend.Settings(url=bare_server.url)
-    server = RemoteServer(
-        settings,
-        role="student",
-        model=str(models.student),
-        run_directory=tmp_path,
-        read_error=partial(read_error, "student"),
-    )
-    async with server:
-        updater, client = WeightUpdater(server, DiskTransport(server)), VllmClient(server)
-        client.use_completions()
-        client.model = str(models.student)
-        monkeypatch.setattr(vllm_weights, "check_snapshot", unchecked)
-        with pytest.raises(TransientError, match="collective_rpc: HTTP 500"):  # and back to the model's own weights
-            await updater.update(WeightSnapshot(directory=str(tmp_path), version=V1), deadline=soon())
-        assert await server.get("/is_paused", dict[str, bool], deadline=soon()) == {"is_paused": False}
-        await client.sample([5], {"max_tokens": 1}, top_k=0, logprobs=0, deadline=soon())
-        good = WeightSnapshot(directory=str(models.student), version=V0)
-        await updater.update(good, deadline=soon())
-        with pytest.raises(ProcessDiedError, match="must be restarted, it stays paused"):
-            await updater.update(snapshot(other_shapes), deadline=soon())
-        assert await server.get("/is_paused", dict[str, bool], deadline=soon()) == {"is_paused": True}
-        waiting = asyncio.create_task(client.sample([5], {"max_tokens": 1}, top_k=0, logprobs=0, deadline=soon()))
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        bare_server.signal_group(signal.SIGKILL)
-        with pytest.raises(TransientError, match=r"^student/v1/completions: "):
-            await waiting
 
 
 async def test_a_server_of_ours_starts_with_what_a_student_needs_and_ends_with_its_backend(

@@ -16,16 +16,35 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from faulty_backends import (
+    AnswersAnyVersion,
+    Breaks,
+    CandidatesAtOneOnly,
+    CapsTheResponse,
+    CutsTopK,
+    Faulty,
+    FinishesWhatNobodyWantsAnyMore,
+    ForgivesIds,
+    IgnoresDeadlines,
+    MixedUpUnderLoad,
+    ScoresAtOne,
+    StaleVersion,
+    StaleWeights,
+    TakesAnyWeights,
+    of_generations,
+    of_samples,
+    of_scores,
+    with_row,
+)
 from typer.testing import CliRunner
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.cli import app
-from spot_async.errors import PermanentError, SpotError
 from spot_async.tools.conformance import command, generation
 from spot_async.tools.conformance.checks import Outcome, run_checks
 from spot_async.tools.conformance.contract import CHECKS
 from spot_async.tools.conformance.running import make_subject
-from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
+from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
 SLOW = {"abort", "refused_snapshot", "weight_update", "update_under_way"}
 MODEL = {"vocab_size": 53, "tie_word_embeddings": False, "initializer_range": 0.2, "max_position_embeddings": 512}
@@ -47,172 +66,6 @@ async def backend(
     run_directory = tmp_path_factory.mktemp("run")
     async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=run_directory) as it:
         yield it
-
-
-class Faulty:
-    """A backend that passes everything on; a fault changes one thing about it."""
-
-    def __init__(self, backend: Any, **said: Any) -> None:
-        self.backend, self.said = backend, said
-
-    async def capabilities(self, *, deadline: float) -> Capabilities:
-        found = await self.backend.capabilities(deadline=deadline)
-        return msgspec.structs.replace(
-            found, **{"version": (await self.backend.stats(deadline=deadline)).version, **self.said}
-        )
-
-    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
-        return await self.backend.generate(prompt_ids, sampling, **more)
-
-    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
-        return await self.backend.score(prompt_ids, response_ids, **more)
-
-    async def candidate_logprobs(self, *arguments: Any, **more: Any) -> Any:
-        return await self.backend.candidate_logprobs(*arguments, **more)
-
-    async def update_weights(self, snapshot: Any, *, deadline: float) -> None:
-        await self.backend.update_weights(snapshot, deadline=deadline)
-
-
-def of_samples(change: Callable[[SamplingSettings], dict[str, Any]]) -> type[Faulty]:
-    """Samples otherwise than it was asked."""
-
-    class Sampling(Faulty):
-        async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
-            return await super().generate(prompt_ids, msgspec.structs.replace(sampling, **change(sampling)), **more)
-
-    return Sampling
-
-
-def of_generations(change: Callable[[Generation], dict[str, Any]]) -> type[Faulty]:
-    """Says otherwise than it sampled."""
-
-    class Generations(Faulty):
-        async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
-            reply = await super().generate(prompt_ids, sampling, **more)
-            return msgspec.structs.replace(reply, **change(reply))
-
-    return Generations
-
-
-def of_scores(change: Callable[[TokenScores], dict[str, Any]]) -> type[Faulty]:
-    class Scores(Faulty):
-        async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
-            reply = await super().score(prompt_ids, response_ids, **more)
-            return msgspec.structs.replace(reply, **change(reply))
-
-    return Scores
-
-
-def with_row(values: Any, row: int) -> Any:
-    """A copy with one row replaced by its neighbour's."""
-    changed = np.array(values)
-    if len(changed) > 1:
-        changed[row] = changed[row + (1 if row == 0 else -1)]
-    return changed
-
-
-class CapsTheResponse(Faulty):
-    """Cuts what does not fit short without a word, as vLLM does."""
-
-    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
-        room = 512 - len(prompt_ids)
-        return await super().generate(
-            prompt_ids, msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room)), **more
-        )
-
-
-class ForgivesIds(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
-        return await super().score(np.clip(prompt_ids, 0, 52), np.clip(response_ids, 0, 52), **more)
-
-
-class CutsTopK(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
-        return await super().score(prompt_ids, response_ids, top_k=min(top_k, 53), **more)
-
-
-class ScoresAtOne(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, *, temperature: float, **more: Any) -> TokenScores:
-        return await super().score(prompt_ids, response_ids, temperature=1.0, **more)
-
-
-class MixedUpUnderLoad(Faulty):
-    """What a request gets depends on how many there are beside it."""
-
-    in_flight = 0
-
-    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
-        self.in_flight += 1
-        reply = await super().generate(prompt_ids, sampling, **more)
-        self.in_flight -= 1
-        return msgspec.structs.replace(reply, logprobs=reply.logprobs - 0.1 * (12 < self.in_flight < 40))
-
-
-class IgnoresDeadlines(Faulty):
-    async def generate(
-        self, prompt_ids: Any, sampling: SamplingSettings, *, deadline: float, **more: Any
-    ) -> Generation:
-        return await super().generate(prompt_ids, sampling, deadline=deadline + 60, **more)
-
-
-class AnswersAnyVersion(Faulty):
-    async def candidate_logprobs(self, *arguments: Any, expected_version: Any, deadline: float, **more: Any) -> Any:
-        held = (await self.backend.stats(deadline=deadline)).version
-        return await super().candidate_logprobs(*arguments, expected_version=held, deadline=deadline, **more)
-
-
-class CandidatesAtOneOnly(Faulty):
-    async def candidate_logprobs(self, *arguments: Any, temperature: float, **more: Any) -> Any:
-        if temperature != 1.0:
-            raise PermanentError("candidates are at temperature 1 only")
-        return await super().candidate_logprobs(*arguments, temperature=temperature, **more)
-
-
-class Breaks(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
-        raise KeyError("input_top_logprobs")
-
-
-class FinishesWhatNobodyWantsAnyMore(Faulty):
-    """Hears no hang-up."""
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__(backend)
-        self.tasks: list[asyncio.Task[Generation]] = []
-
-    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
-        self.tasks.append(asyncio.create_task(super().generate(prompt_ids, sampling, **more)))
-        return await asyncio.shield(self.tasks[-1])
-
-
-class TakesAnyWeights(Faulty):
-    async def update_weights(self, snapshot: Any, *, deadline: float) -> None:
-        try:
-            await super().update_weights(snapshot, deadline=deadline)
-        except SpotError:
-            return
-
-
-class StaleVersion(Faulty):
-    """Goes on naming the weights that it started with."""
-
-    async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
-        reply = await super().generate(prompt_ids, sampling, **more)
-        spans = (VersionSpan(0, len(reply.token_ids), self.said["version"]),)
-        return msgspec.structs.replace(reply, version_spans=spans)
-
-
-class StaleWeights(Faulty):
-    """Names the new weights and serves the old ones."""
-
-    first_directory: str
-
-    async def update_weights(self, snapshot: Any, *, deadline: float) -> None:
-        await super().update_weights(snapshot, deadline=deadline)
-        await super().update_weights(
-            msgspec.structs.replace(snapshot, directory=self.first_directory), deadline=deadline
-        )
 
 
 async def failing(faulty: Any, model_directory: Path, scratch: Path, names: set[str] | None = None) -> dict[str, str]:
