@@ -111,8 +111,8 @@ class VersionMismatchError(PermanentError):
 class ThrottledError(RequestError):
     """The endpoint asks to be left alone for a while (429, 503, 529).
 
-    `asked_s` is the pause that the endpoint asked for. `retry_after_s` is the pause that is kept: None for more than
-    `LONGEST_PAUSE_S`, because a run that paused for a year would have ended without saying so.
+    `asked_s` is the pause that the endpoint asked for. `retry_after_s` is the pause that is kept: None where it
+    `asks_too_long`, for more than `LONGEST_PAUSE_S`. A run that paused for a year would have ended without saying so.
     """
 
     failure_class = FailureClass.THROTTLED
@@ -120,8 +120,8 @@ class ThrottledError(RequestError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.asked_s = retry_after_s
-        is_kept = retry_after_s is not None and retry_after_s <= LONGEST_PAUSE_S
-        self.retry_after_s = retry_after_s if is_kept else None
+        self.asks_too_long = retry_after_s is not None and retry_after_s > LONGEST_PAUSE_S
+        self.retry_after_s = None if self.asks_too_long else retry_after_s
 
 
 class TransientError(RequestError):

@@ -18,7 +18,8 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     """How often a request is sent. Failures are counted, and limited, class by class:
 
     * permanent: the request is sent once.
-    * throttled: any number of times, each after the pause that the endpoint asks for (see `ThrottledError`).
+    * throttled: any number of times, each after the pause that the endpoint asks for. At most `attempts` times where it
+      asks for a pause that is too long to wait for (see `ThrottledError`).
     * transient: at most `attempts` times, after jittered delays that grow exponentially.
     * poisoned: twice, the second time to another server where there is one.
 
@@ -38,8 +39,11 @@ class RetryPolicy(msgspec.Struct, frozen=True):
         backoff_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0**doublings) * (0.5 + jitter / 2)
         match error.failure_class:
             case FailureClass.THROTTLED:
-                retry_after_s = error.retry_after_s if isinstance(error, ThrottledError) else None
-                return max(backoff_s, (retry_after_s or 0.0) * (1.0 + RETRY_AFTER_SPREAD * jitter))
+                if not isinstance(error, ThrottledError):
+                    return backoff_s
+                if error.asks_too_long and failures >= self.attempts:
+                    return None
+                return max(backoff_s, (error.retry_after_s or 0.0) * (1.0 + RETRY_AFTER_SPREAD * jitter))
             case FailureClass.TRANSIENT:
                 return backoff_s if failures < self.attempts else None
             case FailureClass.POISONED:

@@ -185,9 +185,18 @@ def test_an_endpoint_that_asks_for_longer_than_the_deadline_is_left_alone_for_as
     run_on_virtual_time(scenario())
 
 
-@pytest.mark.parametrize(("pause_s", "sent", "ends_s"), [(3600.0, 25, 24 * 3600.0), (366 * 86_400.0, 156, 600.0)])
-def test_pauses_that_an_endpoint_asks_for_have_an_end(pause_s, sent, ends_s):
-    """Each hour for another one: a day altogether. For a year at once: as if it had said nothing of how long."""
+def test_pauses_that_an_endpoint_asks_for_have_an_end():
+    """It asks for another hour each hour: the request gives up after a day."""
+    assert _asked_and_ended_s(3600.0) == (pytest.approx(25, abs=2), pytest.approx(24 * 3600.0, rel=0.1))
+
+
+def test_an_endpoint_that_asks_for_a_year_is_asked_a_few_times_more():
+    """A run once waited out the stage's ten minutes."""
+    asked, ended_s = _asked_and_ended_s(366 * 86_400.0)
+    assert (asked, ended_s < 10.0) == (3, True)
+
+
+def _asked_and_ended_s(pause_s):
 
     async def scenario():
         probe, asked = stage(timeout_s=600.0), 0
@@ -199,10 +208,9 @@ def test_pauses_that_an_endpoint_asks_for_have_an_end(pause_s, sent, ends_s):
 
         with pytest.raises(ThrottledError, match="come again"):
             await probe.ask((0,), closed)
-        assert asked == pytest.approx(sent, abs=2)
-        assert asyncio.get_running_loop().time() == pytest.approx(ends_s, rel=0.1)
+        return asked, asyncio.get_running_loop().time()
 
-    run_on_virtual_time(scenario())
+    return run_on_virtual_time(scenario())
 
 
 def test_a_request_that_is_throttled_for_long_is_logged_ever_less_often():
