@@ -109,9 +109,13 @@ class EvaluationConfig(Section):
         if self.problems is None and not self.benchmarks:
             raise ValueError("give exactly one of problems and benchmarks; both are missing")
         if ONLY in self.benchmarks:
-            raise ValueError(f"benchmarks.{ONLY}: results call the set of evaluation.problems so; give it another name")
+            raise ValueError(
+                f"benchmarks.{ONLY}: in results this is the set of evaluation.problems; give it another name"
+            )
         if reserved := [name for name in self.benchmarks if name in RESERVED_NAMES]:
-            raise ValueError(f"benchmarks.{reserved[0]}: results call their own rows so; give it another name")
+            raise ValueError(
+                f"benchmarks.{reserved[0]}: results have a row of their own with this name; give it another"
+            )
         most = max(each.samples or self.samples for each in self.sets().values())
         if too_large := [k for k in self.pass_k if k > most]:
             raise ValueError(f"pass_k={too_large[0]} needs as many samples as that, but samples={most}: raise it")

@@ -73,8 +73,8 @@ def _plan(
         require_answers(found, key)
     if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
         raise DataError(
-            f"{key}: problem {named_all.id!r} has the tier {ALL_TIERS!r}, as results call all problems: rename it, or "
-            f"choose another column with {key}.fields.tier"
+            f"{key}: problem {named_all.id!r} has the tier {ALL_TIERS!r}, which in results means all problems: "
+            f"rename it, or choose another column with {key}.fields.tier"
         )
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
     native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}

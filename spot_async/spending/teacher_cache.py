@@ -113,7 +113,7 @@ class ReplayedTeacher:
 
     @property
     def _refusal(self) -> str:
-        return f"teacher.replay: nobody can be asked; {self._cache.cache.path} is all that there is of the teacher"
+        return f"teacher.replay: no teacher is running, there are only its scores in {self._cache.cache.path}"
 
 
 def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes | None) -> bytes:

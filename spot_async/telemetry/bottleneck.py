@@ -123,12 +123,14 @@ def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
     if times.waited_for_s.get("nothing", 0.0) >= CLEAR_SHARE * waited_s > 0:
         return BottleneckVerdict(
             f"Policy bound: the trainer waited {percent(share)} of the time, and no stage had anything to do.",
-            ("what prompts await there is no request: the policy's own code, or a limit of admission (queue)",),
+            ("prompts wait for something that is no request: the policy's own code, or a limit of admission (queue)",),
             f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
         )
     known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in STAGE_SERVERS and seconds > 0}
     if not known:
-        return BottleneckVerdict(f"The trainer waited {percent(share)} of the time; for what was not recorded.")
+        return BottleneckVerdict(
+            f"The trainer waited {percent(share)} of the time. What it waited for was not recorded."
+        )
     by_server: dict[str, float] = {}
     for stage, seconds in known.items():
         by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s
@@ -241,8 +243,8 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
         )
     return _Finding(
         f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight while the trainer "
-        "waited for them): the server itself is at its speed",
-        "the server itself is at its speed",
+        "waited for them): the server itself works at full speed",
+        "the server itself works at full speed",
         faster,
     )
 

@@ -210,9 +210,12 @@ def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path)
         ),
         ({"benchmarks": {"a/b": "x"}}, "benchmarks.a/b: a name is letters, digits, `_`, `.` and `-`, and"),
         ({"benchmarks": {"a": "x"}, "problems": "x"}, "exactly one of problems and benchmarks: set problems to null"),
-        ({"benchmarks": {"problems": "x"}}, "benchmarks.problems: results call the set of evaluation.problems so"),
+        ({"benchmarks": {"problems": "x"}}, "benchmarks.problems: in results this is the set of evaluation.problems"),
         *(
-            ({"benchmarks": {"a": "x", name: "x"}}, f"benchmarks.{name}: results call their own rows so")
+            (
+                {"benchmarks": {"a": "x", name: "x"}},
+                f"benchmarks.{name}: results have a row of their own with this name",
+            )
             for name in ("all", "macro", "Avg.")
         ),
         (

@@ -54,12 +54,12 @@ PROBE = {"probe": 9.0, "verify": 1.0}
         (RunTimes(0.0, 0.0, 0.0), "No times were recorded", ""),
         (RunTimes(4.0, 6.0, 0.1), "Trainer bound: optimisation took 59 %", "training.ranks"),
         (RunTimes(3.0, 3.0, 4.0), "Weight-update bound", "disk"),
-        (RunTimes(9.0, 1.0, 0.0), "The trainer waited 90 % of the time; for what was not recorded.", ""),
+        (RunTimes(9.0, 1.0, 0.0), "The trainer waited 90 % of the time. What it waited for was not recorded.", ""),
         (RunTimes(9.0, 1.0, 0.0, {"score": 8.0, "rollout": 1.0}), "Teacher bound", "teacher.backend.score_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"verify": 8.0, "rollout": 1.0}), "Verifier bound", "verifier.workers"),
         (RunTimes(9.0, 1.0, 0.0, {"score": 4.0, "rollout": 5.0}), "Student and teacher bound", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}), "mostly for rollout (100 %).", "max_response_tokens"),
-        (RunTimes(9.0, 1.0, 0.0, {"mystery": 9.0}), "for what was not recorded", ""),
+        (RunTimes(9.0, 1.0, 0.0, {"mystery": 9.0}), "What it waited for was not recorded", ""),
         (RunTimes(9.0, 1.0, 0.0, {"nothing": 8.0, "score": 1.0}), "Policy bound: the trainer waited 90 %", "own code"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 3.0, 100)}, 64), "Student", "raise stages.probe"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "Student", "64 slots were full"),
@@ -92,7 +92,7 @@ FULL_PROBES = StageUse(100.0, 31.0, 100, asked_per_s=13.1, latency_s=10.0)
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(3.0, 0.0, 100)}, 64), "a few long ones"),
         (
             RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(40.0, 0.0, 100)}, 64),
-            "the server itself is at its speed",
+            "the server itself works at full speed",
         ),
         (RunTimes(9.0, 1.0, 0.0, PROBE), "student bound: trainer idle 90 %, mostly for probe"),
         (RunTimes(0.0, 0.0, 0.0), ""),
@@ -120,7 +120,7 @@ def test_what_is_said_of_a_stage_ends_with_a_remedy_for_its_own_server():
     stages = {stage: StageUse(in_flight=10.0, queued=0.0, limit=64) for stage in waited_for_s}
     verdict = judge(RunTimes(90.0, 5.0, 1.0, waited_for_s, stages))
     assert verdict.brief.startswith("student and teacher bound: score queue")
-    assert "the server itself is at its speed: a faster teacher server" in verdict.brief
+    assert "the server itself works at full speed: a faster teacher server" in verdict.brief
     assert verdict.brief.endswith(f": {verdict.advice[1]}")
 
 
