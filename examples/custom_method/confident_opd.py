@@ -1,4 +1,4 @@
-"""On-policy distillation that learns only where the teacher is sure: a method of one's own, as a package."""
+"""A method of your own, as a package: on-policy distillation that learns only where the teacher is sure."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ class ConfidentOpd:
             advantages=advantages,
         )
         metrics = {"confident_opd/sure": float(sure.mean()), "rollout/tokens": float(len(rollout.token_ids))}
-        if verdict.reward is not None:  # None: the verifier could not decide, which is no evidence of anything
+        if verdict.reward is not None:  # None: the verifier could not decide, which is no evidence
             metrics["rollout/accuracy"] = verdict.reward
         record = {"response": stages.decode(rollout.token_ids), "verdict": verdict.value}
         return [Sample(supervision=supervision, metrics=metrics, record=record)]

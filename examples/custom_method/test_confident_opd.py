@@ -1,4 +1,4 @@
-"""What ConfidentOpd makes of given numbers, and a whole run of it. Both take milliseconds and start no server."""
+"""Tests of ConfidentOpd on chosen numbers, and in a whole run. Both take milliseconds and start no server."""
 
 import asyncio
 

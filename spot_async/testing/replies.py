@@ -1,4 +1,4 @@
-"""What servers say, of which a test names only what it is about: responses, scores, and what a server offers."""
+"""Makes replies of servers for tests: responses, scores, capabilities. A test gives only what it is about."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generation(
     version: WeightVersion = INITIAL_VERSION,
     finish_reason: FinishReason = "stop",
 ) -> Generation:
-    """Make a response of one weight version; its log-probabilities are 0 where none are given."""
+    """Make a response of one weight version. Its log-probabilities are 0 by default."""
     tokens = len(token_ids)
     return Generation(
         token_ids=np.asarray(token_ids, np.int32),
@@ -47,7 +47,7 @@ def token_scores(
     topk_logprobs: npt.ArrayLike = 0.0,
     **changes: Any,
 ) -> TokenScores:
-    """Make a teacher's scores with exact entropies. What is given once for all tokens stands at each of them."""
+    """Make a teacher's scores with exact entropies. A single value holds for all tokens."""
     own = np.asarray(logprobs, np.float32)
     nats = np.broadcast_to(entropy, own.shape).astype(np.float32)
     shape = (len(own), np.shape(topk_ids)[-1] if np.ndim(topk_ids) else 1)
@@ -64,7 +64,7 @@ def token_scores(
 
 
 def whole_scores(logprobs: Float64Array, response_ids: IntArray, top_k: int) -> TokenScores:
-    """Score a response by whole distributions: `logprobs` (T, V) of each of its tokens."""
+    """Make the scores of a response from the whole distribution of each of its tokens, `logprobs` (T, V)."""
     order = np.argsort(-logprobs, axis=-1)[:, :top_k]
     return token_scores(
         logprobs[np.arange(len(response_ids)), response_ids],
@@ -75,7 +75,7 @@ def whole_scores(logprobs: Float64Array, response_ids: IntArray, top_k: int) -> 
 
 
 def capabilities(vocab_size: int, **changes: Any) -> Capabilities:
-    """Make what our own server offers: whole distributions, batched candidates, and new weights."""
+    """Make the capabilities of our own server: whole distributions, batched candidates, and weight updates."""
     return Capabilities(
         **{
             "model": "simulated",

@@ -1,9 +1,9 @@
-"""Stages that answer one prompt as a test tells them, for what a policy makes of given numbers.
+"""Stands in for the stages of one prompt, with answers that a test chooses, to see what a policy makes of them.
 
     stages = ScriptedStages(generation([5, 6, 1], logprobs=[-1.0, -2.0, -0.5]), token_scores([-0.5, -3.0, -0.5]))
     (sample,) = await policy.supervise(prompt, stages)
 
-Give `token_scores` the entropy and the candidates too, where the policy looks at them.
+Give `token_scores` the entropy and the candidates too, if the policy looks at them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from spot_async.types import (
 
 
 class ScriptedStages:
-    """`protocols.PromptStages` that give the same response and scores each time, and keep what they were asked."""
+    """`protocols.PromptStages` that give the same response and scores each time, and note what they were asked."""
 
-    student: Capabilities | None = None  # nobody said what they offer: a policy asks for exact values
+    student: Capabilities | None = None  # None: nobody said what servers offer, so a policy asks for exact values
     teacher: Capabilities | None = None
     ends = EndTokens((END_TOKEN,), (END_TOKEN,), "replace")
 
@@ -43,7 +43,7 @@ class ScriptedStages:
         verdict: Verdict = Verdict.WRONG,
         verdicts: Mapping[tuple[int, ...], Verdict] | None = None,
     ) -> None:
-        """`verdicts` are by the ids of a whole response or branch; all others get `verdict`."""
+        """`verdicts` are by the token ids of a whole response or branch; all others get `verdict`."""
         self.response = response or generation([END_TOKEN])
         self.scores = scores or token_scores(np.zeros(len(self.response.token_ids)))
         self.candidates: list[tuple[list[int], list[list[int]]]] = []  # positions and ids the student was asked about
@@ -76,13 +76,13 @@ class ScriptedStages:
     async def candidate_logprobs(
         self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
     ) -> FloatArray:
-        """The student gives every candidate one chance in twenty."""
+        """Return a probability of one in twenty for every candidate."""
         assert version == self.response.version_spans[-1].version
         self.candidates.append((positions.tolist(), candidate_ids.tolist()))
         return np.full(candidate_ids.shape, np.log(0.05), np.float32)
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
-        """The n-th continuation after any candidate is the token 20 + n, and then the end."""
+        """Return the n-th continuation after a candidate, which is the token 20 + n and then the end."""
         self.probed.append((position, candidate_id, n))
         return generation([20 + n, END_TOKEN])
 
