@@ -1,4 +1,4 @@
-"""What a configuration may say of an endpoint: its address, and where its keys are; never a secret itself."""
+"""Settings of an endpoint: its address, and where its keys are, but never a secret itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are told to leave ids out by a bias: what they are sent, and what is made of what they answer."""
+"""Servers that are told by a bias to leave ids out: what they are sent, and how their answers are read."""
 
 from __future__ import annotations
 

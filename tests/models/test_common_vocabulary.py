@@ -1,4 +1,4 @@
-"""Candidates that all models of a run have rows for, where the teacher's softmax is padded further than the student's.
+"""Candidates are tokens that all models of a run have rows for, even if the teacher's softmax is padded further.
 
 References are whole distributions in float64.
 """

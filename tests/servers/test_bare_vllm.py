@@ -1,4 +1,4 @@
-"""A vLLM that was started as people start one, without what spot-async asks for: what is refused, and what works."""
+"""A vLLM that was started without the flags that spot-async asks for: what is refused, and what works."""
 
 from __future__ import annotations
 

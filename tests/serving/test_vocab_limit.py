@@ -1,6 +1,6 @@
-"""An engine whose model has more softmax rows than a request may use: it samples below the limit, and scores as ever.
+"""An engine whose model has more softmax rows than a request may use samples below the limit, and scores as always.
 
-The rows beyond are likelier than the tokens (`padded_models.py`), so nothing that forgets the limit goes unnoticed.
+The rows beyond are likelier than the tokens (`padded_models.py`), so code that forgets the limit fails its test.
 """
 
 from __future__ import annotations

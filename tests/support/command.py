@@ -1,4 +1,4 @@
-"""`spot-async` as users run it: as a process whose descendants can be found, or in this one for what starts none."""
+"""Runs `spot-async` as users do: as a process whose descendants can be found, or in this process if it starts none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_TIMEOUT_S = 300
 
 
 def marked_processes(marker: str, but: int) -> dict[int, str]:
-    """Command lines of all living processes with the marker in their environment, save one."""
+    """Return the command lines of all living processes with the marker in their environment, but one."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == but:
@@ -72,11 +72,11 @@ class Command:
         return self.process.returncode, out, err
 
     def processes(self) -> dict[int, str]:
-        """Command lines of what it started."""
+        """Return the command lines of the processes that it started."""
         return marked_processes(self.marker, but=self.process.pid)
 
     def wait_for(self, path: Path) -> None:
-        """Until `path` exists: the run has come that far, in `start_s`."""
+        """Wait until `path` exists, so that the run has come that far. Its time is kept in `start_s`."""
         end = time.monotonic() + START_TIMEOUT_S
         while not path.exists():
             assert self.process.poll() is None, self.process.communicate()
@@ -101,14 +101,14 @@ def error_lines(err: str) -> list[str]:
 
 
 def invoke(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
-    """The command in this process: for what it does before it starts any other."""
+    """Run the command in this process, for what it does before it starts any other process."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
     return CliRunner().invoke(app, words)
 
 
 def assert_refused(result: Result, *expected: str) -> None:
-    """One line on stderr, exit code 2."""
+    """Check that there is one line on stderr, and exit code 2."""
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.strip().splitlines()
     for each in expected:

@@ -39,7 +39,7 @@ class Faulty:
 
 
 def of_samples(change: Callable[[SamplingSettings], dict[str, Any]]) -> type[Faulty]:
-    """Samples otherwise than it was asked."""
+    """Return a backend that samples with other settings than it was asked for."""
 
     class Sampling(Faulty):
         async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
@@ -49,7 +49,7 @@ def of_samples(change: Callable[[SamplingSettings], dict[str, Any]]) -> type[Fau
 
 
 def of_generations(change: Callable[[Generation], dict[str, Any]]) -> type[Faulty]:
-    """Says otherwise than it sampled."""
+    """Return a backend that reports something else than it sampled."""
 
     class Generations(Faulty):
         async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
@@ -69,7 +69,7 @@ def of_scores(change: Callable[[TokenScores], dict[str, Any]]) -> type[Faulty]:
 
 
 def with_row(values: Any, row: int) -> Any:
-    """A copy with one row replaced by its neighbour's."""
+    """Return a copy with one row replaced by its neighbour's."""
     changed = np.array(values)
     if len(changed) > 1:
         changed[row] = changed[row + (1 if row == 0 else -1)]
@@ -77,7 +77,7 @@ def with_row(values: Any, row: int) -> Any:
 
 
 class CapsTheResponse(Faulty):
-    """Cuts what does not fit short without a word, as vLLM does."""
+    """Cuts responses that do not fit short without saying so, as vLLM does."""
 
     async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
         room = 512 - len(prompt_ids)
@@ -102,7 +102,7 @@ class ScoresAtOne(Faulty):
 
 
 class MixedUpUnderLoad(Faulty):
-    """What a request gets depends on how many there are beside it."""
+    """Gives answers that depend on how many other requests there are."""
 
     in_flight = 0
 
@@ -139,7 +139,7 @@ class Breaks(Faulty):
 
 
 class FinishesWhatNobodyWantsAnyMore(Faulty):
-    """Hears no hang-up."""
+    """Does not notice that a client has hung up."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
@@ -159,7 +159,7 @@ class TakesAnyWeights(Faulty):
 
 
 class StaleVersion(Faulty):
-    """Goes on naming the weights that it started with."""
+    """Names the weights that it started with, whatever it serves."""
 
     async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
         reply = await super().generate(prompt_ids, sampling, **more)
@@ -168,7 +168,7 @@ class StaleVersion(Faulty):
 
 
 class StaleWeights(Faulty):
-    """Names the new weights and serves the old ones."""
+    """Names the new weights, but serves the old ones."""
 
     first_directory: str
 

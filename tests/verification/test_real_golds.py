@@ -1,4 +1,4 @@
-"""What the verifiers make of the answers and responses of real problem sets, where those are at hand."""
+"""How the verifiers judge the answers and responses of real problem sets, if those are on this machine."""
 
 from __future__ import annotations
 
