@@ -1,0 +1,5 @@
+"""One adapter for each kind of inference server: it translates between the protocols and the server's own API.
+
+An adapter is a folder whose `backend.py` has its `Backend` class. `shared/` has what several of them use. The core
+finds adapters by name and imports none of them, and no adapter imports another. To write one, copy `local/backend.py`.
+"""

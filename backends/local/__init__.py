@@ -1,4 +1,4 @@
-"""The local engine as a backend: our own server, started by the run or already there."""
+"""The adapter for our own server, which the run starts or which is already running. The template for new adapters."""
 
 from .backend import LocalBackend
 

@@ -1,7 +1,16 @@
-"""The embedded backend: our own server, spoken to like any remote one.
+"""The backend for our own server. **Copy this file to write a backend for another server.**
 
-Entering starts it as a child process, unless one that runs already is named, and leaving ends it (`server.py`).
-Everything about inference happens there (`spot_async.serving`).
+Each method of a protocol (`spot_async.protocols`) makes a request, sends it, and checks the reply before anyone else
+sees it. What you will replace is the requests and replies, here those of `spot_async.serving.api`. What you can keep is
+in `shared/`:
+
+* `http.py` sends requests with deadlines and turns every failure into one of `spot_async.errors`.
+* `replies.py` checks that the numbers in a reply can be true.
+* `held_weights.py` notices a server that was restarted, or updated by somebody else.
+* `remote.py` adds what JSON servers have in common: settings, a server started in its own environment, billing.
+
+Entering starts the server as a child process, unless the settings name one that is running. Leaving ends it
+(`server.py`). Inference itself happens in the server (`spot_async.serving`).
 """
 
 from __future__ import annotations
@@ -76,14 +85,14 @@ class LocalBackend:
             async with self._connection({}) as stranger:
                 found = await self._first_health(stranger, deadline)
             self._held = HeldWeights(self._name, found.version)
-            # Requests are for this very process: another one at its address, with other weights, refuses them.
+            # Requests name this process, so that another one at its address, with other weights, refuses them.
             self._endpoint = await stack.enter_async_context(self._connection({api.INSTANCE_HEADER: found.instance}))
             self._capabilities = await self.capabilities(deadline=deadline)
             self._exit_stack = stack.pop_all()
         return self
 
     async def _first_health(self, stranger: HttpEndpoint, deadline: float) -> api.HealthReply:
-        """Raises `ConfigError` for a server of another kind."""
+        """Ask the server for its health and version. Raises `ConfigError` if it is of another kind."""
         try:
             return self._decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
         except (PermanentError, PoisonedReplyError) as error:
@@ -100,7 +109,7 @@ class LocalBackend:
         await self._exit_stack.__aexit__(kind, error, trace)
 
     async def watch(self) -> None:
-        """Run for as long as the child lives; raise `ProcessDiedError` when it ends by itself."""
+        """Run for as long as the child lives. Raises `ProcessDiedError` when it ends by itself."""
         await self._server.watch()
 
     @property
@@ -109,17 +118,18 @@ class LocalBackend:
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         found = self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)
-        is_unknown = self._is_student and self._settings.url is not None  # it may hold another run's weights
+        # A student's server that was already running may hold another run's weights.
+        is_unknown = self._is_student and self._settings.url is not None
         return msgspec.structs.replace(found, version=None) if is_unknown else found
 
     async def ping(self, *, deadline: float) -> None:
-        """Cheap: the loop beside the engine answers, and a process whose engine fails ends."""
+        """Ask for the server's health. Its event loop answers, and that is enough: if its engine fails, it ends."""
         since = self._held.now()
         health = self._decode(await self._endpoint.get(api.HEALTH, deadline=deadline), api.HealthReply)
         self._held.check(health.version, since)
 
     async def stats(self, *, deadline: float) -> api.Stats:
-        """The server's counters and the CPU seconds it has used."""
+        """Return the server's counters and the CPU seconds it has used."""
         return self._decode(await self._endpoint.get(api.STATS, deadline=deadline), api.Stats)
 
     async def generate(
@@ -145,7 +155,7 @@ class LocalBackend:
     async def _generate_many(
         self, requests: Sequence[api.GenerateRequest], on_reply: Callable[[int, Outcome], None], deadline: float
     ) -> None:
-        """A `coalescing.Send`."""
+        """Send several requests as one and hand out their replies as they come. This is a `coalescing.Send`."""
         if len(requests) == 1:
             on_reply(0, await self._generate(requests[0], deadline))
             return
@@ -157,8 +167,8 @@ class LocalBackend:
             error.exchange = self._endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
             return error
 
-        # On the event loop, however large: requests that leave together are probes and samples of a group, of which
-        # no method here asks for a top-k, and 4,096 tokens without one take 20 µs. With a top-20 it would be 0.6 ms.
+        # This runs on the event loop, however large the reply. Requests that leave together are probes or samples of a
+        # group, for which no method asks a top-k. 4,096 tokens take 20 µs without one, and 0.6 ms with a top-20.
         def read(part: bytes) -> None:
             received.extend(part)
             try:
@@ -266,7 +276,7 @@ class LocalBackend:
         deadline: float,
         largest: int = ANSWER_BYTES,
     ) -> T:
-        """What `check` returns of the reply; a large one is read and checked in a thread."""
+        """Send a request and return what `check` makes of its reply. A large reply is read and checked in a thread."""
         sent = wire.encode(request)
 
         def read(body: bytes) -> T:
@@ -305,7 +315,7 @@ class LocalBackend:
             raise classify(self._name, error) from error
 
     def _read_error(self, status: int, body: bytes) -> RequestError | None:
-        """The error class that the server named; None when the body is not the server's own."""
+        """Return the error that the server named. None if the body is not the server's own, but a proxy's."""
         try:
             reply = wire.decode(body, api.ErrorReply)
         except UNREADABLE:
@@ -314,7 +324,7 @@ class LocalBackend:
         return self._error(reply) or classify(self._name, said).reworded(f"{self._name}: {reply.message}")
 
     def _error(self, reply: api.ErrorReply | None) -> RequestError | None:
-        """What the server named; None when that is no request's error."""
+        """Return the error that the server named; None if it is not a `RequestError`."""
         kind: Any = getattr(errors, reply.error, None) if reply is not None else None
         if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
             return None
@@ -334,7 +344,7 @@ def _largest_generation(request: api.GenerateRequest) -> int:
 
 
 def _take_frames(received: bytearray) -> Iterator[bytes]:
-    """Cut whole frames off the front of what was received."""
+    """Cut whole frames off the front of `received` and yield them."""
     header = api.FRAME_HEADER
     while len(received) >= header.size:
         length, checksum = header.unpack_from(received)

@@ -1,10 +1,11 @@
-"""Generate requests of one session that are made in the same turn of the event loop leave as one.
+"""Joins generate requests of one session that are made in the same turn of the event loop into one HTTP request.
 
-A policy asks for all probes of a prompt at once; as one HTTP request they cost little more than one of them. More than
-a server takes leave as several.
-Nothing here knows how the requests are sent. There is no task either: whoever asked first carries the others
-and hands out replies as they come. When the carrier is cancelled or its time is over, those still without a reply
-ask again; equal seeds give them the same responses.
+A policy asks for all probes of a prompt at once. As one HTTP request they cost little more than a single probe. If
+there are more than a server accepts, they leave as several.
+
+Nothing here knows how the requests are sent, and there is no task. Whoever asked first is the carrier: it sends the
+requests of all, and hands out replies as they come. If the carrier is cancelled, or its time is over, those without a
+reply ask again. Equal seeds give them the same responses.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Member:
     reply: asyncio.Future[Generation]
 
     def settle(self, outcome: Generation | Exception) -> None:
-        if self.reply.done():  # or nobody waits for it any more
+        if self.reply.done():  # answered already, or cancelled
             return
         if isinstance(outcome, Exception):
             self.reply.set_exception(outcome)
@@ -41,14 +42,17 @@ class _Member:
 
 
 class Coalescer:
-    """`send(requests, on_reply, deadline)` must call `on_reply(index, outcome)` for every request, or raise."""
+    """Joins requests and sends them by `send`.
+
+    `send(requests, on_reply, deadline)` must call `on_reply(index, outcome)` for every request, or raise.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._forming: dict[str, list[_Member]] = {}
 
     async def ask(self, session: str, request: GenerateRequest, deadline: float) -> Generation:
-        """The reply to one request; raises the `RequestError` it got."""
+        """Return the reply to one request. Raises the `RequestError` that it got."""
         while True:
             member = _Member(request, asyncio.get_running_loop().create_future())
             forming = self._forming.get(session)
@@ -59,7 +63,7 @@ class Coalescer:
                 return await member.reply
             except _CarrierGone:
                 continue
-            except DeadlineExceededError:  # the carrier's, which may be sooner
+            except DeadlineExceededError:  # the deadline may be the carrier's, which is sooner than ours
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
 
@@ -67,7 +71,7 @@ class Coalescer:
         members = self._forming[session] = [carrier]
         try:
             try:
-                await asyncio.sleep(0)  # everyone who is to ask in this turn does so now
+                await asyncio.sleep(0)  # all others that ask in this turn of the loop do so now
             finally:
                 if self._forming.get(session) is members:
                     del self._forming[session]

@@ -1,7 +1,4 @@
-"""Our own server as the local adapter uses it: attached to, or started as a supervised child process.
-
-Entering returns once it can be asked; what is asked is the adapter's.
-"""
+"""Starts our own server as a child process, or finds one that is running. `backend.py` makes the requests to it."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ READY_MESSAGE_BYTES = 256
 
 
 class LocalSettings(EngineSettings, PluginSettings):
-    """Settings of one or several of our own servers."""
+    """The settings of one or several of our own servers."""
 
     kind: str = "local"
     replicas: PositiveInt = Field(1, description="servers to start, all alike")
@@ -92,7 +89,7 @@ class LocalSettings(EngineSettings, PluginSettings):
 
 
 class Address(NamedTuple):
-    """Where a server listens, and what it wants to be shown."""
+    """Where a server listens, and the credentials that it requires."""
 
     url: str
     credentials: Credentials
@@ -100,7 +97,7 @@ class Address(NamedTuple):
 
 
 class LocalServer:
-    """A server from entering to leaving; ours ends with that."""
+    """One server. Entering starts it, if we start it, and returns once it answers. Leaving ends it."""
 
     def __init__(self, settings: LocalSettings, *, name: str, model: str, log_path: Path) -> None:
         self._settings = settings
@@ -112,7 +109,7 @@ class LocalServer:
         self.address: Address
 
     async def __aenter__(self) -> Self:
-        """Raises `ProcessDiedError` when it ends or takes too long instead of being ready."""
+        """Start the server and wait for it. Raises `ProcessDiedError` if it ends, or is not ready in time."""
         if len(self._settings.servers()) > 1:
             raise ConfigError(f"{self._name}: several servers, where one is taken: give each its own settings")
         async with contextlib.AsyncExitStack() as stack:
@@ -127,7 +124,7 @@ class LocalServer:
         await self._exit_stack.__aexit__(kind, error, trace)
 
     async def watch(self) -> None:
-        """Run for as long as the server does, when we started it; for ever when we did not."""
+        """Run for as long as the server does, or for ever if we did not start it."""
         if self._child is not None:
             await self._child.watch()
         else:
@@ -166,7 +163,7 @@ class LocalServer:
         ]
 
     async def _ready(self, child: ChildProcess, notifications: socket.socket) -> None:
-        """Wait for the child's word."""
+        """Wait until the child says that it is ready."""
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 notified = asyncio.get_running_loop().sock_recv(notifications, READY_MESSAGE_BYTES)
@@ -179,22 +176,22 @@ class LocalServer:
 
 
 def is_taken(port: int) -> bool:
-    """Whether somebody listens at a loopback port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return whether another process listens on a loopback port."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            listener.bind(("127.0.0.1", port))
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
 
 
 def torch_has_gpus() -> bool:
-    """Whether torch was built for CUDA or ROCm. As its files say: importing it takes seconds."""
+    """Return whether torch was built for CUDA or ROCm. Its files tell; importing it would take seconds."""
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
     if version is None or not version.is_file():
-        return True  # nobody can say
+        return True  # it is unknown, so let the server find out
     return re.search(r"^(cuda|hip)\b.*= '", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 

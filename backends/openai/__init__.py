@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible endpoint as a backend: it generates and scores, and its weights are its own."""
+"""The adapter for any OpenAI-compatible endpoint, which generates and scores. Its weights are its own."""
 
 from .backend import OpenAIBackend
 

@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible endpoint as a teacher that scores, a model that writes, or both.
+"""The backend for any OpenAI-compatible endpoint: a teacher that scores, a model that writes, or both.
 
-Speaks the dialect that the endpoint was found to understand (`dialect.py`); what comes back is read by
-`replies.py`. An endpoint takes no weights from us, so as a student it can be evaluated, not trained.
+`discovery.py` finds out which dialect the endpoint understands, `dialect.py` makes requests in it, and `replies.py`
+reads what comes back. An endpoint takes no weights from us, so as a student it can be evaluated but not trained.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .replies import (
 from .text_alignment import align, as_text
 from .throttling import when_free
 
-DEFAULT_TOP_K = 64  # asked for where the endpoint allows it: every one tightens the entropy bounds
-NOISE_READINGS = 3  # beside each other
+DEFAULT_TOP_K = 64  # asked for if the endpoint allows it, because each one more tightens the entropy bounds
+NOISE_READINGS = 3  # at the same time
 SEEDED_TOKENS = 12
 UNAVAILABLE = 503
 HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
@@ -105,7 +105,7 @@ class OpenAIBackend(RemoteBackend):
         self._found: Capabilities | None = None
         self._finding = asyncio.Lock()
         self._dialect: Dialect
-        self._texts: TokenTexts | None = None  # None where every token goes and comes by its id
+        self._texts: TokenTexts | None = None  # None where all tokens are sent and received as ids
         self._noise_nats = 0.0
         self._refuses_bias = False
 
@@ -122,8 +122,11 @@ class OpenAIBackend(RemoteBackend):
         await self._server.watch()
 
     async def ping(self, *, deadline: float) -> None:
-        """What costs nothing: the list of models, and any refusal but "unavailable"; a 5xx of one that lists none.
-        An endpoint whose front answers for an engine that does not is found by the requests' own deadlines only."""
+        """Ask for the list of models, which costs nothing.
+
+        Any refusal but 503 shows a live endpoint, and so does a 5xx of one that never listed its models. If only the
+        process in front of the engine answers, this cannot tell. Then requests reach their own deadlines.
+        """
         try:
             await self._server.endpoint.get(MODELS, deadline=deadline)
         except (PermanentError, ThrottledError, TransientError) as error:
@@ -185,7 +188,7 @@ class OpenAIBackend(RemoteBackend):
         noise = self._settings.logprob_noise_nats
         self._noise_nats = measured if noise is None else noise
         context = self._files.max_context_tokens
-        if dialect.max_context_tokens is not None:  # a scored text is followed by one generated token
+        if dialect.max_context_tokens is not None:  # to score a text, an endpoint also generates one token
             context = min(context, dialect.max_context_tokens - int(scores))
         named_by_id = dialect.sampled_token_ids and not dialect.keyed_by_text
         return Capabilities(
@@ -200,7 +203,7 @@ class OpenAIBackend(RemoteBackend):
             weight_update=False,
             token_id_prompts=dialect.token_id_prompts,
             every_position=dialect.token_id_prompts and not dialect.keyed_by_text,
-            abort=False,  # what an unknown server does with a request that nobody waits for is its own affair
+            abort=False,  # nobody knows whether the server stops work on a request that nobody waits for
             sampled_token_ids=dialect.sampled_token_ids,
             seeds=dialect.sampled_token_ids and await self._honours_seeds(np.array(ids, dtype=np.int32), deadline),
             logprob_noise_nats=self._noise_nats,
@@ -211,7 +214,7 @@ class OpenAIBackend(RemoteBackend):
         )
 
     async def _honours_seeds(self, ids: IntArray, deadline: float) -> bool:
-        """Whether a seed decides the tokens: SGLang takes seeds and, unless told otherwise, ignores them."""
+        """Return whether a seed decides the tokens. SGLang accepts seeds but ignores them unless told otherwise."""
         ends = tuple(self._files.vocabulary.end_token_ids)
 
         async def sample(seed: int) -> list[int]:
@@ -223,7 +226,7 @@ class OpenAIBackend(RemoteBackend):
         try:
             first, *others = await gather(sample(seed) for seed in range(3))
             again = await sample(0)
-        except (PermanentError, PoisonedReplyError):  # such as an end token of its own
+        except (PermanentError, PoisonedReplyError):  # for example, it ends responses at another token
             return False
         except TransientError as error:
             if not failed_at(error):
@@ -232,7 +235,7 @@ class OpenAIBackend(RemoteBackend):
         return first == again and any(other != first for other in others)
 
     async def _measure_noise(self, ids: IntArray, deadline: float) -> float:
-        """The noise, in nats, between readings of one text, alone and beside each other."""
+        """Measure the noise, in nats, between scores of one text, asked alone and several times at once."""
         half = len(ids) // 2
 
         async def read() -> TokenScores:
@@ -282,7 +285,7 @@ class OpenAIBackend(RemoteBackend):
         )
 
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
-        """Rows of the prompt that was sent as `sent_ids`, or as text."""
+        """Return the rows of the prompt, which was sent as `sent_ids`, or as text if that is None."""
         dialect, choice = self._dialect, reply.only
         check_not_aborted(self._role, choice.finish_reason)
         if dialect.scoring == "prompt_logprobs":
@@ -320,12 +323,12 @@ class OpenAIBackend(RemoteBackend):
             size = request_size(body, len(prompt_ids))
             return await self._server.ask(COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=size)
 
-        if not (bias and dialect.sampled_token_ids):  # text holds no id without a token
+        if not (bias and dialect.sampled_token_ids):  # text cannot contain ids without a token
             return await ask(body)
         try:
             return await ask({**body, **bias})
         except UnsupportedError:
-            reply = await ask(body)  # such rows are hardly ever sampled, and no such reply is taken
+            reply = await ask(body)  # left-out ids are hardly ever sampled, and a reply with one is refused
         self._refuses_bias = True
         return reply
 
@@ -357,7 +360,7 @@ class OpenAIBackend(RemoteBackend):
         return self._without_start(sent.text, prompt_ids)
 
     def _without_start(self, text: str, ids: IntArray) -> str:
-        """Without the start token that the endpoint puts before every text by itself."""
+        """Return the text without the start token, if the endpoint itself puts one before every text."""
         start = self._tokenizer.bos_token_id
         if not self._dialect.prepends_start or start is None or not len(ids) or ids[0] != start:
             return text
@@ -367,7 +370,7 @@ class OpenAIBackend(RemoteBackend):
         return {**self._settings.request_fields, **body}
 
     def _check_request(self, prompt_ids: IntArray, response_ids: IntArray, found: Capabilities) -> None:
-        """What some servers end over, cut without a word, or answer with holes."""
+        """Refuse requests that make some servers crash, cut the text silently, or answer with gaps."""
         ids = np.concatenate([prompt_ids, response_ids])
         if not len(prompt_ids):
             raise PermanentError(f"{self._server.section}: a request needs at least one prompt token")

@@ -1,4 +1,4 @@
-"""How large a request to an OpenAI-compatible endpoint is, before anybody has counted its tokens. Pure."""
+"""Estimates the size of a request to an OpenAI-compatible endpoint before it is sent. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TEMPLATE_TOKENS = 256  # more than a chat template or a provider's own system me
 
 
 def request_size(body: Mapping[str, Any], prompt_tokens: int) -> Size:
-    """The size of a completion or chat request; `prompt_tokens` is as our own tokenizer counts them.
+    """Return the size of a completion or chat request. `prompt_tokens` is counted by our own tokenizer.
 
-    A text is tokenised by the endpoint: no token is shorter than a byte, and templates and start tokens come on top.
+    The endpoint tokenises a text itself. It cannot make more tokens than bytes, and adds a template and start tokens.
     """
     longest = max([body.get(key) or 0 for key in LENGTH_KEYS])
     prompt = body.get("prompt")
     if prompt is None:
         prompt = "".join(str(each.get("content", "")) for each in body["messages"])
     at_most = len(prompt.encode()) + TEMPLATE_TOKENS if isinstance(prompt, str) else None
-    longest = max(1, longest)  # some generate a token where none is asked for, and say so in the reply's usage
-    per_token = 1 + max([int(body.get(key) or 0) for key in LOGPROB_KEYS])  # its own comes along
+    longest = max(1, longest)  # some endpoints generate a token even if none is asked for, and bill it
+    per_token = 1 + max([int(body.get(key) or 0) for key in LOGPROB_KEYS])  # the token's own comes along
     return Size(
         prompt_tokens=prompt_tokens,
         max_completion_tokens=longest,

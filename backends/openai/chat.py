@@ -1,7 +1,7 @@
-"""Endpoints that only chat: rendered prompts become the message that they were rendered from.
+"""Turns rendered prompts back into messages, for endpoints that only chat.
 
-Such an endpoint renders by itself, with its own template. A prompt is given to it only when ours, rendered again
-from the message found, is the same prompt token by token; nothing is cut out by guess.
+Such an endpoint renders messages with its own template. A message is used only if our template makes exactly the same
+prompt from it, token by token. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ChatReply(msgspec.Struct):
 
 
 def user_message(role: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: IntArray) -> str:
-    """The one user message whose rendered chat is `prompt_ids` (P,). Raises PermanentError when there is none."""
+    """Return the user message that is rendered as `prompt_ids` (P,). Raises PermanentError if there is none."""
     text = tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
     for arguments in TEMPLATE_ARGUMENTS if tokenizer.chat_template else ():
         for message in _candidates(tokenizer, text, arguments):
@@ -56,7 +56,7 @@ def user_message(role: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: IntA
 
 
 def _candidates(tokenizer: PreTrainedTokenizerBase, text: str, arguments: dict[str, bool]) -> Iterator[str]:
-    """What stands between the template's own beginning and end."""
+    """Yield possible messages: the text between the beginning and the end that the template writes."""
     before, mark, after = _rendered(tokenizer, MARK, arguments, tokenize=False).partition(MARK)
     if mark and text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
         yield text[len(before) : len(text) - len(after)]

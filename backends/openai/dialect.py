@@ -1,6 +1,6 @@
-"""What an OpenAI-compatible endpoint may understand: the bodies of requests in its dialect, and its refusals.
+"""The dialects of OpenAI's API: makes request bodies in an endpoint's dialect, and reads its refusals.
 
-Pure. Which dialect an endpoint speaks is found by `openai_probes`.
+Pure. `discovery.py` finds out which dialect an endpoint understands.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 PROBE_TEXT = "One half of 12 is 6, and 3 times 5 is 15. The sum of both numbers is"
-# What vLLM and SGLang add to the API; others ignore it or refuse it.
+# Fields that vLLM and SGLang add to the API. Others ignore or refuse them.
 EXTENSIONS: Mapping[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}
 TEXT_EXTENSIONS: Mapping[str, Any] = {"add_special_tokens": False}
-# What vLLM and SGLang else take from the model's generation_config.json, beside what every request says.
+# Sampling settings that switch truncation off. If a request does not have them, vLLM and SGLang take them from the
+# model's generation_config.json.
 UNTRUNCATED: Mapping[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-MAX_STOP_TEXTS = 4  # of OpenAI's API
-ANSWER_CHARACTERS = 160  # of each answer in a refusal that names several
+MAX_STOP_TEXTS = 4  # the limit of OpenAI's API
+ANSWER_CHARACTERS = 160  # shown of each answer in a message with several answers
 
 Scoring = Literal["prompt_logprobs", "echo", "echo_and_generate"]
 
@@ -45,28 +46,28 @@ class UnsupportedError(PermanentError):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How to speak to one endpoint."""
+    """How to talk to one endpoint."""
 
     model: str
-    max_context_tokens: int | None = None  # as it says itself
+    max_context_tokens: int | None = None  # as the endpoint states it
     lists_models: bool = True
-    chat_length_key: str | None = None  # of an endpoint that only chats: its name for max_tokens
+    chat_length_key: str | None = None  # if the endpoint only chats, its name for max_tokens
     token_id_prompts: bool = False
-    prepends_start: bool = False  # puts its start token before a text
-    extensions: bool = False  # `EXTENSIONS` may be sent
-    untruncated: Mapping[str, Any] = field(default_factory=dict)  # those of `UNTRUNCATED` that it takes
+    prepends_start: bool = False  # it puts its start token before a text
+    extensions: bool = False  # it accepts `EXTENSIONS`
+    untruncated: Mapping[str, Any] = field(default_factory=dict)  # the fields of `UNTRUNCATED` that it accepts
     sampled_token_ids: bool = False
     generation_logprobs: bool = False
-    scoring: Scoring | None = None  # None: it scores no given tokens
-    unscored: str = ""  # why: what it was asked, and what it answered
-    keyed_by_text: bool = False  # its top log-probabilities
-    max_top_k: int = 0  # of scores
+    scoring: Scoring | None = None  # None: it cannot score given tokens
+    unscored: str = ""  # why it cannot: what it was asked, and what it answered
+    keyed_by_text: bool = False  # top log-probabilities name tokens by text, not by id
+    max_top_k: int = 0  # largest top-k of scores
     score_temperature: LogprobTemperature = "one"
     generation_temperature: LogprobTemperature = "one"
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """The dialect in one line, for people."""
         if self.chat_length_key is not None:
             return "OpenAI-compatible: chat only"
         prompts = "token ids" if self.token_id_prompts else "text"
@@ -76,11 +77,11 @@ class Dialect:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Fields of every completions request."""
+        """The fields of every completions request."""
         return {**EXTENSIONS, **({} if self.token_id_prompts else TEXT_EXTENSIONS)} if self.extensions else {}
 
     def sampling_fields(self, sampling: SamplingSettings) -> dict[str, Any]:
-        """Fields of every request that generates, completion or chat."""
+        """Return the fields of every request that generates, completion or chat."""
         said = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
         return {**said, **self.untruncated}
 
@@ -92,27 +93,27 @@ class Dialect:
         *,
         top_k: int = 0,
     ) -> dict[str, Any]:
-        """The body of a completion request."""
+        """Return the body of a completion request."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": sampling.max_tokens}
         body |= {**self.sampling_fields(sampling), **self.extra}
         if not self.sampled_token_ids:
             return {**body, "stop": _stop_texts(sampling, tokenizer)}
-        # SGLang looks at no stop_token_ids beside ignore_eos; without it a server's own end tokens count as well.
+        # With ignore_eos SGLang ignores stop_token_ids. Without it a server's own end tokens also end a response.
         ends = {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {"ignore_eos": True}
         return {**body, "logprobs": max(top_k, 1), **ends}
 
     def chat_body(self, message: str, sampling: SamplingSettings) -> dict[str, Any]:
-        """The body of a chat request with one user message."""
+        """Return the body of a chat request with one user message."""
         assert self.chat_length_key is not None
         messages = [{"role": "user", "content": message}]
         length = {self.chat_length_key: sampling.max_tokens}
         return {"model": self.model, "messages": messages, **length, **self.sampling_fields(sampling)}
 
     def score_body(self, prompt: Sequence[int] | str, k: int, *, temperature: float = 1.0) -> dict[str, Any]:
-        """The body of a request for the log-probabilities of all of `prompt`'s tokens."""
+        """Return the body of a request for the log-probabilities of all of `prompt`'s tokens."""
         body = {"model": self.model, "prompt": prompt, "temperature": temperature, "max_tokens": 1, **self.extra}
         match self.scoring:
-            case "prompt_logprobs":  # the ids that were sent need not come back
+            case "prompt_logprobs":  # the reply need not repeat the ids
                 return {**body, "prompt_logprobs": k, "return_token_ids": not self.token_id_prompts}
             case "echo":
                 return {**body, "echo": True, "logprobs": k, "max_tokens": 0}
@@ -121,7 +122,10 @@ class Dialect:
 
 
 def read_error(role: str, status: int, body: bytes) -> RequestError | None:
-    """A refusal in the endpoint's terms; None where `shared/failures.py` says enough. The response stays the same."""
+    """Return a refusal in this API's terms; None where `shared/failures.py` says enough.
+
+    What a caller does about the error stays the same.
+    """
     reply = FailedReply(status, body)
     message = f"{role}: {reply.answer}"
     if wants_tls(reply.said):
@@ -132,9 +136,9 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
 
 
 def failed_at(error: RequestError) -> bool:
-    """Whether the endpoint failed over a request: a 5xx, or a reply that cannot be read.
+    """Return whether the endpoint failed over a request: a 5xx, or a reply that cannot be read.
 
-    To a question of the start that may be the answer, or trouble that passes.
+    During discovery this may be the answer to the question, or a passing fault.
     """
     status = error.exchange.status if error.exchange is not None else None
     is_5xx = isinstance(error, TransientError) and status is not None and status >= 500
@@ -142,7 +146,7 @@ def failed_at(error: RequestError) -> bool:
 
 
 def question(path: str, body: Mapping[str, Any] | None = None) -> str:
-    """A request of the start, for people: its path and what decides whether it is understood."""
+    """Describe a request of discovery for people: its path, and the fields that decide whether it is understood."""
     said = {name: value for name, value in (body or {}).items() if name not in ("model", "messages")}
     if "prompt" in said:
         said["prompt"] = "text" if isinstance(said["prompt"], str) else "token ids"
@@ -153,7 +157,7 @@ def question(path: str, body: Mapping[str, Any] | None = None) -> str:
 
 
 def as_said(answers: Sequence[tuple[str, str]]) -> str:
-    """Questions and their answers as one line; each answer once."""
+    """Write questions and their answers in one line, with each answer only once."""
     asked: dict[str, list[str]] = {}
     for each, answer in answers:
         asked.setdefault(answer[:ANSWER_CHARACTERS], []).append(each)
@@ -161,6 +165,6 @@ def as_said(answers: Sequence[tuple[str, str]]) -> str:
 
 
 def _stop_texts(sampling: SamplingSettings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Ends of a response as text; endpoints end at their own end token besides."""
+    """Return the end tokens as texts. Endpoints also end a response at their own end token."""
     texts = [tokenizer.decode([each], skip_special_tokens=False) for each in sampling.stop_token_ids]
     return [text for text in texts if text][:MAX_STOP_TEXTS]

@@ -1,10 +1,14 @@
 """Finds out what an OpenAI-compatible endpoint understands, by asking it at start-up. Nothing is assumed.
 
-Every probe is a real request of a few tokens. A refusal of a request's form (400, 404, 422) means that the endpoint
-does not speak so. So does a 5xx or a reply that cannot be read, since gateways answer so what they cannot pass on. But
-it may be trouble that passes as well, and then everything is asked once more. An endpoint that asks to be left alone is
-asked again later; every other failure is its trouble and stops the start. Probes of generation are sent as generations
-are, so that no field is refused only later.
+Every question is a real request for a few tokens. The answers mean:
+
+* A refusal of the request's form (400, 404, 422): the endpoint does not understand it.
+* A 5xx, or a reply that cannot be read: the same, since gateways answer so if they cannot pass a request on. But the
+  fault may also pass, so everything is asked once more.
+* Throttling: ask again later.
+* Any other failure is an error, and stops the start.
+
+Questions about generation are sent exactly as generations are, so that no field is refused only later.
 """
 
 from __future__ import annotations
@@ -46,22 +50,27 @@ from .throttling import when_free
 
 LARGEST_K_ASKED = 256
 OTHER_TEMPERATURE = 0.5
-SAME_NATS = 0.1  # more than noise, less than another temperature changes
+SAME_NATS = 0.1  # more than noise, but less than the effect of another temperature
 CHAT_PROBE_TOKENS = 16
 NO_SUCH_PATH = ("HTTP 404", "HTTP 405")
-PAUSE_S = 0.5  # before everything is asked once more
+PAUSE_S = 0.5  # the pause before everything is asked once more
 
 T = TypeVar("T")
 R = TypeVar("R", Completion, ChatReply)
 
 
 async def probe(server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping[str, Any], deadline: float) -> Dialect:
-    """Ask everything; `prompt_ids` is `PROBE_TEXT`, `fields` what the user wants in every request."""
+    """Ask the endpoint everything and return its dialect.
+
+    `prompt_ids` are the tokens of `PROBE_TEXT`. `fields` are those that the user wants in every request.
+    """
     prober = _Prober(server, list(prompt_ids), fields, deadline)
     return await prober.find()
 
 
 class _Prober:
+    """Asks one endpoint, and notes what it did not understand."""
+
     def __init__(self, server: RemoteServer, prompt_ids: list[int], fields: Mapping[str, Any], deadline: float) -> None:
         self._server = server
         self._prompt_ids = prompt_ids
@@ -71,10 +80,10 @@ class _Prober:
         ends = tuple(server.files.vocabulary.end_token_ids)
         self._sampling = SamplingSettings(max_tokens=1, stop_token_ids=ends, seed=1)
         self._refused: list[tuple[str, str]] = []  # questions that were not understood, with their answers
-        self._has_failed = False  # at one of them
+        self._has_failed = False  # whether the endpoint failed over one of them (`failed_at`)
 
     async def find(self) -> Dialect:
-        """Where the endpoint failed at a question, what it says to all of them the second time."""
+        """Ask all questions. If the endpoint failed over one, ask all of them again and believe the second answers."""
         try:
             found = await self._interview()
             if not self._has_failed:
@@ -130,13 +139,13 @@ class _Prober:
         return Dialect(model=name, max_context_tokens=context, lists_models=listed is not None)
 
     async def _completions(self, dialect: Dialect) -> Dialect | None:
-        """The best form of request that it takes; None when it has no completions."""
+        """Find the best form of request that the endpoint accepts; None if it has no completions."""
         for token_id_prompts in (True, False):
             asked = replace(dialect, token_id_prompts=token_id_prompts)
             if (best := await self._form(asked, extensions=True, logprobs=True)) is not None:
                 return best
             if (plainest := await self._form(asked, extensions=False, logprobs=False)) is None:
-                continue  # nor anything between the two
+                continue  # if the plainest form is not understood, no form in between is
             for extensions, logprobs in ((True, False), (False, True)):
                 if (better := await self._form(asked, extensions=extensions, logprobs=logprobs)) is not None:
                     return better
@@ -144,7 +153,7 @@ class _Prober:
         return None
 
     async def _form(self, dialect: Dialect, *, extensions: bool, logprobs: bool) -> Dialect | None:
-        """The dialect with what is found of it by a completion of this form; None when that is not understood."""
+        """Try a completion of this form. Return the dialect with what it shows; None if it is not understood."""
         asked = replace(dialect, extensions=extensions)
         reply = await self._tried(asked, {"logprobs": 1} if logprobs else {})
         if reply is None:
@@ -164,11 +173,11 @@ class _Prober:
         if reply is not None and asked.token_id_prompts and _prompt_tokens(reply) not in (None, len(self._prompt_ids)):
             read = f"read {_prompt_tokens(reply)} tokens where {len(self._prompt_ids)} were sent"
             self._refused.append((question(COMPLETIONS, body), read))
-            return None  # it took the list for something else
+            return None  # it took the list of ids for something else
         return reply
 
     async def _generating(self, dialect: Dialect) -> Dialect:
-        """Raises `ConfigError` when it refuses a generation as runs ask for them."""
+        """Try a generation as a run asks for it. Raises `ConfigError` if that is refused."""
 
         async def ask(asked: Dialect) -> None:
             await self._post(asked.generate_body(self._prompt(asked), self._sampling, self._tokenizer))
@@ -181,9 +190,9 @@ class _Prober:
             raise ConfigError(f"{self._server.role}.backend.url: refuses to sample as a run asks it: {said}") from None
 
     async def _untruncated(self, dialect: Dialect, ask: Callable[[Dialect], Awaitable[None]]) -> Dialect:
-        """The dialect with the fields that switch truncation off, as far as the endpoint takes them.
+        """Return the dialect with those fields to switch truncation off that the endpoint accepts.
 
-        Fields that the user gave stay. Raises `UnsupportedError` when even the plain request is refused.
+        Fields that the user gave stay. Raises `UnsupportedError` if even the plain request is refused.
         """
         await ask(dialect)
         wanted = {name: value for name, value in UNTRUNCATED.items() if name not in self._fields}
@@ -209,7 +218,7 @@ class _Prober:
                 continue
             if way == "prompt_logprobs" and choice.prompt_logprobs is not None:
                 if choice.prompt_token_ids is None and not dialect.token_id_prompts:
-                    continue  # rows by id, but of tokens that nobody names
+                    continue  # the rows are by id, but nothing names the tokens that they are of
                 return replace(asked, max_top_k=await self._largest_k(asked))
             if way != "prompt_logprobs" and _echoes(choice):
                 tokens = choice.logprobs.tokens if choice.logprobs is not None else []
@@ -225,7 +234,7 @@ class _Prober:
         return None if reply is None else reply.only
 
     async def _largest_k(self, dialect: Dialect) -> int:
-        """The largest K served: what a refusal names, or found by halving."""
+        """Find the largest K served: a refusal may name it, else by halving."""
         limit = min(LARGEST_K_ASKED, self._server.files.vocab_size)
 
         async def refusal(k: int) -> str | None:
@@ -239,13 +248,13 @@ class _Prober:
         return served if refused else min(served, await self._counted(dialect, served))
 
     async def _counted(self, dialect: Dialect, k: int) -> int:
-        """How many of K it really gave: some endpoints cut without a word. Texts that collide are no cut."""
+        """Return how many of K the endpoint really gives, since some cut silently. Colliding texts are no cut."""
         choice = (await self._post(dialect.score_body(self._prompt(dialect), k))).only
         given = max(map(len, _rows(choice)))
         return k if given >= k or (dialect.keyed_by_text and given > k // 2) else max(1, given - 1)
 
     async def _score_temperature(self, dialect: Dialect) -> LogprobTemperature:
-        """A refusal of another temperature than 1 means 1."""
+        """Find out at which temperature scores are. A refusal of other temperatures than 1 means 1."""
         prompt = self._prompt(dialect)
         one, other = [
             await self._ask(dialect.score_body(prompt, 1, temperature=temperature))
@@ -254,7 +263,7 @@ class _Prober:
         return "one" if one is None or other is None or _same_numbers(one.only, other.only) else "request"
 
     async def _generation_temperature(self, dialect: Dialect) -> LogprobTemperature:
-        """Likewise."""
+        """Find out at which temperature log-probabilities of generated tokens are, in the same way."""
         found = []
         for temperature in (1.0, OTHER_TEMPERATURE):
             sampling = msgspec.structs.replace(self._sampling, temperature=temperature)
@@ -302,14 +311,14 @@ class _Prober:
 
         def decode(raw: bytes) -> R:
             reply = decoder.decode(raw)
-            only(reply.choices)  # one that has another number of them is none
+            only(reply.choices)  # a reply with another number of choices cannot be read
             return reply
 
         ask = functools.partial(self._server.ask, path, sent, decode, deadline=self._deadline, size=size)
         return await self._understood(question(path, body), ask)
 
     async def _understood(self, asked: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """The answer. Raises `UnsupportedError` where the question was not understood, and notes what was said."""
+        """Return the answer to a question. If it was not understood, note the answer and raise `UnsupportedError`."""
         try:
             return await when_free(ask, self._deadline)
         except RequestError as error:
@@ -321,9 +330,9 @@ class _Prober:
 
 
 async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | None]]) -> tuple[int, bool]:
-    """The largest K up to `limit` that is not refused, and whether one was; K = 1 is served.
+    """Return the largest K up to `limit` that is not refused, and whether any was. K = 1 counts as served.
 
-    `refusal` says why a K is refused, or None. What it says often names the limit.
+    `refusal` returns why a K is refused, or None. Its text often names the limit.
     """
     said = await refusal(limit)
     if said is None:
@@ -370,7 +379,7 @@ def _rows(choice: Choice) -> list[Row]:
 
 
 def _echoes(choice: Choice) -> bool:
-    """Whether a reply to `echo` has the prompt's log-probabilities: all but the first token's."""
+    """Return whether a reply to `echo` has the log-probabilities of all prompt tokens after the first."""
     logprobs = choice.logprobs
     if logprobs is None or len(logprobs.token_logprobs) < 3:
         return False
@@ -379,12 +388,12 @@ def _echoes(choice: Choice) -> bool:
 
 
 def _same_numbers(one: Choice, other: Choice) -> bool:
-    """Whether two readings of the same prompt agree; temperatures of 1 and 0.5 differ by far more than noise."""
+    """Return whether two scores of the same prompt agree. Temperatures 1 and 0.5 differ by far more than noise."""
 
     def found(choice: Choice) -> list[float]:
         if choice.prompt_logprobs is not None:
             return [value or 0.0 for row in _rows(choice)[1:] for value in row.values()]
-        # a generated token at the end is another one each time
+        # The last token may be a generated one, which differs each time.
         return [] if choice.logprobs is None else [value or 0.0 for value in choice.logprobs.token_logprobs[1:-1]]
 
     pairs = zip(found(one), found(other), strict=False)

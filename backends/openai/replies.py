@@ -1,9 +1,8 @@
-"""What OpenAI-compatible servers answer, and how it becomes arrays. Pure; knows no connection.
+"""Reads the replies of OpenAI-compatible servers into arrays. Pure: it sends nothing.
 
-Servers differ in how they give a prompt's log-probabilities (echoed tokens, or vLLM's `prompt_logprobs`) and in
-how they name tokens (by id, or by text). Here both become rows: one for each token that the server read, with its
-own log-probability and those of the most likely ones. Sending requests and finding out who speaks how are not
-done here.
+Servers differ in how they give a prompt's log-probabilities (echoed tokens, or vLLM's `prompt_logprobs`), and in how
+they name tokens (by id, or by text). Here both become rows: one for each token that the server read, with its own
+log-probability and those of the most likely tokens. `discovery.py` finds out which server does what.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
 ROWS_PER_STEP = 256
-ABORTED = frozenset({"abort", "error"})  # of vLLM and SGLang, with status 200
-FLOOR_NATS = -9999.0  # vLLM's word for minus infinity and for NaN
+ABORTED = frozenset({"abort", "error"})  # finish reasons of vLLM and SGLang, in replies of status 200
+FLOOR_NATS = -9999.0  # what vLLM writes for minus infinity and for NaN
 
 
 class Logprobs(msgspec.Struct):
-    """Log-probabilities of a completion: of the echoed prompt's tokens, where asked for, then of the generated ones."""
+    """Log-probabilities of a completion: of the echoed prompt's tokens, if asked for, then of generated tokens."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -59,9 +58,9 @@ class Choice(msgspec.Struct):
     text: str | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
-    token_ids: list[int] | None = None  # generated, of vLLM and SGLang
+    token_ids: list[int] | None = None  # the generated tokens, from vLLM and SGLang
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[msgspec.Raw] | None = None  # vLLM
+    prompt_logprobs: list[msgspec.Raw] | None = None  # from vLLM
 
 
 class Usage(msgspec.Struct):
@@ -79,7 +78,7 @@ class Completion(msgspec.Struct):
         return only(self.choices)
 
 
-Row = Mapping[str, float | None]  # of one token's distribution: log-probabilities by key
+Row = Mapping[str, float | None]  # the top of one distribution: log-probabilities by the server's name of each token
 _echoed_row = msgspec.json.Decoder(dict[str, float | None] | None)
 _prompt_row = msgspec.json.Decoder(dict[str, PromptLogprob] | None)
 
@@ -94,25 +93,25 @@ def read_prompt_row(row: msgspec.Raw) -> Row:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What a server said of each token of a prompt. Rows are read when they are needed: a prompt's own never are."""
+    """What a server said about each of M tokens. Only the rows of response tokens are decoded, when they are needed."""
 
     token_ids: Sequence[int]  # (M,) `UNKNOWN` where it is not certain which token it is
-    logprobs: Sequence[float | None] | None  # (M,) None where each row holds its token's own, by id
+    logprobs: Sequence[float | None] | None  # (M,) None if each row has its token's own, by id
     rows: Sequence[msgspec.Raw]  # (M,) the first is empty
     read_row: Callable[[msgspec.Raw], Row] = read_echoed_row
 
     def own(self, chosen: Sequence[int], read: Sequence[Row]) -> Float64Array:
-        """Log-probabilities (N,) of the chosen tokens themselves, whose rows were `read`."""
+        """Return the log-probabilities (N,) of the chosen tokens. `read` are their decoded rows."""
         if self.logprobs is not None:
             return numbers([self.logprobs[at] for at in chosen])
         return numbers([row.get(str(self.token_ids[at])) for at, row in zip(chosen, read, strict=True)])
 
 
 def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None) -> PromptRows:
-    """The prompt's rows in the reply to a request with `echo`.
+    """Return the prompt's rows in the reply to a request with `echo`.
 
-    `tokens` is the length of the prompt, where a generated token may follow it. `texts` is None where tokens are named
-    by id.
+    `tokens` is the prompt's length, given if a generated token may follow it. `texts` is None if tokens are named by
+    id.
     """
     logprobs = choice.logprobs
     if logprobs is None or logprobs.top_logprobs is None:
@@ -131,7 +130,7 @@ def echoed_rows(choice: Choice, texts: TokenTexts | None, *, tokens: int | None)
 
 
 def prompt_rows(choice: Choice, token_ids: Sequence[int] | None) -> PromptRows:
-    """The prompt's rows from `prompt_logprobs`; `token_ids`: those sent, None where the server made them of text."""
+    """Return the prompt's rows from `prompt_logprobs`. `token_ids` are those sent; None if text was sent."""
     rows = choice.prompt_logprobs
     ids = choice.prompt_token_ids or token_ids
     if rows is None or ids is None:
@@ -151,10 +150,10 @@ def token_scores(
     vocab_size: int,
     noise_nats: float,
 ) -> Steps[TokenScores]:
-    """Scores of T response tokens; `at` (T,) is the row of each, -1 where the server has none.
+    """Return the scores of T response tokens. `at` (T,) is the row of each, -1 where the server has none.
 
-    Masked are tokens without a row, and rows whose `top_k` best tokens are not all known. Their entropy bounds need no
-    names, only numbers: they are formed from all that is served (method.md section 1), widened by the noise.
+    Tokens without a row are masked, and so are rows in which one of the `top_k` best tokens is not known. Entropy
+    bounds need only numbers, not names. They follow from everything served (method.md section 1), widened by the noise.
     """
     positions = np.flatnonzero(at >= 0)
     chosen = at[positions].tolist()
@@ -176,7 +175,7 @@ def token_scores(
     lower, upper = served_entropy_bounds(shown, lost, vocab_size)
     lower = np.maximum(lower - noise_nats * (1 + lower), 0.0)
     upper = np.minimum(upper + noise_nats * (1 + upper), math.log(vocab_size))
-    # An entry that is lost has at most what is missing: below the last candidate's, it can be no candidate itself.
+    # A lost entry has at most the missing mass. If that is below the last candidate's, it cannot be a candidate.
     missing = 1.0 - np.exp(shown).sum(axis=-1)
     complete = ~lost | (missing * math.exp(2 * noise_nats) < np.exp(shown[:, top_k - 1]))
     known = complete & (ids[:, :top_k] != UNKNOWN).all(axis=1)
@@ -186,11 +185,11 @@ def token_scores(
 
 
 def served_entropy_bounds(shown: Float64Array, lost: BoolArray, vocab_size: int) -> tuple[Float64Array, Float64Array]:
-    """Bounds (N,) in nats from served log-probabilities (N, K), rows descending and padded with -inf.
+    """Return entropy bounds (N,), in nats, from served log-probabilities (N, K), descending and padded with -inf.
 
-    Rows without a loss hold the K most likely. A `lost` row lacks entries that were among them: then no unseen token
-    is known to be less likely than a shown one, so the entropy is smallest with all that is missing on one token,
-    and largest, as ever, with it spread evenly.
+    A row that is not `lost` has the K most likely tokens. A `lost` row lacks some of those, so an unseen token may be
+    likelier than a shown one. Its entropy is smallest if all the missing mass is on one token, and largest if the mass
+    is spread evenly.
     """
     lower, upper = np.zeros(len(shown)), np.zeros(len(shown))
     whole = ~lost
@@ -208,22 +207,22 @@ def served_entropy_bounds(shown: Float64Array, lost: BoolArray, vocab_size: int)
 def _without_extra(
     ids: IntArray, values: Float64Array, own: Float64Array, served_k: int
 ) -> tuple[Float64Array, BoolArray]:
-    """The part of text-keyed rows (N, W) that is known to be among the K most likely, and which rows lack some.
+    """Return the part of text-keyed rows (N, W) that is surely among the K most likely, and which rows lack some.
 
-    Tokens with the same text are one entry, so that a row with such a text may hold fewer than K. The token that was
-    read is added where it is not among the K; with fewer than K + 1 entries nobody can tell whether it was.
+    Tokens with the same text share an entry, so a row with such a text may have fewer than K. A server also adds the
+    token that it read, if that is not among the K. With fewer than K + 1 entries nobody can tell whether it was added.
     """
     count = np.isfinite(values).sum(axis=-1)
     shown = values[:, :served_k].copy()
-    merged = ((ids == UNKNOWN) & np.isfinite(values)).any(axis=-1)  # perhaps
+    merged = ((ids == UNKNOWN) & np.isfinite(values)).any(axis=-1)  # tokens may share an entry
     last = np.take_along_axis(values, np.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    added = merged & (count <= served_k) & (own <= last)  # perhaps; without it one entry fewer is known
+    added = merged & (count <= served_k) & (own <= last)  # the last entry may be the added token, so do not count it
     shown[np.flatnonzero(added), count[added] - 1] = -np.inf
     return shown, added | (count < served_k)
 
 
 def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tuple[IntArray, Float64Array]:
-    """Ids and log-probabilities (N, width), descending, padded with -inf."""
+    """Return ids and log-probabilities (N, width), descending, padded with -inf."""
     counts = np.array([len(each) for each in entries], dtype=np.int64)
     if counts.max(initial=0) > width:
         raise PoisonedReplyError(f"{counts.max()} log-probabilities at a position where {width} are the most")
@@ -239,15 +238,15 @@ def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tup
 
 
 def token_id_of(key: str) -> int:
-    """The id of a token that is named by it, with vLLM's prefix or without. Raises ValueError for another name."""
+    """Return the id of a token named by id, with vLLM's prefix or without. Raises ValueError for other names."""
     token_id = int(key.removeprefix(TOKEN_ID_PREFIX))
-    if token_id < 0:  # or it would pass for `UNKNOWN`, and its row for one that the server cannot give
+    if token_id < 0:  # it would be taken for `UNKNOWN`
         raise ValueError(f"token id {token_id}")
     return token_id
 
 
 def numbers(values: Sequence[float | None]) -> Float64Array:
-    """Log-probabilities as an array. Servers write NaN and infinities as null, or as impossible numbers."""
+    """Return log-probabilities as an array. Refuses null and impossible numbers, written for NaN and infinities."""
     try:
         numbers = np.array(values, dtype=np.float64)
     except TypeError:
@@ -267,7 +266,7 @@ def _scattered(
     upper: Float64Array,
     vocab_size: int,
 ) -> TokenScores:
-    """Known rows at their positions; elsewhere placeholders, with nothing known of the entropy."""
+    """Put known rows at their positions, and placeholders elsewhere, whose entropy bounds are as wide as possible."""
 
     def spread(values: npt.NDArray[Any], fill: float, dtype: type) -> npt.NDArray[Any]:
         whole = np.full((count, *values.shape[1:]), fill, dtype=dtype)
@@ -291,8 +290,10 @@ def _scattered(
 
 
 def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: int) -> Generation:
-    """A response of a server that says which token ids it sampled. Raises `PoisonedReplyError`, or `TransientError`
-    for one that was aborted."""
+    """Read the response of a server that says which token ids it sampled.
+
+    Raises `PoisonedReplyError`, or `TransientError` for a response that was aborted.
+    """
     check_finished(role, choice.finish_reason)
     logprobs = choice.logprobs
     if logprobs is None:
@@ -330,9 +331,10 @@ def retokenized(
     tokenizer: PreTrainedTokenizerBase,
     end_token_id: int,
 ) -> Generation:
-    """A response of a server that gives text only. Its token ids are ours, so no log-probability is known: all are 0.
+    """Make a response of a text, from a server that gives only text.
 
-    For people and for cross-entropy (evaluation, KD); `Capabilities.sampled_token_ids` says that it is such.
+    We tokenise it, so no log-probability is known, and all are 0. Good for evaluation and cross-entropy (KD);
+    `Capabilities.sampled_token_ids` is False for such a server.
     """
     check_finished(role, finish_reason)
     ids = list(tokenizer.encode(text, add_special_tokens=False))
@@ -352,20 +354,20 @@ def retokenized(
 
 
 def check_finished(role: str, finish_reason: str | None) -> None:
-    """Whether it is a whole response, or one that used up its tokens."""
+    """Raise unless the response is whole, or used up its tokens."""
     check_not_aborted(role, finish_reason)
     if finish_reason not in ("stop", "length", "eos", "eos_token"):
         raise PermanentError(f"{role}: the server ended the response for another reason: {finish_reason!r}")
 
 
 def check_not_aborted(role: str, finish_reason: str | None) -> None:
-    """Raises `TransientError` for a request that the server ended by itself: what it gives then is not all of it."""
+    """Raise `TransientError` if the server aborted the request, since the reply is then not complete."""
     if finish_reason in ABORTED:
         raise TransientError(f"{role}: the server aborted the request (finish reason {finish_reason!r})")
 
 
 def no_scores(top_k: int) -> TokenScores:
-    """The scores of an empty response."""
+    """Return the scores of an empty response."""
     none = np.zeros(0, np.float32)
     return TokenScores(
         logprobs=none,

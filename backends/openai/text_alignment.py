@@ -1,8 +1,8 @@
-"""Which of our tokens a server read as we meant them, when it was sent text and tokenised that by itself.
+"""Finds which of our tokens a server read as we meant them, after it tokenised a text that we sent.
 
-Pure. Tokens are compared as the stretches of bytes that they cover; what cannot be placed with certainty is left
-out. A position counts only when the server's token there is ours, and when everything before it is what we asked
-about: the same text, with the same special tokens in it. How the text before was cut into tokens may differ.
+Pure. Tokens are compared by the bytes that they cover. What cannot be placed with certainty is left out. A position
+counts only if the server's token there is ours, and everything before it is the same text with the same special tokens.
+How the text before was cut into tokens may differ.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from spot_async.types import Int64Array, IntArray
 
 from ..shared.token_texts import UNKNOWN, TokenTexts
 
-Spans = Int64Array  # (N, 2) first byte and the one after the last; -1 where that is not known
+Spans = Int64Array  # (N, 2) first byte and the one after the last; -1 where unknown
 
 
 @dataclass(frozen=True)
 class SentText:
-    """Token ids as the text that was sent for them. It ends early where text cannot carry what follows."""
+    """Token ids, and the text that was sent for them. The text ends before the first token that text cannot express."""
 
     token_ids: IntArray  # (N,) all of them
     content: bytes  # the text's bytes
-    spans: Spans  # (N, 2) of each token that the text holds
+    spans: Spans  # (N, 2) of each token in the text
 
     @property
     def text(self) -> str:
@@ -33,7 +33,7 @@ class SentText:
 
 
 def as_text(token_ids: IntArray, texts: TokenTexts) -> SentText:
-    """The text of token ids up to the first byte that belongs to no character, or an id that is no token."""
+    """Return the text of token ids, up to the first byte that is no character's or the first id that is no token."""
     parts: list[bytes] = []
     for token_id in token_ids.tolist():
         part = texts.bytes_of[token_id]
@@ -54,7 +54,7 @@ def as_text(token_ids: IntArray, texts: TokenTexts) -> SentText:
 
 
 def align(sent: SentText, server_ids: Sequence[int], texts: TokenTexts) -> IntArray:
-    """For each of our tokens (N,) the server's token (0-based, of `server_ids`) that is the same one, or -1.
+    """Return for each of our tokens (N,) the index in `server_ids` of the same token, or -1.
 
     `server_ids` are the tokens that the server made of the text; `UNKNOWN` where it did not say which.
     """
@@ -70,7 +70,7 @@ def align(sent: SentText, server_ids: Sequence[int], texts: TokenTexts) -> IntAr
 
 
 def _placed(content: bytes, server_ids: Sequence[int], texts: TokenTexts) -> Spans:
-    """Where the server's tokens lie in the text: from its start up to the first unknown one, and from its end back."""
+    """Place the server's tokens in the text: forward from its start to the first unknown one, and back from its end."""
     spans = np.full((len(server_ids), 2), -1, dtype=np.int64)
     first, cursor = 0, 0
     while first < len(server_ids):
@@ -78,7 +78,7 @@ def _placed(content: bytes, server_ids: Sequence[int], texts: TokenTexts) -> Spa
         if not part:
             break
         if not content.startswith(part, cursor):
-            return spans  # not the text that was sent; what was placed so far agrees with it
+            return spans  # the server read another text, but up to here it agrees
         spans[first] = cursor, cursor + len(part)
         cursor += len(part)
         first += 1
@@ -95,8 +95,8 @@ def _placed(content: bytes, server_ids: Sequence[int], texts: TokenTexts) -> Spa
         last -= 1
     if last == first:
         return from_end if cursor == end else spans
-    # A server that holds back the bytes of an unfinished character writes them with a later token, so the first one
-    # after an unknown token may be another than it looks like. Every token between has a byte at least.
+    # A server that holds back the bytes of an unfinished character writes them with a later token. So the first token
+    # after an unknown one may have more bytes than it seems. Every token in between has at least one byte.
     if last < len(server_ids):
         end, last = int(from_end[last, 1]), last + 1
         from_end[last - 1] = -1
@@ -104,7 +104,7 @@ def _placed(content: bytes, server_ids: Sequence[int], texts: TokenTexts) -> Spa
 
 
 def _faithful_bytes(sent: SentText, spans: Spans, server_ids: Sequence[int], texts: TokenTexts) -> int:
-    """Length of the text's beginning in which the server read special tokens exactly where we meant them."""
+    """Return up to which byte the server read special tokens exactly where we meant them."""
     meant = {
         int(start): token_id
         for token_id, (start, _) in zip(sent.token_ids.tolist(), sent.spans.tolist(), strict=True)
@@ -114,7 +114,7 @@ def _faithful_bytes(sent: SentText, spans: Spans, server_ids: Sequence[int], tex
     read_special = {start: token_id for start, token_id in read.items() if texts.special[token_id]}
     wrong = [start for start, token_id in meant.items() if read.get(start) != token_id]
     wrong += [start for start, token_id in read_special.items() if meant.get(start) != token_id]
-    # Between the parts that are placed, a special token could be read where we meant plain text.
+    # Between placed parts the server may have read a special token where we meant plain text.
     unplaced = _unplaced(sent.content, spans)
     wrong += [start for start, end in unplaced if any(text in sent.content[start:end] for text in texts.special_texts)]
     return min(wrong, default=len(sent.content))

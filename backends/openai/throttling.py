@@ -1,4 +1,4 @@
-"""Requests outside a stage, such as those of the start: no stage sends them again when an endpoint is busy."""
+"""Sends throttled requests again outside of stages, as in discovery. `shared/failures.py` says which are throttled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from spot_async.base.concurrency import sent_again
 from spot_async.base.retry import RetryPolicy
 
 T = TypeVar("T")
-THROTTLED_ONLY = RetryPolicy(attempts=1)  # which only the deadline ends
+THROTTLED_ONLY = RetryPolicy(attempts=1)  # throttled requests have no limit but the deadline
 
 
 async def when_free(ask: Callable[[], Awaitable[T]], deadline: float) -> T:
-    """What `ask` gives, once the endpoint no longer asks to be left alone. Other failures are raised at once."""
+    """Return what `ask` gives once the endpoint no longer throttles. Raises other failures at once."""
     return await sent_again(ask, THROTTLED_ONLY, deadline, jitter=random.random, what="start")
