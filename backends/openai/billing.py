@@ -22,7 +22,7 @@ def request_size(body: Mapping[str, Any], prompt_tokens: int) -> Size:
     if prompt is None:
         prompt = "".join(str(each.get("content", "")) for each in body["messages"])
     at_most = len(prompt.encode()) + TEMPLATE_TOKENS if isinstance(prompt, str) else None
-    longest = max(1, longest)  # some endpoints generate a token even if none is asked for, and bill it
+    longest = max(1, longest)  # some endpoints generate a token even if none is asked for, and count it
     per_token = 1 + max([int(body.get(key) or 0) for key in LOGPROB_KEYS])  # the token's own comes along
     return Size(
         prompt_tokens=prompt_tokens,

@@ -1,4 +1,4 @@
-"""SGLang as a backend, started by the run or already there."""
+"""The adapter for SGLang servers, which the run starts or which are already running."""
 
 from .backend import SglangBackend
 

@@ -1,17 +1,19 @@
-"""SGLang servers, by their native API (`/generate`). Written against 0.5.23; older ones where they differ.
+"""The backend for SGLang servers, through their native API (`/generate`). Written for 0.5.23; older ones work too.
 
-Here requests are made, and checked before they are sent: a token out of the vocabulary, a k above it or a start
-before -1 end the whole server. Replies are read in `replies.py`, weights are sent in `weights.py`.
+Requests are made here, and checked before they are sent. A token outside the vocabulary, a k above its size or a start
+before -1 would crash the whole server. `replies.py` reads replies, and `weights.py` sends weights.
 
-What the server does that callers should know:
-* Sampled, top-k and chosen log-probabilities of generated positions are at the request's temperature and before
-  top-p; those of given tokens are at temperature 1 whatever is asked. So scores are at 1 only.
-* Chosen tokens at chosen positions are asked for as what would be generated after the prefix: a token's work, since
-  the prefix is cached, and at the request's temperature. `token_indices_to_pool`, made for this, counts from the end
-  of what is cached or of the chunk that is read, and ends the server where that is not the whole sequence.
-* A seed acts only under --enable-deterministic-inference, and is ignored otherwise.
-* It ends a response at its model's own end tokens besides those of the request; `ignore_eos` would drop both.
-* A `logit_bias` changes the log-probabilities too: `generation.py`.
+What callers should know about the server:
+
+* Log-probabilities of generated positions are at the request's temperature and before top-p. Those of given tokens are
+  always at temperature 1, so scores are at 1 only.
+* To score chosen tokens at a position, we ask for the log-probabilities of what would be generated after the prefix.
+  That costs one token, since the prefix is cached, and is at the request's temperature. `token_indices_to_pool` was
+  made for this, but it counts from the end of the cached part or of the current chunk. It crashes the server if that is
+  not the whole sequence.
+* A seed works only under --enable-deterministic-inference, and is ignored otherwise.
+* A response also ends at the model's own end tokens. `ignore_eos` would ignore the request's end tokens too.
+* A `logit_bias` changes the log-probabilities too; see `generation.py`.
 """
 
 from __future__ import annotations
@@ -63,12 +65,12 @@ from .replies import NextToken, Scores, TopK, read_generation, read_next_token, 
 from .weights import ModelInfo, ServerInfo, SglangWeights
 
 ABORT = "/abort_request"
-READY = "/model_info"  # /health costs a generated token and a second, and fails while the server is paused
+READY = "/model_info"  # not /health, which generates a token, takes a second, and fails while the server is paused
 PROBE_TIMEOUT_S = 120.0
 PROBE_TOKENS = 32
 PROBE_TOP_K = 16
 ABORT_TIMEOUT_S = 2.0
-POSITIONS_IN_FLIGHT = 32  # of one request for single positions
+POSITIONS_IN_FLIGHT = 32  # requests at a time for one call about single positions
 
 T = TypeVar("T")
 
@@ -115,7 +117,9 @@ class SglangBackend(RemoteBackend):
                     saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
                     sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)
                 self._capabilities = await self._server.alongside(self._probe(info, deadline))
-            except PermanentError as error:  # of a first request: the server's flags, key or kind
+            except (
+                PermanentError
+            ) as error:  # the first requests show wrong flags, a wrong key or another kind of server
                 raise ConfigError(str(error)) from None
             self._exit_stack = stack.pop_all()
         return self
@@ -146,7 +150,7 @@ class SglangBackend(RemoteBackend):
     async def sample(
         self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
     ) -> Generation:
-        """One request. A `vocab_limit` makes its log-probabilities those of the tokens that are left."""
+        """Sample with one request. Under a `vocab_limit` its log-probabilities are renormalised over the ids below."""
         body = {
             "input_ids": prompt_ids.tolist(),
             "sampling_params": {
@@ -155,7 +159,7 @@ class SglangBackend(RemoteBackend):
                 "top_p": sampling.top_p,
                 "max_new_tokens": sampling.max_tokens,
                 "stop_token_ids": sampling.stop_token_ids,
-                "ignore_eos": not sampling.stop_token_ids,  # it makes the server ignore stop_token_ids too
+                "ignore_eos": not sampling.stop_token_ids,  # it would make the server ignore stop_token_ids too
                 "sampling_seed": sampling.seed,
             },
             "return_logprob": True,
@@ -259,9 +263,9 @@ class SglangBackend(RemoteBackend):
         )
 
     async def _probe(self, info: ServerInfo, deadline: float) -> Capabilities:
-        """What the server offers, where it can be found out by asking it."""
+        """Find out by asking what the server offers."""
         files = self._server.files
-        served = info.max_req_input_len  # one more than it takes
+        served = info.max_req_input_len  # one more than the server accepts
         max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
         self._limits = self._limits_of(max_tokens)
         if self._settings.is_attached:
@@ -312,7 +316,7 @@ class SglangBackend(RemoteBackend):
             "input_ids": sequence.tolist(),
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
-            "logprob_start_len": len(prompt_ids) - 1,  # whose row comes without a log-probability
+            "logprob_start_len": len(prompt_ids) - 1,  # the first row has no log-probability, so start one early
             "top_logprobs_num": top_k,
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
@@ -329,7 +333,7 @@ class SglangBackend(RemoteBackend):
     async def next_tokens(
         self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
     ) -> list[NextToken]:
-        """The distribution after each prefix: the top-k, or the tokens given with it."""
+        """Return the distribution after each prefix: its top-k, or the tokens given with the prefix."""
         places = asyncio.Semaphore(POSITIONS_IN_FLIGHT)
 
         async def ask(prefix_ids: IntArray, chosen_ids: IntArray | None) -> NextToken:
@@ -359,9 +363,10 @@ class SglangBackend(RemoteBackend):
         return await gather(ask(*each) for each in requests)
 
     async def _ask(self, body: dict[str, Any], read: Callable[[bytes], Steps[T]], deadline: float) -> T:
-        """One request under an id of its own, by which it is taken back when nobody waits for it any longer.
+        """Send one request under its own id, and abort it by that id if nobody waits for it any longer.
 
-        The server aborts by prefix, so ids have one length. It would notice the closed connection after seconds.
+        The server would notice the closed connection only after seconds. It aborts all ids with a given prefix, so ids
+        have the same length.
         """
         request_id = uuid.uuid4().hex
         new_tokens = max(1, body["sampling_params"]["max_new_tokens"])
@@ -393,13 +398,13 @@ class SglangBackend(RemoteBackend):
 
 
 def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[IntArray]:
-    """The context of each position, views of one sequence: copies would be the square of a long response."""
+    """Return the context of each position, as views of one sequence. Copies would take the square of its length."""
     sequence = np.concatenate([prompt_ids, response_ids])
     return [sequence[: branch_prefix_length(len(prompt_ids), position)] for position in positions.tolist()]
 
 
 def _output_top_k(top_k: int) -> dict[str, Any]:
-    """What asks for the top-k of generated positions, in arrays where the server knows them."""
+    """Return the fields that ask for the top-k of generated positions, as arrays if the server knows how."""
     if not top_k:
         return {}
     return {

@@ -1,7 +1,6 @@
-"""What an SGLang server must be before it is asked anything else: ready, and of the model that the directory says.
+"""Checks an SGLang server before it is asked anything else: it must be ready, and serve the directory's model.
 
-Raises `ConfigError` for one that is not. Asks only what the server survives. At the end: what is checked of one
-request and its reply.
+Raises `ConfigError` if it does not. It sends only requests that every version survives.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .weights import ServerInfo
 GENERATE = "/generate"
 SERVER_INFO = "/server_info"
 NO_ROUTE = (404, 405)
-CHOSEN_IDS_CHECKED = (0, 5, 14)  # by the server; before, one out of the vocabulary ended it
+CHOSEN_IDS_CHECKED = (0, 5, 14)  # from here on; before, a chosen id outside the vocabulary crashed the server
 PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
 
 
@@ -29,7 +28,7 @@ class Tokenized(msgspec.Struct):
 
 
 async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
-    """What the server says of itself. Raises `ConfigError` for a server of another kind."""
+    """Return what the server says about itself. Raises `ConfigError` for a server of another kind."""
     try:
         return await server.get(SERVER_INFO, ServerInfo, deadline=deadline)
     except (PermanentError, PoisonedReplyError) as error:
@@ -42,7 +41,7 @@ async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
 
 
 async def check_ready(server: RemoteServer, *, deadline: float) -> None:
-    """A paused server takes requests and answers none, so it is not asked any."""
+    """Raise `ConfigError` if the server is paused, since it would accept requests and answer none."""
     try:
         await server.endpoint.get("/ready", deadline=deadline)
     except ThrottledError:
@@ -50,12 +49,12 @@ async def check_ready(server: RemoteServer, *, deadline: float) -> None:
             f"{server.section}: the server is paused, or still starting (GET /ready is 503): where an earlier run "
             "left it paused, POST /continue_generation; a student gets this run's weights before it is used"
         ) from None
-    except PermanentError:  # an older server or a router, which does not know the path
+    except PermanentError:  # an older server or a router, without this path
         return
 
 
 async def check_vocabulary(server: RemoteServer, info: ServerInfo, *, deadline: float) -> None:
-    """Whether the server's vocabulary is as large as the directory's: it takes the last token, and refuses the next."""
+    """Raise `ConfigError` unless the server accepts the directory's last token id and refuses the next."""
     if info.release < CHOSEN_IDS_CHECKED:
         return
     vocab_size = server.files.vocab_size
@@ -82,7 +81,7 @@ async def check_vocabulary(server: RemoteServer, info: ServerInfo, *, deadline: 
 
 
 async def probe_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
-    """Some text's tokens, on which the server's tokenizer and ours must agree."""
+    """Return the tokens of a text. Raises `ConfigError` if the server's tokenizer makes others of it."""
     ours = server.files.vocabulary.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
     try:
@@ -98,7 +97,7 @@ async def probe_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
 
 
 def check_end(name: str, generation: Generation, sampling: SamplingSettings) -> None:
-    """Whether one of the request's own tokens ended the response, which the served model's do as well."""
+    """Raise `PermanentError` if the served model's own end token, and none of the request's, ended the response."""
     last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
     if generation.finish_reason == "stop" and last not in sampling.stop_token_ids:
         raise PermanentError(

@@ -1,10 +1,11 @@
-"""Responses without the ids that a `vocab_limit` leaves out, with log-probabilities of the whole softmax.
+"""Samples responses below a `vocab_limit`, with log-probabilities of the whole softmax.
 
-SGLang has no mask that leaves log-probabilities alone: under `logit_bias` they are those of the tokens that are left.
-So a response is sampled freely first. Where a left-out id comes, the response is cut off before it, the next few tokens
-are sampled with a bias, and their log-probabilities are asked for again, without it. A token that is drawn again until
-it is none of those left out has the distribution of one drawn among the others. Padding rows are hardly ever sampled,
-so nearly every response takes the one request that it would without a limit.
+SGLang has no mask that leaves log-probabilities alone: a `logit_bias` renormalises them over the other tokens. So a
+response is first sampled without one. If an id beyond the limit comes, the response is cut off before it. The next few
+tokens are sampled with a bias, and their log-probabilities are asked for again without it.
+
+This is the right distribution: a token that is drawn again until it is below the limit is distributed like one drawn
+among the tokens below. Padding rows are hardly ever sampled, so nearly every response takes only one request.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ..shared.masking import allowed_tokens, first_tokens, joined
 from ..shared.replies import check_generation
 from .replies import NextToken
 
-MASKED_TOKENS = 32  # sampled with a bias before it is tried without one again
+MASKED_TOKENS = 32  # so many tokens are sampled with a bias before the next try without one
 
 
 class Server(Protocol):
-    """What is asked of the server; see `sglang.SglangBackend`."""
+    """The requests that are needed here; see `backend.SglangBackend`."""
 
     async def sample(
         self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
@@ -47,11 +48,12 @@ async def generate_below(
     top_k: int,
     deadline: float,
 ) -> Generation:
-    """A response, all of whose tokens are below `sampling.vocab_limit`."""
+    """Sample a response with only tokens below `sampling.vocab_limit`."""
     limit = sampling.vocab_limit
     if limit is None or limit >= vocab_size:
         return await server.sample(prompt_ids, sampling, top_k=top_k, deadline=deadline)
-    # A response that goes on after a left-out id would be for nothing. Stop ids make SGLang mind the model's own, too.
+    # Stop at ids beyond the limit, because anything after them is useless. Without stop ids of the request's own this
+    # would not work: stop ids make SGLang also stop at the model's end tokens.
     left_out = tuple(range(limit, vocab_size)) if sampling.stop_token_ids else ()
     parts: list[Generation] = []
     while True:
@@ -73,7 +75,7 @@ async def generate_below(
 def _rest(
     prompt_ids: IntArray, sampling: SamplingSettings, parts: list[Generation], how: str
 ) -> tuple[IntArray, SamplingSettings]:
-    """The context of what is still to be sampled, and its settings. The first request has the response's own seed."""
+    """Return the context and settings for the tokens still to be sampled. Only the first request has the given seed."""
     if not parts:
         return prompt_ids, sampling
     sampled = np.concatenate([part.token_ids for part in parts])
@@ -97,7 +99,7 @@ async def _unmasked(
     top_k: int,
     deadline: float,
 ) -> Generation:
-    """The response with log-probabilities of the whole softmax, as far as the server still has the weights it is of."""
+    """Return `masked` with log-probabilities of the whole softmax, as far as the server still has its weights."""
     sequence = np.concatenate([context_ids, masked.token_ids])
     prefixes = [sequence[: len(context_ids) + n] for n in range(len(masked.token_ids))]
     chosen = [np.array([token_id]) for token_id in masked.token_ids]

@@ -1,4 +1,4 @@
-"""The command that starts an SGLang server of ours."""
+"""Makes the command that starts an SGLang server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ CONFIG = "--config"
 
 
 def sglang_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, sleeps: bool = False) -> Command:
-    """A server on loopback whose first weights are named 0.0; `settings.arguments` come last and so win."""
+    """Return the command for a server on loopback that names its first weights 0.0.
+
+    `settings.arguments` come last, so they override ours.
+    """
     if CONFIG in settings.arguments:
         raise ConfigError(f"launch.arguments: {CONFIG} names the file with the server's key: give what yours says here")
     argv = [
@@ -34,7 +37,7 @@ def sglang_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, s
 
 
 def _key_file(doorway: Doorway) -> Path:
-    """SGLang takes its key as a flag, which every user could read, or from a file of flags."""
+    """Write the key to a file of flags. On the command line every user of the machine could read it."""
     path = doorway.directory / "flags.yaml"
     path.touch(mode=0o600)
     path.write_text(yaml.safe_dump({"api-key": doorway.key}), encoding="utf-8")

@@ -1,9 +1,8 @@
-"""Reads the replies of SGLang's native API. Pure: bytes in, arrays out; nothing of the network or of requests.
+"""Reads the replies of SGLang's native API. Pure: bytes in, arrays out.
 
-Top log-probabilities come as flat arrays in base64 where the server knows them, and as nested lists from older
-servers and through routers that drop unknown request fields; both become the same `TopK`. Lists are long, so readers
-are `Steps`. Fields may be missing (a request that was aborted while it waited has few), so all have defaults. A NaN is
-a null on the wire, and refused here.
+Top log-probabilities come as flat arrays in base64. Older servers, and routers that drop unknown request fields, send
+nested lists. Both become the same `TopK`. Lists are long, so readers are `Steps`. All fields have defaults, because a
+reply may lack some (a request that was aborted while it waited has few). A NaN is a null on the wire, and is refused.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ..shared.held_weights import SentNames
 from ..shared.stepwise import Steps
 
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
-FirstEntry = tuple[float | None, int, Any]  # of input tokens: the first one has no log-probability
+FirstEntry = tuple[float | None, int, Any]  # the same for input tokens, of which the first has no log-probability
 Rows = list[list[Entry] | None]
 NO_ROWS = msgspec.Raw(b"[]")
 ROWS_END = b"]],"
-STEP_BYTES = 1 << 16  # of nested rows, read in one step
+STEP_BYTES = 1 << 16  # bytes of nested rows that are read in one step
 ARRAY_TYPES = frozenset({"float16", "float32", "float64", "int32", "int64"})
 
 
@@ -43,7 +42,7 @@ class Span(msgspec.Struct):
 
 
 class MetaInfo(msgspec.Struct):
-    """What is read of `meta_info`; `None` is a field that the reply lacks."""
+    """The fields of `meta_info` that are read. A field is None if the reply lacks it."""
 
     finish_reason: Finish | None = None
     weight_version: str | None = None
@@ -84,10 +83,10 @@ class Scores(NamedTuple):
 
 
 class NextToken(NamedTuple):
-    """The distribution after a prefix, as far as it was asked for."""
+    """The requested part of the distribution after a prefix."""
 
     top: TopK | None  # one row
-    chosen: FloatArray | None  # (k,) of the tokens that were asked for, in that order
+    chosen: FloatArray | None  # (k,) of the requested tokens, in their order
     version: WeightVersion
 
 
@@ -96,7 +95,7 @@ _rows_decoder = msgspec.json.Decoder(Rows)
 
 
 def read_generation(body: bytes, names: SentNames, *, top_k: int) -> Steps[Generation]:
-    """A whole response. Raises `TransientError` for one that the server ended by itself."""
+    """Read a whole response. Raises `TransientError` if the server aborted it."""
     reply = _read(body)
     meta = reply.meta_info
     entries = meta.output_token_logprobs or []
@@ -117,15 +116,15 @@ def read_generation(body: bytes, names: SentNames, *, top_k: int) -> Steps[Gener
 
 
 def read_scores(body: bytes, names: SentNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
-    """Log-probabilities that were asked for from the last prompt token on; that token's own row is dropped.
+    """Read log-probabilities that were asked for from the last prompt token on, and drop that token's own row.
 
-    Raises `TransientError` where the server ended the request by itself.
+    Raises `TransientError` if the server aborted the request.
     """
     meta = _read(body).meta_info
     _finish_reason(meta)
     entries = (meta.input_token_logprobs or [])[1:]
     scored_ids = np.array([token for _, token, _ in entries], np.int32)
-    # The server takes the vocabulary's last token for one of its placeholders, and calls it 0. Its row is right.
+    # The server takes the vocabulary's last token for one of its placeholders and names it 0. Its row is right.
     named_0 = (scored_ids == 0) & (response_ids == vocab_size - 1) if len(scored_ids) == len(response_ids) else False
     _require(
         scored_ids.shape == response_ids.shape and bool(((scored_ids == response_ids) | named_0).all()),
@@ -133,7 +132,7 @@ def read_scores(body: bytes, names: SentNames, response_ids: IntArray, *, vocab_
     )
     top = yield from _top(meta, "input")
     _require(len(top.ids) >= len(response_ids), f"top-k of {len(top.ids)} of {len(response_ids)} tokens")
-    rows = slice(len(top.ids) - len(response_ids), None)  # nested lists and some flat ones count the prompt's row
+    rows = slice(len(top.ids) - len(response_ids), None)  # nested lists, and some flat ones, include the prompt's row
     logprobs = [float("nan") if logprob is None else logprob for logprob, _, _ in entries]
     return Scores(
         np.array(logprobs, np.float32), TopK(top.ids[rows], top.logprobs[rows]), names.version(meta.weight_version)
@@ -141,7 +140,7 @@ def read_scores(body: bytes, names: SentNames, response_ids: IntArray, *, vocab_
 
 
 def read_next_token(body: bytes, names: SentNames, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
-    """The first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
+    """Read the first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
     reply = _read(body)
     meta = reply.meta_info
     _finish_reason(meta)
@@ -183,7 +182,7 @@ def _finish_reason(meta: MetaInfo) -> FinishReason:
 
 
 def _version_spans(meta: MetaInfo, names: SentNames, count: int) -> tuple[VersionSpan, ...]:
-    """Servers before 0.5.19 name one version. They cannot switch in the middle of a response either."""
+    """Read which weights sampled which tokens. Servers before 0.5.19 name only one version, and use only one."""
     if not meta.weight_versions:
         return (VersionSpan(0, count, names.version(meta.weight_version)),)
     return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in meta.weight_versions)
@@ -214,8 +213,8 @@ def _top(meta: MetaInfo, side: str) -> Steps[TopK]:
 
 
 def _parts(text: bytes) -> Iterator[bytes]:
-    """A list of rows as several, cut between rows."""
-    start, end = text.find(b"[") + 1, text.rfind(b"]")  # neither in a null, which has no rows
+    """Cut a list of rows into several lists, between rows."""
+    start, end = text.find(b"[") + 1, text.rfind(b"]")  # null has neither bracket, and no rows
     while (cut := text.find(ROWS_END, start + STEP_BYTES, end)) >= 0:
         yield b"[" + text[start : cut + 2] + b"]"
         start = cut + len(ROWS_END)
@@ -233,7 +232,7 @@ def _nested(rows: Sequence[list[Entry]]) -> TopK:
 
 
 def _array(raw: bytes | None, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Little-endian, in C order."""
+    """Decode a little-endian array in C order."""
     _require(raw is not None and dtype in ARRAY_TYPES, f"top-k in an unknown form ({dtype})")
     return np.frombuffer(raw or b"", np.dtype(dtype).newbyteorder("<")).reshape(shape)
 

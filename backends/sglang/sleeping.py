@@ -1,4 +1,4 @@
-"""How an SGLang server gives its devices' memory to the trainer (`sleeping.py`)."""
+"""Makes an SGLang server free its devices' memory for the trainer, and wakes it (`shared/sleeping.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ..shared.sleeping import cannot_sleep
 
 
 async def sleep(server: RemoteServer, idle: Callable[[float], Awaitable[None]], *, deadline: float) -> None:
-    """`idle` returns once nothing is left of any request: a server that is told to sleep before ends."""
+    """Send the server to sleep once `idle` returns, which waits until no request is left.
+
+    A server that is sent to sleep before that crashes.
+    """
     await idle(deadline)
     await server.ask("/release_memory_occupation", {}, bytes, deadline=deadline)
 
@@ -19,6 +22,6 @@ async def wake(server: RemoteServer, *, deadline: float) -> None:
 
 
 def check_can_sleep(server: RemoteServer, *, memory_saver: bool, weights_backup: bool) -> None:
-    """Whether a server, by what it says of its flags, can sleep and has its weights again afterwards."""
+    """Raise `ConfigError` unless the server's flags let it sleep and have its weights again afterwards."""
     if not (memory_saver and weights_backup):
         raise cannot_sleep(server, "--enable-memory-saver --enable-weights-cpu-backup")

@@ -1,11 +1,10 @@
-"""New weights for an SGLang server: pause, update, flush, verify, resume, in the order that its version needs.
+"""Sends new weights to an SGLang server: pause, update, flush, verify, resume, in the order that its version needs.
 
-From 0.5.21 on, requests in flight are set back (`retract`): after the update they are read again and go on with the
-new weights, and each token's version is told. Before, a cache could not be flushed while requests were held, and a
-refused flush ended the server; so they are aborted there, and their stages ask again.
+From 0.5.21 on, requests in flight are set back (`retract`). After the update the server reads them in again and
+continues with the new weights, and it states each token's version. Older servers cannot flush the cache while they hold
+requests, and crash if a flush is refused. There requests are aborted, and their stages ask again.
 
-Weights reach the server as a directory that it reads, or over a process group that it joins
-(`shared/weight_transport.py`).
+The server reads weights from a directory, or receives them in a process group (`shared/weight_transport.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from ..shared.remote import RemoteServer
 from ..shared.snapshots import Layout, check_snapshot
 from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
 
-FLUSH_WHILE_PAUSED = (0, 5, 21)  # and weight-update sessions, from the same version on
+FLUSH_WHILE_PAUSED = (0, 5, 21)  # from this version on; weight-update sessions too
 UPDATED_BUT_NOT_FLUSHED = "Weights were updated, but"
-BUSY = "HTTP 400:"  # of a flush; what it says differs between versions
+BUSY = "HTTP 400:"  # how a refused flush begins; the rest differs between versions
 PARTLY_UPDATED = "partially updated"
 FLUSH_RETRY_S = 0.2
 CLEAN_UP_TIMEOUT_S = 10.0
 
 
 class ServerInfo(msgspec.Struct):
-    """What is read of `/server_info`."""
+    """The fields of `/server_info` that are read."""
 
     version: str = "unknown"
     max_req_input_len: int | None = None
@@ -51,13 +50,13 @@ class ServerInfo(msgspec.Struct):
 
     @property
     def release(self) -> tuple[int, ...]:
-        """Numbers of the version; a version without any counts as the newest."""
+        """The version's numbers. A version without any counts as the newest."""
         found = re.match(r"\d+(\.\d+)*", self.version)
         return tuple(map(int, found[0].split("."))) if found else (1 << 30,)
 
 
 class ModelInfo(msgspec.Struct):
-    """What is read of `/model_info`."""
+    """The fields of `/model_info` that are read."""
 
     weight_version: str | None = None
 
@@ -68,7 +67,7 @@ class Outcome(msgspec.Struct):
 
 
 class SglangWeights:
-    """Weight updates of one server, one at a time. Close it in the end."""
+    """Updates the weights of one server, one update at a time. Close it at the end."""
 
     def __init__(
         self, server: RemoteServer, settings: WeightSettings, info: ServerInfo, *, log_directory: Path
@@ -94,11 +93,11 @@ class SglangWeights:
         await self._transport.close()
 
     async def flush(self, deadline: float) -> None:
-        """Empty the prefix cache; returns once no request is left."""
+        """Empty the prefix cache. Return once no request is left."""
         await self._control.flush(deadline)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """See `protocols.WeightSink`. Raises `DataError` for a snapshot that the server would not survive."""
+        """Update as in `protocols.WeightSink`. Raises `DataError` for a snapshot that would crash the server."""
         layout = await check_snapshot(snapshot.directory, self._server.files.directory)
         async with self._lock, self._paused(deadline):
             await self._transport.send(snapshot, layout, deadline=deadline)
@@ -106,9 +105,9 @@ class SglangWeights:
 
     @contextlib.asynccontextmanager
     async def _paused(self, deadline: float) -> AsyncIterator[None]:
-        """Pause the server while inside: it computes nothing. One whose weights an error left mixed stays paused."""
+        """Pause the server during the `with` block. It stays paused if an error leaves it with mixed weights."""
         mode = "retract" if self._holds_requests else "abort"
-        try:  # from here on: a pause that nobody waited for to the end is one
+        try:  # the pause request is inside, because the server may be paused even if nobody waited for its reply
             await self._control.post("/pause_generation", {"mode": mode}, deadline)
             if not self._holds_requests:
                 await self._control.flush(deadline)
@@ -128,7 +127,7 @@ class SglangWeights:
 
 
 class Control:
-    """The server's control endpoints, which answer 400 or `success: false` when they refuse."""
+    """The server's control endpoints. To refuse they answer 400 or `success: false`."""
 
     def __init__(self, server: RemoteServer) -> None:
         self._server = server
@@ -139,26 +138,26 @@ class Control:
             raise PermanentError(f"{self._server.name}{path}: {outcome.message}")
 
     async def flush(self, deadline: float) -> None:
-        """Empty the prefix cache. Refused while requests still leave, so asked until it is done."""
+        """Empty the prefix cache. The server refuses while requests are still leaving, so ask until it is done."""
         while True:
             try:
                 await self._server.ask("/flush_cache", {}, bytes, deadline=deadline)
             except PermanentError as error:
-                if BUSY not in str(error):  # the key, or a path that a router does not know
+                if BUSY not in str(error):  # for example a wrong key, or a path that a router does not know
                     raise
                 await asyncio.sleep(FLUSH_RETRY_S)
             else:
                 return
 
     async def confirm(self, version: WeightVersion, deadline: float) -> None:
-        """Whether the server says that it holds `version`."""
+        """Raise `PoisonedReplyError` unless the server says that it holds `version`."""
         path = "/model_info"
         served = (await self._server.get(path, ModelInfo, deadline=deadline)).weight_version
         if served != str(version):
             raise PoisonedReplyError(f"{self._server.name}{path}: serves weights {served} after an update to {version}")
 
     async def name(self, version: WeightVersion, deadline: float) -> None:
-        """Give the weights that it holds a name; without the last key it would abort all requests."""
+        """Name the weights that the server holds. Without the request's last key it would abort all requests."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.post("/update_weight_version", body, deadline)
 
@@ -168,14 +167,14 @@ class SglangTransport(WeightTransport, Protocol):
 
     @property
     def mixed(self) -> bool:
-        """Whether an update ended half-way, so that the server's weights are neither the old nor the new ones."""
+        """Whether an update ended half-way, so that the server has parts of the old and of the new weights."""
         ...
 
 
 class DiskTransport:
     """An `SglangTransport`: the server reads the published directory itself."""
 
-    mixed = False  # where it cannot read all of them it reads the old ones again
+    mixed = False  # if the server cannot read all of the new weights, it reads the old ones again
 
     def __init__(self, control: Control, *, flush: bool) -> None:
         self._control = control
@@ -197,14 +196,14 @@ class DiskTransport:
             await self._control.name(snapshot.version, deadline)
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept between updates."""
 
 
 class DistributedTransport:
     """An `SglangTransport`: the server's ranks receive the tensors from a process of ours.
 
-    The group is made at the first update and kept. Any failure ends our process, which frees a server that waits for
-    it, and the next update makes a new group.
+    The first update makes the group, which is then kept. Any failure ends our process, which frees a server that waits
+    for it. The next update makes a new group.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class DistributedTransport:
         self._control = control
         self._settings = settings
         self._sender = sender
-        self._ranks = ranks  # of the server
+        self._ranks = ranks  # the server's
         self._sessions = sessions
         self._group: str | None = None
         self.mixed = False
@@ -233,12 +232,12 @@ class DistributedTransport:
         self.mixed = False
 
     async def close(self) -> None:
-        """Take the group apart, at both ends."""
+        """Leave the group, at both ends."""
         if self._group is not None:
             await self._leave(in_session=False)
 
     async def _join(self, deadline: float) -> None:
-        self._group = f"spot-async-{uuid.uuid4().hex}"  # the server refuses a name that it has had
+        self._group = f"spot-async-{uuid.uuid4().hex}"  # new each time, because the server refuses a name it has had
         port = await self._sender.start(deadline=deadline)
         world_size = 1 + self._ranks
         body = {
@@ -256,7 +255,7 @@ class DistributedTransport:
 
     async def _broadcast(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
         parts = list(buckets(layout))
-        self.mixed = len(parts) > 1  # one part is received whole before any of it is used
+        self.mixed = len(parts) > 1  # a single part is received as a whole before any of it is used
         for number, tensors in enumerate(parts, 1):
             body = {
                 "names": [tensor.name for tensor in tensors],
@@ -276,7 +275,7 @@ class DistributedTransport:
                 raise
 
     async def _leave(self, *, in_session: bool) -> None:
-        """End our process, then what the server has open. It may be beyond answering."""
+        """End our process, then close what the server has open. The server may not be able to answer any more."""
         group, self._group = self._group, None
         await self._sender.stop()
         with contextlib.suppress(RequestError):

@@ -1,1 +1,1 @@
-"""What the adapters share: requests, replies, failures, launched servers, weights. Nothing is for one server alone."""
+"""What adapters share: HTTP, checks of replies, failures, launched servers, weights. It knows no server's API."""

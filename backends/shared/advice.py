@@ -1,4 +1,4 @@
-"""What can be done about a failure that has to do with how a server is reached: which setting to change. Pure."""
+"""Advises which setting to change when a server could not be reached, or refused us. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# As nginx, Apache, Go's servers, Jetty and Tomcat say it; others close the connection, or send an alert of TLS.
+# The words of nginx, Apache, Go's servers, Jetty and Tomcat. Others close the connection or send a TLS alert.
 WANTS_TLS = re.compile(
     r"plain HTTP request was sent to HTTPS|HTTP request to an HTTPS|plain HTTP to an SSL|host and port requires TLS",
     re.I,
 )
-TLS_ALERT = r"b'\x15\x03"  # how a reply that is one begins, as errors show bytes
+TLS_ALERT = r"b'\x15\x03"  # the beginning of a TLS alert, as errors show bytes
 OLD_TLS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL")  # OpenSSL's words
 NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL")
 BASIC = re.compile(r"(^|,)\s*basic\b", re.IGNORECASE)
@@ -21,18 +21,18 @@ BEARER = re.compile(r"(^|,)\s*bearer\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Access:
-    """How a server is reached, as far as its settings say."""
+    """How a server is reached, according to its settings."""
 
-    section: str = "backend"  # where they stand
+    section: str = "backend"  # the settings' place in the configuration
     scheme: Literal["http", "https", "unix"] = "unix"
-    # Of its settings those that name what it is shown as a key; None where it has no such settings.
+    # The settings given that name its credentials; None if it has no such settings.
     credentials: Sequence[str] | None = None
 
 
 def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access, *, is_page: bool = False) -> str:
-    """For a refusal; empty where nothing fits. `headers` have names in lower case.
+    """Return advice on a refusal; empty if there is none. `headers` have names in lower case.
 
-    `is_page`: what it said is a page for people, as gateways send and inference servers do not.
+    `is_page` says that the body was a page for people, which gateways send and inference servers do not.
     """
     match status:
         case 401 | 403 if access.credentials is not None:
@@ -65,12 +65,12 @@ def _of_credentials(status: int, wanted: str, section: str, given: Sequence[str]
 
 
 def of_handshake(reason: str | None) -> str:
-    """For TLS that was not agreed on; `reason` is OpenSSL's."""
+    """Return advice on a failed TLS handshake. `reason` is OpenSSL's."""
     if reason in OLD_TLS:
         return "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"
     return "is it http, not https?" if reason in NO_TLS else ""
 
 
 def wants_tls(said: str) -> bool:
-    """Whether a refusal says that plain HTTP arrived where TLS is spoken."""
+    """Return whether a refusal says that plain HTTP arrived where the server expects TLS."""
     return WANTS_TLS.search(said) is not None

@@ -1,7 +1,7 @@
-"""Bodies of replies: how large one may be, and how it is received without more memory or time than that.
+"""Receives bodies of replies within a limit of size, without holding up the event loop.
 
-A server may send without end, and a mebibyte of gzip may stand for a gibibyte. So bodies are counted as they are
-inflated, and inflated in steps, between which the event loop has its turn: a deadline ends them as it ends others.
+A server may send without end, and a mebibyte of gzip may stand for a gibibyte. So a body is inflated in steps, and its
+size is counted on the way. The event loop has its turn between two steps, so that deadlines work.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Self
 
 import httpx
 
-ERROR_BYTES = 1 << 16  # that are read of a refusal
-ANSWER_BYTES = 1 << 22  # of an answer beside its tokens: a list of models, a server's settings or its metrics
-TOKEN_BYTES = 512  # of a token: its text, its id, and what else servers say of it
-LOGPROB_BYTES = 256  # of one log-probability: vLLM, the wordiest server, writes 81 on average
-STEP_BYTES = 1 << 18  # inflated at a time: less than a millisecond
+ERROR_BYTES = 1 << 16  # read of a refusal
+ANSWER_BYTES = 1 << 22  # allowed without tokens: a list of models, a server's settings or its metrics
+TOKEN_BYTES = 512  # allowed for each token: its text, its id, and what else servers say about it
+LOGPROB_BYTES = 256  # allowed for each log-probability; vLLM, the wordiest server, writes 81 on average
+STEP_BYTES = 1 << 18  # inflated in one step, in less than a millisecond
 IDENTITY = "identity"
 WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 RAW_WINDOW_BITS = -15
-ZLIB_METHOD = 8  # in the low bits of the first byte; some servers' `deflate` lacks the header that it is in
+ZLIB_METHOD = 8  # in the low bits of a zlib header's first byte; some servers send `deflate` without that header
 
 
 class BadBodyError(Exception):
@@ -30,12 +30,12 @@ class BadBodyError(Exception):
 
 
 def largest_reply_bytes(tokens: int = 0, logprobs: int = 0) -> int:
-    """The largest body that a reply of so many tokens may have, with so many log-probabilities altogether."""
+    """Return the largest body allowed for a reply of so many tokens, with so many log-probabilities in all."""
     return ANSWER_BYTES + tokens * TOKEN_BYTES + logprobs * LOGPROB_BYTES
 
 
 class Turn:
-    """One of the few places for long replies. Take it when a reply turns out long, and hold it until it is read."""
+    """One of the few places for long replies. Take it when a reply turns out to be long; hold it until that is read."""
 
     __slots__ = ("_is_taken", "_places")
 
@@ -59,7 +59,7 @@ class Turn:
 
 
 def stated_length(response: httpx.Response) -> int:
-    """What `Content-Length` says; 0 where it says nothing that can be read, as of a number of 5,000 digits."""
+    """Return the `Content-Length`; 0 if it is missing or unreadable, such as a number of 5,000 digits."""
     try:
         return int(response.headers.get("Content-Length", 0))
     except ValueError:
@@ -67,7 +67,7 @@ def stated_length(response: httpx.Response) -> int:
 
 
 def parts_of(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body part by part, inflated. Raises `BadBodyError` for one that cannot be."""
+    """Yield the inflated body part by part. Raises `BadBodyError` if it cannot be inflated."""
     named = response.headers.get("Content-Encoding", IDENTITY)
     encoding = named.strip().lower()
     if encoding == IDENTITY:

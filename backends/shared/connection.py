@@ -1,6 +1,6 @@
-"""How a remote server is reached: proxies and certificates, from settings or, as httpx does, from the environment.
+"""Decides how a remote server is reached: proxies, certificates and secrets, from settings or the environment.
 
-Only decides; the connections are `http.py`'s.
+As with httpx, the environment counts where settings are not given. `http.py` makes the connections.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "api-key", "
 
 
 def tls_context(role: str, ca_certificates: str | None) -> ssl.SSLContext:
-    """Certificates to trust: the file or directory given, else SSL_CERT_FILE or SSL_CERT_DIR, else the usual ones."""
+    """Return the certificates to trust: as given, else from SSL_CERT_FILE or SSL_CERT_DIR, else the usual ones."""
     if ca_certificates is None:
         return httpx.create_ssl_context()
     try:
@@ -38,9 +38,9 @@ def tls_context(role: str, ca_certificates: str | None) -> ssl.SSLContext:
 
 
 def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
-    """The proxy given, else that of HTTPS_PROXY, HTTP_PROXY or ALL_PROXY for an address that NO_PROXY does not name.
+    """Return the proxy: as given, else from HTTPS_PROXY, HTTP_PROXY or ALL_PROXY unless NO_PROXY names the address.
 
-    This machine's own addresses are never asked for through the environment's proxy.
+    The environment's proxy is never used for this machine's own addresses.
     """
     target = httpx.URL(url)
     if proxy is None:
@@ -59,9 +59,9 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
 
 
 def check_url(url: str) -> str:
-    """For settings: a server's address without a password, and without the version of an API behind it.
+    """Check a server's address from the settings; return it without an API version behind it.
 
-    Clients are often given the address with `/v1`. Raises ValueError.
+    People often give the address with `/v1`. Raises ValueError, also for a password.
     """
     _refuse_password(url)
     if not _is_address(url):
@@ -74,7 +74,7 @@ Url: TypeAlias = Annotated[str, AfterValidator(check_url)]
 
 
 def check_different(urls: Sequence[str]) -> None:
-    """For settings: whether each is another server, however it is written. Raises ValueError."""
+    """Check that the settings' addresses are different servers, however they are written. Raises ValueError."""
     addresses: set[str] = set()
     for url in urls:
         if address_of(url) in addresses:
@@ -83,12 +83,12 @@ def check_different(urls: Sequence[str]) -> None:
 
 
 def check_proxy(proxy: str | None) -> str | None:
-    """For settings: a proxy's address, with or without a scheme, without a password. Raises ValueError."""
+    """Check a proxy's address from the settings, with or without a scheme. Raises ValueError, also for a password."""
     if proxy is None:
         return None
     url = proxy if "://" in proxy else f"http://{proxy}"
     _refuse_password(url)
-    if not _is_address(url, schemes=None):  # which schemes there are is said when it is used
+    if not _is_address(url, schemes=None):  # `proxy_for` refuses schemes that are not supported
         raise ValueError("is no address of a proxy: give http://host:port")
     return proxy
 
@@ -102,7 +102,7 @@ def _refuse_password(url: str) -> None:
 
 
 def _is_address(url: str, schemes: Collection[str] | None = ("http", "https")) -> bool:
-    """Whether this names a host and, if a port, one that there is."""
+    """Return whether this names a host, and a possible port if it names one."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
@@ -113,7 +113,7 @@ def _is_address(url: str, schemes: Collection[str] | None = ("http", "https")) -
 
 
 def address_of(url: str) -> str:
-    """Host, port and path: equal for addresses that are written differently."""
+    """Return host, port and path in one form, which is equal for different spellings of an address."""
     target = httpx.URL(url)
     host = "127.0.0.1" if target.host == "localhost" else target.host
     port = target.port or {"http": 80, "https": 443}.get(target.scheme)
@@ -121,7 +121,7 @@ def address_of(url: str) -> str:
 
 
 def read_secret(section: str, variable: str) -> str:
-    """An environment variable's value; raises `ConfigError` when it is not set or no header can carry it."""
+    """Return an environment variable's value. Raises `ConfigError` if it is not set or no header can carry it."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise ConfigError(f"{section}: the environment variable {variable} is not set")
@@ -131,7 +131,7 @@ def read_secret(section: str, variable: str) -> str:
 
 
 def secret_parts(value: str) -> list[str]:
-    """A secret header's value, and what of it alone is as secret: what follows a scheme, and Basic's password."""
+    """Return a secret header's value, and its secret parts: what follows a scheme, and the password of Basic."""
     scheme, _, rest = value.partition(" ")
     if not rest:
         return [value]
@@ -143,7 +143,7 @@ def secret_parts(value: str) -> list[str]:
 
 
 def access(section: str, url: str, api_key_env: str | None, secret_headers: Mapping[str, str]) -> Access:
-    """What advice in errors goes by. A header of one's own takes the place of the key."""
+    """Return what advice in errors is based on. A secret Authorization header replaces the key."""
     is_replaced = "authorization" in map(str.lower, secret_headers)
     given = [
         *(["api_key_env"] if api_key_env is not None and not is_replaced else []),
@@ -153,7 +153,7 @@ def access(section: str, url: str, api_key_env: str | None, secret_headers: Mapp
 
 
 def check_headers(headers: dict[str, str]) -> dict[str, str]:
-    """For settings: headers whose values may be saved with the run. Raises ValueError."""
+    """Check that the settings' headers may be saved with the run. Raises ValueError for secret ones."""
     for name in headers:
         if name.lower() in SECRET_HEADERS:
             raise ValueError(

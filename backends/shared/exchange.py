@@ -1,4 +1,4 @@
-"""Bodies of requests and replies as people read them in a dead letter: structure kept, long parts cut. Pure."""
+"""Shortens bodies of requests and replies for people who read about a failure. It keeps their structure. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import msgspec
 from .failures import UNREADABLE
 
 EXCERPT_CHARACTERS = 500
-SHOWN_ITEMS = 8  # of a list: token ids are legible, thousands of them are not
+SHOWN_ITEMS = 8  # of a list, since nobody reads thousands of token ids
 SHOWN_KEYS = 40
 SHOWN_CHARACTERS = 300  # of a text
 DEEPEST = 6
 
 
 def excerpt(body: bytes) -> str:
-    """The head of a body; bytes that are no text are escaped."""
+    """Return the beginning of a body. Bytes that are not text are escaped."""
     return body[: 4 * EXCERPT_CHARACTERS].decode(errors="backslashreplace")[:EXCERPT_CHARACTERS]
 
 
 def shortened(body: bytes) -> Any:
-    """The body of a request, JSON or msgpack, as plain values without its bulk."""
+    """Return the body of a request, JSON or msgpack, as plain values with long parts cut."""
     if not body:
         return None
     for decode in (msgspec.json.decode, msgspec.msgpack.decode):

@@ -1,13 +1,13 @@
-"""What a failed request is: one pure function from what came back, or did not, to the class of request error.
+"""Classifies failed requests: one pure function from what came back, or did not, to a class of `spot_async.errors`.
 
-The class decides what is done about it (`spot_async.base.retry`), and nothing else decides the class. An adapter may
-reword an error in its server's terms (`http.ReadError`); where its server means something else by a status than
-everybody does, that is said here.
+Every 429, 5xx, broken connection and unreadable reply gets its class here and nowhere else. The class decides what is
+done (`spot_async.base.retry`). An adapter may reword an error in its server's terms (`http.ReadError`). If its server
+uses a status in an unusual way, that is handled here.
 
-Statuses are those of the servers that adapters are for, measured with vLLM 0.32.0 and SGLang 0.5.23; what hosted
-endpoints add is from their documentation as of November 2026: OpenAI and Azure (`retry-after-ms`,
-`insufficient_quota`), Anthropic (529, `enforced_spend_limit_reached`), DeepSeek (402). Their `x-ratelimit-reset-*`
-headers are not read: they tell when a limit is whole again, which is long after the next request would fit in.
+Statuses were measured with vLLM 0.32.0 and SGLang 0.5.23. Those of hosted endpoints are from their documentation as of
+November 2026: OpenAI and Azure (`retry-after-ms`, `insufficient_quota`), Anthropic (529,
+`enforced_spend_limit_reached`), DeepSeek (402). Their `x-ratelimit-reset-*` headers are not read, because they say when
+a limit is fully restored, which is long after the next request would be allowed.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ SHOWN_BYTES = re.compile(r"""b(['"]).*\1""")
 PAGE_HEAD_BYTES = 256
 UNKNOWN_ACCESS = Access()
 THROTTLED = (429, 503, 529)
-# Of the 4xx: time-outs, a lock that another request holds, a request that came too early.
+# 4xx that pass: timeouts, a lock that another request holds, a request that came too early.
 TRANSIENT = (408, 409, 425)
 NOT_IMPLEMENTED = (501, 505)
 NO_CREDIT = 402
-# Codes in the body of a 429 that no waiting helps: the money is gone.
+# Codes in the body of a 429 for which waiting does not help, because the money is gone.
 SPENT = frozenset(
     {"insufficient_quota", "billing_not_active", "billing_hard_limit_reached", "enforced_spend_limit_reached"}
 )
-# SGLang, of a request whose connection broke and that was sent again: it still has the first.
+# SGLang's answer to a request that was sent again after its connection broke, while it still works on the first.
 STILL_THERE = b"Duplicate request ID"
 NO_SUCH_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-# What reading a reply that was tampered with can raise, other than our own errors.
+# What reading a damaged reply can raise, besides our own errors.
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, EOFError)
 
 
 @dataclass(frozen=True)
 class FailedReply:
-    """A reply that is none: any status but success."""
+    """A reply with any status but success."""
 
     status: int
     body: bytes = b""
@@ -73,17 +73,17 @@ class FailedReply:
 
     @property
     def is_page(self) -> bool:
-        """Whether it is for people, as gateways and proxies write it."""
+        """Whether the body is a page for people, as gateways and proxies write."""
         return is_page(self.body[:PAGE_HEAD_BYTES].decode(errors="replace"))
 
     @property
     def said(self) -> str:
-        """What the server says of it, as one short line."""
+        """What the server says, in one short line."""
         return " ".join(error_message(self.body).split())[:ERROR_EXCERPT_CHARACTERS]
 
     @property
     def answer(self) -> str:
-        """Status and words."""
+        """The status, and what the server says."""
         return f"HTTP {self.status}: {self.said}"
 
 
@@ -95,12 +95,11 @@ def classify(
     now_s: float = 0.0,
     access: Access = UNKNOWN_ACCESS,
 ) -> RequestError:
-    """The error that `request` (role and path) failed with.
+    """Return the error with which `request` (role and path) failed.
 
-    An exception is that of connecting, sending, or reading a reply. `has_answered`: whether the endpoint ever did.
-    A host without an address, one that speaks no TLS, or a proxy that is not there, is then trouble that passes, and
-    otherwise a wrong setting.
-    `now_s` is Unix time, for replies that do not give theirs. `access` is for advice.
+    `failure` is a reply, or the exception that connecting, sending or reading raised. `has_answered` says whether the
+    endpoint ever answered. If not, a host without an address, a server without TLS or a missing proxy is a wrong
+    setting, else a fault that passes. `now_s` is Unix time, for replies without a date. `access` is for advice.
     """
     if isinstance(failure, FailedReply):
         return _of_status(request, failure, now_s, access)
@@ -172,10 +171,10 @@ def _of_exception(request: str, error: BaseException, has_answered: bool, access
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception and what it stands for, outermost first."""
+    """Yield the exception and its causes, outermost first."""
     while error is not None:
         yield error
-        if isinstance(error, aiohttp.ClientConnectorError):  # keeps what the system said as a value
+        if isinstance(error, aiohttp.ClientConnectorError):  # it has the system's error as an attribute, not as cause
             yield error.os_error
         elif isinstance(error, aiohttp.ClientConnectorCertificateError):
             yield error.certificate_error
@@ -183,7 +182,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _shown_bytes(message: str) -> str:
-    """The bytes that a message of the HTTP parser shows among its lines."""
+    """Return the bytes that a message of the HTTP parser quotes, or else the message in one line."""
     shown = SHOWN_BYTES.search(message)
     return (shown[0] if shown else " ".join(message.split()))[:ERROR_EXCERPT_CHARACTERS]
 
@@ -196,14 +195,14 @@ def _address(error: aiohttp.ClientConnectorError) -> str:
 
 
 def _reason(error: OSError) -> str:
-    """What the system says: asyncio puts the address there, which several attempts at once have many of."""
+    """Return the system's message. asyncio's own would name every address that was tried."""
     if error.errno is None or isinstance(error, socket.gaierror):
         return error.strerror or str(error) or type(error).__name__
     return os.strerror(error.errno)
 
 
 def error_message(body: bytes) -> str:
-    """What a JSON error body says, in any of the shapes that inference servers use; else the body as text."""
+    """Return what a JSON error body says, in any of the forms that inference servers use; else the body as text."""
     reply = _json(body)
     if isinstance(reply, dict):
         error = reply.get("error", reply)
@@ -215,7 +214,7 @@ def error_message(body: bytes) -> str:
 
 
 def _codes(body: bytes) -> set[str]:
-    """What an error body calls its error, in any of the places that hosted endpoints use."""
+    """Return the codes in an error body, from all places where hosted endpoints put them."""
     reply = _json(body)
     error = reply.get("error") if isinstance(reply, dict) else None
     if not isinstance(error, dict):
@@ -233,10 +232,10 @@ def _json(body: bytes) -> Any:
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
-    """Seconds that an endpoint asks to be left alone for; nonsense counts as no advice.
+    """Return the pause that an endpoint asks for, in seconds. None if there is none, or it makes no sense.
 
-    In milliseconds (`retry-after-ms`), or as `Retry-After` has it: seconds, or a date, which is read against the
-    server's own clock where it gives that.
+    It is in `retry-after-ms`, or in `Retry-After` as seconds or a date. A date is compared with the server's own clock
+    if the reply has one.
     """
     milliseconds = _number(headers.get("retry-after-ms"))
     if milliseconds is not None:

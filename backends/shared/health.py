@@ -1,9 +1,9 @@
-"""Whether a server lives, by questions that cost next to nothing, do not wait behind its work, and do not lie.
+"""Health checks that are cheap, bypass the request queue, and fail on a hung server.
 
-Servers answer from a process of their own in front of the engine, so most routes answer although the engine is frozen.
-What has to ask the engine itself is answered between two of its steps, however many requests wait: `vllm_health` and
-`sglang_health` know the routes. While an engine loads weights it answers nothing; then only the process in front is
-asked (`Standstill`).
+A process in front of the engine answers HTTP, so most routes answer even if the engine is frozen. The adapters'
+`health.py` know the routes that ask the engine itself, which answers between two of its steps however many requests
+wait. While an engine loads weights or sleeps it answers nothing. Then only the process in front is asked
+(`Standstill`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Question = Callable[[], Awaitable[object]]
 
 
 class Standstill:
-    """When an engine is not to be asked, because its server loads weights or sleeps on our behalf."""
+    """Knows when not to ask an engine, because its server is loading weights or sleeping for us."""
 
     def __init__(self) -> None:
         self._under_way = 0
@@ -26,7 +26,7 @@ class Standstill:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around an update of weights."""
+        """Note that an update of weights is under way during the `with` block."""
         self._under_way += 1
         self._changes += 1
         try:
@@ -35,12 +35,12 @@ class Standstill:
             self._under_way -= 1
 
     def sleeping(self, asleep: bool) -> None:
-        """To be said before the server is sent to sleep, and once it is awake."""
+        """Note that the server sleeps. Call this before sending it to sleep, and again once it is awake."""
         self._asleep = asleep
         self._changes += 1
 
     async def ping(self, engine: Question, process: Question) -> None:
-        """Ask the engine, or while it stands still the process in front of it. Raises what the question raises."""
+        """Ask the engine, or the process in front of it while the engine stands still. Raises what was raised."""
         changes = self._changes
         if self._under_way or self._asleep:
             await process()
@@ -48,5 +48,5 @@ class Standstill:
         try:
             await engine()
         except RequestError:
-            if changes == self._changes:  # else it began to stand still meanwhile
+            if changes == self._changes:  # otherwise the engine began to stand still while it was being asked
                 raise

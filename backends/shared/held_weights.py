@@ -1,8 +1,8 @@
-"""Which weights a server's replies may come from, so that none passes for those of weights that it does not hold.
+"""Notices replies of weights that this run did not send.
 
-A server that was restarted by its operator, or that another run updates as well, goes on answering, with other
-weights than this run gave it. The first such reply is found here, by the version that it names. Pure: adapters tell
-when they send requests and updates, and read the names out of replies.
+A server that its operator restarted, or that another run updates too, goes on answering, but with other weights. The
+first such reply is found here by the version that it names. Pure: adapters tell when they send requests and updates,
+and read the names in replies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INITIAL = WeightVersion(0, 0)
 
 
 class HeldWeights:
-    """The versions that one server was given, oldest first, and the newest that it confirmed."""
+    """The versions that one server was sent, oldest first, and the newest that it confirmed."""
 
     def __init__(self, server: str, first: WeightVersion = INITIAL) -> None:
         self._server = server
@@ -27,18 +27,22 @@ class HeldWeights:
 
     @contextlib.contextmanager
     def updating(self, version: WeightVersion) -> Iterator[None]:
-        """Around an update: replies may name `version` from its start on, and nothing older once it has succeeded."""
+        """Note an update during the `with` block.
+
+        Replies may name `version` from its start on. Once it has succeeded, later requests' replies may name nothing
+        older.
+        """
         self._versions.append(version)
         index = len(self._versions) - 1
         yield
         self._confirmed = max(self._confirmed, index)
 
     def now(self) -> int:
-        """To be noted before a request is sent, for `check`."""
+        """Return the present moment for `check`. Take it before sending a request."""
         return self._confirmed
 
     def check(self, version: WeightVersion, since: int) -> WeightVersion:
-        """The version itself. Raises `ServerRestartedError` where no weights since that moment were of this version."""
+        """Return the version. Raises `ServerRestartedError` if the server held no such weights since that moment."""
         if version not in self._versions[since:]:
             raise ServerRestartedError(
                 f"{self._server}: the server holds weights {version} and was last given {self._versions[-1]}: was it "
@@ -48,7 +52,7 @@ class HeldWeights:
 
 
 class WeightNames:
-    """The same for servers that call their weights by names. Other models than a student's have one version."""
+    """The same for servers that name their weights. A model that is not a student has only one version."""
 
     def __init__(self, server: str, *, is_student: bool) -> None:
         self._server = server
@@ -57,22 +61,22 @@ class WeightNames:
         self._first: str | None = None
 
     def start(self, name: str | None) -> None:
-        """What the server calls the weights that it starts with; None where it does not say."""
+        """Note the server's name for the weights that it starts with; None if it does not say."""
         self._first = name
 
     def updating(self, version: WeightVersion) -> contextlib.AbstractContextManager[None]:
-        """Around an update."""
+        """Note an update, as `HeldWeights.updating`."""
         return self._held.updating(version)
 
     def now(self) -> SentNames:
-        """To be taken before a request is sent: reads the names in its reply."""
+        """Return the reader of the names in a reply. Take it before sending the request."""
         return SentNames(self, self._held.now())
 
     def read(self, name: str | None, since: int) -> WeightVersion:
-        """The version that a name in a reply stands for; see `SentNames.version`."""
+        """Return the version that a name in a reply means; see `SentNames.version`."""
         if not self._is_student:
             return INITIAL
-        if since == 0 and name in (None, self._first):  # some servers name none, and those take none
+        if since == 0 and name in (None, self._first):  # servers that name no weights accept none
             return INITIAL
         try:
             version = WeightVersion.parse(name or "")
@@ -84,11 +88,11 @@ class WeightNames:
 
 
 class SentNames(NamedTuple):
-    """What the names in a reply stand for, by when its request was sent."""
+    """Reads the names in a reply, given when its request was sent."""
 
     names: WeightNames
     since: int
 
     def version(self, name: str | None) -> WeightVersion:
-        """Raises `ServerRestartedError` for a student's weights that this run did not send, or replaced since."""
+        """Return the version that a name means. Raises `ServerRestartedError` if a student could not have it."""
         return self.names.read(name, self.since)

@@ -1,8 +1,8 @@
-"""One HTTP endpoint as backends use it: requests with absolute deadlines, failures as `spot_async.errors`.
+"""Sends HTTP requests for backends, with absolute deadlines, and turns failures into `spot_async.errors`.
 
-Knows no server's dialect: a backend gives paths and bodies, and may put its server's errors into its own words.
-What a request failed with decides what the caller does next, so every exception of the layers below is
-turned into exactly one of the request errors (`failures.py` says which), with what was sent and what came back.
+It knows no server's API. A backend gives paths and bodies, and may reword its server's errors. Callers act on the class
+of an error, so every exception from below becomes exactly one of the request errors (`failures.py` says which), with
+what was sent and what came back.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .exchange import excerpt, shortened
 from .failures import UNKNOWN_ACCESS, FailedReply, classify
 
 REDACTED = "***"
-CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # a connection that had been made was closed
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # an open connection was closed
 LONG_BODY_BYTES = 1 << 18
 LONG_BODIES_AT_ONCE = 2
-UNREAD_BYTES = 1 << 16  # of a connection, about: then the server has to wait
-READ_BYTES = 1 << 15  # of a connection at a time, all of which is parsed before the loop goes on
-MOST_HEADS = 16  # of replies that nobody has read: one, and what a server may say before it
+UNREAD_BYTES = 1 << 16  # buffered per connection, about; beyond this the server has to wait
+READ_BYTES = 1 << 15  # read from a connection at a time; the event loop waits until it is parsed
+MOST_HEADS = 16  # unread heads of replies on a connection: the reply's, and what a server may send before it
 DIGEST_HEADER = "Content-Digest"  # RFC 9530
 SHA_256 = re.compile(r"\bsha-256=:([A-Za-z0-9+/]{43}=):")
 
-parsed_url = functools.lru_cache(maxsize=256)(httpx.URL)  # parsing is half of making a request, and there are few
+parsed_url = functools.lru_cache(maxsize=256)(httpx.URL)  # parsing is half the work of making a request
 
 ReadError = Callable[[int, bytes], RequestError | None]
 
@@ -52,13 +52,12 @@ ReadError = Callable[[int, bytes], RequestError | None]
 class HttpEndpoint:
     """A connection pool to one server, over TCP or a Unix socket. Enter it before use.
 
-    The number of connections is not limited here: how much is in flight is the stages' decision. Requests go to
-    httpx's transport itself: redirects and cookies, which a client adds for half of a request's time, have no
-    place between an orchestrator and its servers. `verify` and `proxy` are as httpx knows them, `access` is what advice
-    in errors goes by.
+    The number of connections is not limited here, because stages decide how many requests are in flight. Requests go
+    directly to httpx's transport. A client would add redirects and cookies, which nobody wants here, and double a
+    request's time. `verify` and `proxy` are httpx's. `access` is what advice in errors is based on.
 
-    The key, the secret headers' values and the proxy's password appear in no error: a server that repeats
-    them in what it says finds them replaced.
+    The key, the secret headers' values and the proxy's password appear in no error. They are replaced even where the
+    server repeats them.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class HttpEndpoint:
         self._uds = uds
         is_replaced = "authorization" in map(str.lower, secret_headers or {})
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key and not is_replaced else {}
-        accepted = {"Accept-Encoding": "gzip, deflate"}  # what is decoded here
+        accepted = {"Accept-Encoding": "gzip, deflate"}  # the encodings that `bodies.py` decodes
         self._headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
         sent = [part for value in (secret_headers or {}).values() for part in secret_parts(value)]
         secrets = [api_key, *sent, *(proxy.raw_auth or () if proxy else ())]
@@ -113,7 +112,7 @@ class HttpEndpoint:
         await self._transport.__aexit__(kind, error, trace)
 
     def turn(self) -> Turn:
-        """For a long reply: a few at a time come in and are read, so many in one turn of the loop would hold it up."""
+        """Return a turn for a long reply. Only a few are read at a time, or they would hold up the event loop."""
         return Turn(self._long_bodies)
 
     async def get(self, path: str, *, deadline: float) -> bytes:
@@ -132,13 +131,14 @@ class HttpEndpoint:
         largest: int = ANSWER_BYTES,
         turn: Turn | None = None,
     ) -> bytes:
-        """The reply's body. `deadline` is on the loop's clock; raises a `RequestError` for any other outcome.
+        """Return the reply's body. Raises a `RequestError` for any other outcome.
 
-        `resend=False` is for what must not reach the server twice (see `_respond`). A reply of more than `largest`
-        bytes is refused. Give a `turn` to hold it until a long reply has been read.
+        `deadline` is on the loop's clock. `resend=False` is for requests that must not reach the server twice (see
+        `_respond`). A reply of more than `largest` bytes is refused. Give a `turn` to hold it until a long reply has
+        been read.
         """
         headers = {"Content-Type": content_type}
-        # Closed whatever happens: the traces of errors, which hold what is here, live for long.
+        # The buffer is closed in any case, because the traces of errors refer to it and live long.
         with io.BytesIO() as received, self.turn() if turn is None else contextlib.nullcontext(turn) as held:
             await self._request(
                 "POST", path, body, headers, deadline, received.write, resend=resend, largest=largest, turn=held
@@ -148,7 +148,7 @@ class HttpEndpoint:
     async def stream(
         self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float, largest: int
     ) -> None:
-        """Like `post`, but hands the reply's body to `sink` part by part as it comes."""
+        """Do as `post`, but give the reply's body to `sink` part by part as it comes."""
         await self._request("POST", path, body, {"Content-Type": content_type}, deadline, sink, largest=largest)
 
     async def _request(
@@ -164,10 +164,10 @@ class HttpEndpoint:
         largest: int = ANSWER_BYTES,
         turn: Turn | None = None,
     ) -> None:
-        if self._is_left:  # by a replica's supervisor, for example: another replica may answer
+        if self._is_left:  # for example, a lost replica is being entered again; another replica may answer
             raise TransientError(f"{self.name}{path}: the connection to this server was closed")
         url = parsed_url(self._base_url + path)
-        # As a stream: so httpx leaves Host and Content-Length to aiohttp, which adds them faster.
+        # With a stream httpx leaves Host and Content-Length to aiohttp, which adds them faster.
         stream = httpx.ByteStream(body or b"")
         request = httpx.Request(method, url, stream=stream, headers={**self._headers, **headers})
         request.read()
@@ -205,7 +205,7 @@ class HttpEndpoint:
     def exchange(
         self, method: str, path: str, body: bytes | None, *, status: int | None = 200, received: bytes = b""
     ) -> Exchange:
-        """What people see of a request that failed, and of its reply."""
+        """Return what people see of a failed request and its reply."""
         return Exchange(
             endpoint=self._base_url if self._uds is None else f"unix:{self._uds}",
             method=method,
@@ -224,8 +224,11 @@ class HttpEndpoint:
     async def _receive(
         self, response: httpx.Response, sink: Callable[[bytes], object], largest: int, turn: Turn | None
     ) -> None:
-        """Hand the body to `sink`. Raises `BadBodyError` for one that is too large, cannot be inflated, or is not what
-        the server stated of it."""
+        """Give the body to `sink`.
+
+        Raises `BadBodyError` if it is too large, cannot be inflated, or does not match the digest that the server
+        stated.
+        """
         encoded = "Content-Encoding" in response.headers
         stated = None if encoded else _stated_digest(response.headers.get(DIGEST_HEADER))
         digest = hashlib.sha256()
@@ -247,10 +250,10 @@ class HttpEndpoint:
             raise BadBodyError("it changed on its way")
 
     async def _respond(self, request: httpx.Request, *, resend: bool) -> httpx.Response:
-        """The reply's head. Where the server closed the connection instead, the request goes out once more at once.
+        """Return the reply's head. If the server closes the connection instead, send the request once more at once.
 
-        Servers close idle connections, and some close one after an error: a request on it then fails unread.
-        Asking twice does no harm, but where `resend` is False: nothing else that is sent adds to what was sent before.
+        Servers close idle connections, and some close one after an error. A request on such a connection fails unread.
+        Requests with `resend=False` are not sent again. To send any other twice does no harm.
         """
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
@@ -263,16 +266,17 @@ class HttpEndpoint:
 
 
 def with_exchange(error: RequestError, exchange: Exchange) -> RequestError:
-    """The error, which carries the exchange from now on.
+    """Return the error with the exchange attached.
 
-    Raise it as it is returned: in a variable, it and its trace would hold each other, and a reply, until a collection.
+    Raise the result directly. In a variable the error and its trace would refer to each other, and would keep a whole
+    reply in memory until the next garbage collection.
     """
     error.exchange = exchange
     return error
 
 
 def _stated_digest(header: str | None) -> bytes | None:
-    """The SHA-256 that a server states of its reply; None where it states none."""
+    """Return the SHA-256 that a server states for its reply; None if it states none."""
     stated = SHA_256.search(header or "")
     return base64.b64decode(stated[1]) if stated else None
 
@@ -282,7 +286,7 @@ def _too_large(largest: int) -> BadBodyError:
 
 
 async def _refusal(response: httpx.Response) -> bytes:
-    """The head of a refusal's body, as far as it is what its headers say: the status tells enough."""
+    """Return the beginning of a refusal's body, up to where it is damaged. The status alone would be enough."""
     content = bytearray()
     try:
         async for part in parts_of(response):
@@ -295,14 +299,15 @@ async def _refusal(response: httpx.Response) -> bytes:
 
 
 class _Connection(ResponseHandler):
-    """One on which a server cannot go on with replies that nobody asked for, such as `100 Continue` for ever.
+    """A connection that is aborted if the server sends replies that nobody asked for, such as endless `100 Continue`.
 
-    aiohttp parses and keeps them all, of a connection that waits for its next request too.
+    aiohttp would parse and keep them all, even on a connection that waits for its next request.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if hasattr(transport, "max_size"):  # asyncio's own, without TLS: 256 KiB, of which chunks of a byte take 0.2 s
+        # asyncio's transport without TLS reads 256 KiB at a time, which takes 0.2 s in chunks of one byte.
+        if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES
 
     def data_received(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Inference servers that we start ourselves, in their own Python environment.
+"""Starts inference servers as child processes, in their own Python environment.
 
-A server's adapter turns `LaunchSettings` into a command line; here it becomes a supervised child process that
-is waited for, explained by its log when it fails, and stopped with everything it started.
+An adapter turns `LaunchSettings` into a command line. Here the command becomes a child process. We wait until it is
+ready, explain a failure by its log, and stop it with everything that it started.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.serving.http.credentials import new_secret
 
-LOG_LINES = 10  # shown of a server that failed, from the end of its log
-LOG_ERRORS = 3  # and what exceptions said before
+LOG_LINES = 10  # lines shown from the end of a failed server's log
+LOG_ERRORS = 3  # messages shown of exceptions above those lines
 PROBE_TIMEOUT_S = 10.0
 PROBE_INTERVAL_S = 0.25
 VERSION_TIMEOUT_S = 60.0
-LAST_REPLY_S = 10.0  # between a server's last reply and its end; SGLang looks for its reasons for five
-# Below those that outgoing connections get: a connection to a server that does not listen yet would now and then
-# get that very port, be connected to itself, and keep the server from listening.
+LAST_REPLY_S = 10.0  # longest time between a crashing server's last reply and its end; SGLang takes five seconds
+# These ports are below those of outgoing connections. Otherwise a connection to a server that does not listen yet might
+# get that very port as its own end, be connected to itself, and keep the server from listening.
 FREE_PORTS = range(20_000, 32_768)
 NO_SUCH_MODULE = 3
-# Prints the version of the distribution that a module comes from; exits with 3 when there is no such module.
+# Prints the version of the distribution that a module belongs to. Exits with 3 if there is no such module.
 VERSION_CODE = """
 import importlib.metadata, importlib.util, sys
 sys.path[:] = [path for path in sys.path if path]
@@ -62,7 +62,7 @@ def _numbers_too(value: Any) -> Any:
 
 
 class LaunchSettings(Section):
-    """A server to start. It needs nothing of this package in its environment."""
+    """The settings of a server to start. Its environment does not need this package."""
 
     python: str = Field(description="interpreter of the environment that the server is installed in")
     port: int | None = Field(
@@ -93,14 +93,14 @@ class LaunchSettings(Section):
         return self
 
     def check_machine(self, section: str) -> None:
-        """See `PluginSettings.check_machine`."""
+        """Check the interpreter, as `PluginSettings.check_machine`."""
         if self.interpreter is None:
             raise ConfigError(
                 f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
             )
 
     def check_installed(self, section: str, package: str) -> None:
-        """See `PluginSettings.check_installed`."""
+        """Check that the server is installed, as `PluginSettings.check_installed`."""
         try:
             installed_version(self.model_copy(update={"python": self.interpreter}), package)
         except ConfigError as error:
@@ -108,15 +108,15 @@ class LaunchSettings(Section):
 
     @property
     def interpreter(self) -> str | None:
-        """The interpreter's path; None when there is none."""
+        """Return the interpreter's path; None if there is none."""
         return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
 
 
 def check_together(launches: Sequence[LaunchSettings]) -> None:
-    """Refuse servers that one machine has no room for together. Raises ValueError with the keys at fault.
+    """Raise ValueError, with the keys at fault, if one machine has no room for all of the servers.
 
-    A device that several name is shared by shares: each says its own, together they are at most the whole. Which
-    devices there are is not known here, so servers none of which names any are let through.
+    If several servers name a device, each must give its share, and the shares may sum to at most 1. Which devices the
+    machine has is not known here. So servers pass if none of them names a device.
     """
     ports = [each.port for each in launches if each.port is not None]
     if twice := sorted({port for port in ports if ports.count(port) > 1}):
@@ -139,39 +139,39 @@ def check_together(launches: Sequence[LaunchSettings]) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """What starts a server: all of its command line, the settings' own arguments included.
+    """What starts a server: its whole command line, with the settings' own arguments.
 
-    Devices and the settings' environment are added to `environment` here. `make_command` may take its time: it
-    runs in a thread, and raises `ConfigError` with keys that begin with `launch`.
+    Devices and the settings' environment variables are added to `environment` later. `make_command` may be slow,
+    because it runs in a thread. It raises `ConfigError` with keys that begin with `launch`.
     """
 
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    package: str | None = None  # module that the interpreter must be able to import; None: not looked for
-    uds: str | None = None  # Unix socket that it listens on; None: the port on loopback
+    package: str | None = None  # module that the interpreter must be able to import; None: not checked
+    uds: str | None = None  # Unix socket to listen on; None: the port on loopback
 
 
 @dataclass(frozen=True)
 class Doorway:
-    """How a server is to be reached. By its key alone where it listens on a port, since every user can reach that."""
+    """How a server can be reached. On a port only its key protects it, because every user can connect to that."""
 
     port: int  # on loopback
-    directory: Path  # nobody else can enter it: for a socket, or for a file of what a command line would show to all
+    directory: Path  # private, for a socket, or for a file of secrets that a command line would show to all users
     key: str = field(repr=False)
 
     @property
     def uds(self) -> str:
-        """A Unix socket in place of the port, for a server that can listen on one."""
+        """The path of a Unix socket, to use in place of the port if the server can."""
         check_length(self.directory)
         return str(self.directory / "http")
 
 
-MakeCommand = Callable[[LaunchSettings, Path, Doorway], Command]  # of the settings, the model directory and the way in
-Ask = Callable[[float], Awaitable[object]]  # until a deadline; raises a `RequestError` while the server is not ready
+MakeCommand = Callable[[LaunchSettings, Path, Doorway], Command]  # the Path is the model's directory
+Ask = Callable[[float], Awaitable[object]]  # given a deadline; raises a `RequestError` while the server is not ready
 
 
 class LaunchedServer:
-    """A server as our child, from entering to leaving. Entered does not mean that it answers: see `until_ready`."""
+    """A server as our child process. Entering starts it; `until_ready` waits until it answers; leaving ends it."""
 
     def __init__(
         self,
@@ -187,19 +187,19 @@ class LaunchedServer:
     ) -> None:
         self._settings = settings
         self._cores = cores
-        self._role = role  # in configuration keys
-        self._name = name or role  # in messages: which of a role's servers
+        self._role = role  # for configuration keys
+        self._name = name or role  # for messages, which tell a role's servers apart
         self._model = model.absolute()
         self._log_path = log_path
         self._make_command = make_command
         self._child: ChildProcess
         self._exit_stack: contextlib.AsyncExitStack
-        self.key = key or new_secret()  # one that its user knows, or this object's alone
+        self.key = key or new_secret()  # the user's key, or one that only this object knows
         self.url: str
         self.uds: str | None
 
     async def __aenter__(self) -> Self:
-        """Raises `ConfigError` for an interpreter, package or port that cannot be used."""
+        """Start the server. Raises `ConfigError` for an interpreter, package or port that cannot be used."""
         self._settings.check_machine(f"{self._role}.backend.launch")
         async with contextlib.AsyncExitStack() as stack:
             directory = stack.enter_context(private_directory("spot-server-"))
@@ -222,7 +222,7 @@ class LaunchedServer:
         return self
 
     def _prepare(self, directory: Path) -> tuple[int, Command]:
-        """The port, and the command with its whole environment. Runs the interpreter, so not in the event loop."""
+        """Return the port, and the command with its whole environment. Runs the interpreter, so call it in a thread."""
         settings = self._settings.model_copy(update={"python": self._settings.interpreter})
         port = free_port() if settings.port is None else check_port(settings.port)
         command = self._make_command(settings, self._model, Doorway(port, directory, self.key))
@@ -238,7 +238,7 @@ class LaunchedServer:
         await self._exit_stack.__aexit__(kind, error, trace)
 
     async def watch(self) -> None:
-        """Run for as long as it lives; raise `ProcessDiedError`, the log's last lines as its note, when it ends."""
+        """Run for as long as the server lives. Raises `ProcessDiedError` when it ends, with the log's last lines."""
         try:
             await self._child.watch()
         except ProcessDiedError as error:
@@ -246,17 +246,17 @@ class LaunchedServer:
             raise
 
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which asks the server something. Where the server ends of it, that is raised."""
+        """Return the result of `work`, which asks the server something. If that ends the server, raise its end."""
         try:
             return await while_alive(work, self.watch)
-        except TransientError:  # a server's last reply comes before its end
+        except TransientError:  # a crashing server may still reply before it ends, so wait for that
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_REPLY_S):
                     await self.watch()
             raise
 
     async def until_ready(self, ask: Ask) -> None:
-        """Return once it answers. Raises `ProcessDiedError` when it ends instead, or takes too long."""
+        """Wait until the server answers. Raises `ProcessDiedError` if it ends instead, or takes too long."""
         last: RequestError | None = None
 
         async def answered() -> None:
@@ -286,9 +286,9 @@ class LaunchedServer:
 
 
 def installed_version(settings: LaunchSettings, package: str) -> str:
-    """The version of the distribution that a module comes from, in the settings' environment; asked for once.
+    """Return the version of the distribution that a module belongs to, in the settings' environment. Cached.
 
-    Raises `ConfigError` when it is not there.
+    Raises `ConfigError` if there is no such module.
     """
     return _installed_version(settings.python, package, settings.environment.get("PYTHONPATH"))
 
@@ -317,22 +317,22 @@ def _installed_version(python: str, package: str, python_path: str | None) -> st
 
 
 def check_port(port: int) -> int:
-    """The port, when it can be listened at; raises `ConfigError` when another program does."""
+    """Return the port if it is free. Raises `ConfigError` if another program listens on it."""
     if not _is_free(port):
         raise ConfigError(f"launch.port={port}: taken by another program; give another one, or none for a free one")
     return port
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens at."""
+    """Return a loopback port on which nobody listens."""
     return next(port for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)) if _is_free(port))
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no listeners
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering connections do not count
         try:
-            probe.bind((LOOPBACK, port))
+            listener.bind((LOOPBACK, port))
         except OSError:
             return False
         return True

@@ -1,7 +1,6 @@
-"""What a server would not survive, or answer only in part: found before a request is sent. Pure.
+"""Refuses requests that would crash a server, or that it would answer only in part, before they are sent. Pure.
 
-Some servers end over one token that is not in their vocabulary; others sample fewer tokens than they were asked for,
-and say nothing.
+Some servers crash on a single token outside their vocabulary. Others silently sample fewer tokens than requested.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from spot_async.types import IntArray
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes. Every check raises `PermanentError`."""
+    """What one server accepts. Every check raises `PermanentError`."""
 
-    server: str  # its name, in messages
+    server: str  # its name, for messages
     vocab_size: int
-    max_tokens: int  # that one request may hold, given and new ones
+    max_tokens: int  # in one request, given and new ones together
     max_top_k: int
-    longer: str  # option that allows more tokens
-    wider: str = ""  # option that allows a larger top-k
+    longer: str  # the server's option that allows more tokens
+    wider: str = ""  # the server's option that allows a larger top-k
 
     def check(self, token_ids: IntArray, *, new_tokens: int = 0, top_k: int = 0) -> None:
-        """A request of `token_ids` for `new_tokens` more."""
+        """Check a request with `token_ids` for `new_tokens` more."""
         if not len(token_ids):
             raise PermanentError(f"{self.server}: a request needs at least one token")
         self.check_ids(token_ids)
@@ -38,18 +37,18 @@ class Limits:
             )
 
     def check_generation(self, prompt_ids: IntArray, *, new_tokens: int, top_k: int) -> None:
-        """A request for a response."""
+        """Check a request for a response."""
         if new_tokens < 1:
             raise PermanentError(f"{self.server}: max_tokens={new_tokens}: a response has at least one token")
         self.check(prompt_ids, new_tokens=new_tokens, top_k=top_k)
 
     def check_positions(self, positions: IntArray, response_ids: IntArray) -> None:
-        """Positions (N,), 0-based, of a response (T,)."""
+        """Check positions (N,), 0-based, of a response (T,)."""
         if positions.size and not 0 <= positions.min() <= positions.max() < len(response_ids):
             raise PermanentError(f"{self.server}: positions are not all of the response's {len(response_ids)}")
 
     def check_ids(self, token_ids: IntArray) -> None:
-        """Token ids of any shape."""
+        """Check token ids of any shape."""
         outside = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
         if outside.size:
             raise PermanentError(

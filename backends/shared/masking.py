@@ -1,4 +1,4 @@
-"""Ids that a request must not sample, as servers are told, and responses put together from several requests. Pure."""
+"""Keeps servers from sampling ids beyond a limit, and joins responses that were sampled in several requests. Pure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 
 from spot_async.types import Generation, SamplingSettings, VersionSpan
 
-BAN = -1e4  # below whatever a model gives a token
-OPENAI_BAN = -100.0  # the lowest bias of OpenAI's API
+BAN = -1e4  # outweighs any logit
+OPENAI_BAN = -100.0  # the lowest bias that OpenAI's API allows
 
 
 def logit_bias(sampling: SamplingSettings, vocab_size: int, ban: float = BAN) -> dict[str, Any]:
-    """What bans the ids from `vocab_limit` on, in the words of OpenAI's API; empty where the softmax ends before."""
+    """Return the request fields of OpenAI's API that ban ids from `vocab_limit` on; none if there are no such ids."""
     left_out = range(sampling.vocab_limit or vocab_size, vocab_size)
     return {"logit_bias": {str(token_id): ban for token_id in left_out}} if left_out else {}
 
 
 def allowed_tokens(reply: Generation, vocab_limit: int) -> int:
-    """How many tokens come before the first from `vocab_limit` on."""
+    """Return how many tokens come before the first id that is not below `vocab_limit`."""
     banned = np.flatnonzero(reply.token_ids >= vocab_limit)
     return int(banned[0]) if len(banned) else len(reply.token_ids)
 
 
 def first_tokens(reply: Generation, count: int) -> Generation:
-    """The first `count` tokens of a response."""
+    """Return the first `count` tokens of a response."""
     spans = [msgspec.structs.replace(span, end=min(span.end, count)) for span in reply.version_spans]
     return msgspec.structs.replace(
         reply,
@@ -40,7 +40,7 @@ def first_tokens(reply: Generation, count: int) -> Generation:
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
-    """One response of parts that continue each other; it finishes as the last one does."""
+    """Join parts that continue each other into one response. It finishes as the last part does."""
     spans, start = [], 0
     for part in parts:
         spans += [VersionSpan(start + span.start, start + span.end, span.version) for span in part.version_spans]

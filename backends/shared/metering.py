@@ -1,7 +1,7 @@
-"""What requests to a remote server may cost: the settings that say so, and the edge where each is charged.
+"""Charges requests to a remote server to its role's account, and has the settings of that account.
 
-What is charged is decided by who asks (a request that the model works for has a size); what it cost, and when it may
-leave, by the account (`spot_async.spending`).
+The caller decides which requests are charged: those that the model works for have a size. The account decides when a
+request may leave, and what it cost (`spot_async.spending`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JSON = "application/json"
 
 
 class MeteredSettings(PluginSettings):
-    """Limits and prices of an account, which all servers of a role share."""
+    """The settings of an account, with its limits and prices. All servers of a role share the account."""
 
     requests_per_minute: PositiveFloat | None = Field(
         None, description="sent at most, by all stages and servers of the role together"
@@ -63,14 +63,14 @@ class MeteredSettings(PluginSettings):
 
 
 class Meter:
-    """The way of one server's requests through the account."""
+    """Sends one server's requests, and charges them to the account."""
 
     def __init__(self, role: str, name: str, account: Account) -> None:
-        """`name` is the server's, under which the account books."""
+        """`name` is the server's. The account keeps its sums apart by this name."""
         self.role = role
         self.name = name
         self.account = account
-        self._own_rate_limit = RateLimiter()  # without limits: only knows when this server asked to wait
+        self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
 
     async def post(
         self,
@@ -83,8 +83,11 @@ class Meter:
         size: Size | None,
         turn: Turn,
     ) -> bytes:
-        """The reply's body. A request of a stated `size` is one that the model works for: it waits for its turn, and is
-        charged. One that costs money is sent again by nobody but who asked for it, who is charged again."""
+        """Send a request and return the reply's body.
+
+        A request with a `size` is one that the model works for. It waits for its turn and is charged. If it costs
+        money, it is not sent again here: whoever asked for it may send it again, and is charged again.
+        """
         ask = functools.partial(endpoint.post, path, body, content_type=JSON, deadline=deadline, turn=turn)
         if size is None:
             return await ask(resend=resend, largest=ANSWER_BYTES)
@@ -110,7 +113,7 @@ class Meter:
 
 
 def _never_left(error: BaseException | None) -> bool:
-    """Whether there was no connection to send the request over: nobody can have worked for it."""
+    """Return whether there was no connection to send the request over, so that no model can have worked for it."""
     while error is not None and not isinstance(error, aiohttp.ClientConnectorError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,7 +1,7 @@
-"""A remote inference server as its adapter uses it: attached to or started, spoken to in JSON.
+"""A remote inference server that talks JSON, either running already or started by us.
 
-Knows no server's dialect. Adapters compose it: they give paths and bodies, and a function that reads a reply.
-Large replies do not hold up the event loop (`stepwise`). Every failure is one of `spot_async.errors`.
+It knows no server's API. An adapter has a `RemoteServer` and gives it paths, bodies, and functions that read replies.
+Large replies do not hold up the event loop (`stepwise.py`). Every failure is one of `spot_async.errors`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class AttachedSettings(MeteredSettings):
-    """What remote servers that run already are told by, whatever their dialect."""
+    """The settings of remote servers that are already running, for any API."""
 
     url: OneOrMore[Url] | None = Field(
         None, description="of a server that runs already, such as http://10.0.0.5:8000; a list for several"
@@ -69,12 +69,12 @@ class AttachedSettings(MeteredSettings):
 
     @property
     def where(self) -> str | LaunchSettings:
-        """The one server of these settings: its address, or how it is started. Raises `ConfigError` for several."""
+        """Where the only server is: its address, or how to start it. Raises `ConfigError` if there are several."""
         return _only(as_list(self.url))
 
     @property
     def is_attached(self) -> bool:
-        """Whether the servers run already, so that they may hold any weights."""
+        """Whether the servers were already running, so that they may hold any weights."""
         return self.url is not None
 
     def servers(self) -> Sequence[Self]:
@@ -100,9 +100,9 @@ class AttachedSettings(MeteredSettings):
 
 
 class RemoteSettings(AttachedSettings):
-    """Those of servers that can be started, too."""
+    """The settings of remote servers that are running, or that we start."""
 
-    PACKAGE: ClassVar[str | None] = None  # that the interpreter of a server to start must be able to import
+    PACKAGE: ClassVar[str | None] = None  # module that a started server's interpreter must be able to import
 
     launch: OneOrMore[LaunchSettings] | None = Field(
         None, description="a server to start; a list for several; exclusive with url"
@@ -134,7 +134,7 @@ class RemoteSettings(AttachedSettings):
                 each.check_installed(f"{section}.{key}", self.PACKAGE)
 
     def _launches(self) -> Iterator[tuple[str, LaunchSettings]]:
-        """Each server to start, under its key."""
+        """Yield each server to start, with its key."""
         for number, each in enumerate(as_list(self.launch)):
             yield f"launch.{number}" if isinstance(self.launch, list) else "launch", each
 
@@ -160,7 +160,7 @@ def _only(places: Sequence[T]) -> T:
 
 
 class RemoteServer:
-    """The connection, and the process if we started it. Enter it before use."""
+    """One server: the connection to it, and its process if we started it. Enter it before use."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ class RemoteServer:
         read_error: ReadError | None = None,
     ) -> None:
         self.settings = settings
-        self.role = role  # in configuration keys
-        self.name = settings.server_name(role)  # in messages and logs: which of a role's servers
+        self.role = role  # for configuration keys
+        self.name = settings.server_name(role)  # for messages and logs, which tell a role's servers apart
         self._where = settings.where
         self.files: ModelFiles = read_model(role, model)
         self.endpoint: HttpEndpoint
@@ -207,18 +207,18 @@ class RemoteServer:
 
     @property
     def section(self) -> str:
-        """Where its settings stand, for errors."""
+        """The settings' place in the configuration, for errors."""
         return backend_section(self.role, self.name)
 
     async def watch(self) -> None:
-        """Run for as long as the server does, when we started it; for ever when we did not."""
+        """Run for as long as the server does, or for ever if we did not start it."""
         if self._launched is not None:
             await self._launched.watch()
         else:
             await asyncio.get_running_loop().create_future()
 
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run what is asked of a server that nobody watches yet. If that ends a server of ours, its end is raised."""
+        """Return the result of `work`, which asks a server that nobody watches yet. If our server ends, raise that."""
         return await (work if self._launched is None else self._launched.alongside(work))
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
@@ -236,7 +236,7 @@ class RemoteServer:
         resend: bool = True,
         size: Size | None = None,
     ) -> T:
-        """A JSON reply, decoded as `kind`."""
+        """Send a request and return its JSON reply as `kind`."""
         return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend, size=size)
 
     async def ask(
@@ -249,7 +249,7 @@ class RemoteServer:
         resend: bool = True,
         size: Size | None = None,
     ) -> T:
-        """What `decode` makes of the reply, in a thread where it is large.
+        """Send a request and return what `decode` makes of the reply. A large reply is decoded in a thread.
 
         `decode` raises a `RequestError`, or one of `failures.UNREADABLE` for a reply that cannot be read.
         """
@@ -270,7 +270,7 @@ class RemoteServer:
         deadline: float,
         size: Size | None = None,
     ) -> T:
-        """Like `ask`, but a large reply is read on the event loop: in each turn one step of one reply."""
+        """Do as `ask`, but read a large reply on the event loop, one step of one reply in each turn."""
         sent = msgspec.json.encode(body)
         with self.endpoint.turn() as turn:
             reply = await self.meter.post(
@@ -283,10 +283,10 @@ class RemoteServer:
 
     @contextlib.contextmanager
     def _naming(self, method: str, path: str, sent: bytes | None, reply: bytes) -> Iterator[None]:
-        """Turns errors of reading a reply into request errors that name the server and carry the exchange."""
+        """Turn errors of reading a reply into request errors that name the server and have the exchange."""
         try:
             yield
-        except RequestError as failure:  # some name the server by themselves
+        except RequestError as failure:  # some name the server already
             nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
                 failure, ServerRestartedError
             )
@@ -336,7 +336,7 @@ class RemoteServer:
 
 
 class RemoteBackend:
-    """What adapters pass on from their server unchanged."""
+    """A base class with what adapters pass on from their server unchanged."""
 
     _server: RemoteServer
 

@@ -1,7 +1,7 @@
 """Checks what a server replied before anything else sees it. Pure; every check raises `PoisonedReplyError`.
 
-A NaN log-probability or a missing row that got through would end up in a loss. Numbers are also held against each
-other where a reply says something twice: a row's probabilities, a token and its place in its own row.
+A NaN log-probability or a missing row would otherwise end up in a loss. If a reply says something twice, the numbers
+are compared: a row's probabilities with their sum, a token's own log-probability with that in its row.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from spot_async.errors import PoisonedReplyError
 from spot_async.types import BoolArray, FloatArray, Generation, IntArray, SamplingSettings, TokenScores
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
-LEAST_NATS = -1e4  # least log-probability of a sampled or given token: a loss takes its exponential
+LEAST_NATS = -1e4  # least log-probability of a sampled or given token, because a loss takes its exponential
 ENTROPY_SLACK_NATS = 1e-2
-MASS_SLACK = 0.05  # a row's probabilities may sum to 1 plus this, where each was rounded to bfloat16
+MASS_SLACK = 0.05  # a row's probabilities may sum to 1 plus this, because each may be rounded to bfloat16
 AGREEMENT_NATS = 0.05  # largest difference between a token's log-probability and the same token's in its row
 
 T = TypeVar("T")
 
 
 def only(choices: Sequence[T]) -> T:
-    """The one choice of a reply to a request for one."""
+    """Return the only choice of a reply to a request for one."""
     if len(choices) != 1:
         raise PoisonedReplyError(f"{len(choices)} choices where 1 was asked for")
     return choices[0]
@@ -36,11 +36,11 @@ def only(choices: Sequence[T]) -> T:
 def check_generation(
     reply: Generation, sampling: SamplingSettings, *, top_k: int, vocab_size: int, is_retokenized: bool = False
 ) -> Generation:
-    """A whole response: its tokens, their log-probabilities and versions, as many as each other.
+    """Check a whole response: there must be as many log-probabilities and versions as tokens.
 
-    One without a stop token has all the tokens that were asked for, unless we made the tokens of a text ourselves
-    (`is_retokenized`): less is a response cut short. Returns it with the finish reason that its last token decides:
-    some servers call a response whose last allowed token is a stop token cut off.
+    A response without a stop token must have all requested tokens, or it was cut short. This does not hold if we made
+    the tokens of a text ourselves (`is_retokenized`). Returns the response with the finish reason that its last token
+    decides, because some servers say "length" if the last allowed token is a stop token.
     """
     count = len(reply.token_ids)
     if not 0 < count <= sampling.max_tokens:
@@ -67,7 +67,7 @@ def check_generation(
 
 
 def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, vocab_size: int) -> TokenScores:
-    """One row per response token, full-vocabulary entropies between 0 and log V. Returns it."""
+    """Check scores: one row per response token, and entropies between 0 and log V. Returns them."""
     count = len(response_ids)
     valid: BoolArray = np.ones(count, np.bool_) if reply.valid is None else reply.valid
     _check_shape("valid", valid, (count,))
@@ -93,24 +93,24 @@ def check_rows(
     top_k: int,
     vocab_size: int,
 ) -> None:
-    """One row per token (T,): its log-probability (T,) and its top-k (T, k), as a server gave them."""
+    """Check one row per token (T,): its log-probability (T,) and its top-k (T, k), as a server gave them."""
     check_logprobs("logprobs", logprobs, (len(token_ids),), least=LEAST_NATS)
     check_topk(topk_ids, topk_logprobs, (len(token_ids), top_k), vocab_size)
     _check_agreement(token_ids, logprobs, topk_ids, topk_logprobs)
 
 
 def check_candidates(logprobs: FloatArray, candidate_ids: IntArray) -> FloatArray:
-    """(N, k) of the candidates that were asked for. Returns them."""
+    """Check the log-probabilities (N, k) of candidates (N, k). Returns them."""
     check_logprobs("candidate log-probabilities", logprobs, candidate_ids.shape)
     return logprobs
 
 
 def check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...], *, least: float = -math.inf) -> None:
-    """Finite, not above 0 but for rounding, and not below `least`."""
+    """Check that log-probabilities are finite, not above 0 except by rounding, and not below `least`."""
     _check_shape(name, values, shape)
     if values.dtype.kind != "f":
         raise PoisonedReplyError(f"{name} are {values.dtype}, not floating point")
-    if not (values <= LOGPROB_SLACK).all():  # NaN is not either
+    if not (values <= LOGPROB_SLACK).all():  # false for NaN too
         raise PoisonedReplyError(f"{name} hold {'NaN' if np.isnan(values).any() else 'values above 0'}")
     if not np.isfinite(values).all():
         raise PoisonedReplyError(f"{name} hold minus infinity")
@@ -125,7 +125,10 @@ def check_topk(
     vocab_size: int,
     valid: BoolArray | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """Different tokens in a row, likeliest first, parts of a distribution; `valid` (T,) says which rows count."""
+    """Check that each row has different tokens, likeliest first, with at most all probability.
+
+    `valid` (T,) says which rows count. Returns the top-k.
+    """
     if ids is None or logprobs is None:
         raise PoisonedReplyError("no top-k although it was asked for")
     _check_ids("topk_ids", ids, shape, vocab_size)
@@ -142,7 +145,7 @@ def check_topk(
 
 
 def _check_agreement(token_ids: IntArray, logprobs: FloatArray, topk_ids: IntArray, topk_logprobs: FloatArray) -> None:
-    """A token among its row's top-k (T, K) has the log-probability that stands there, another one none above them."""
+    """Check that a token in its row's top-k (T, K) has the log-probability there, and any other none above them."""
     if not topk_ids.size:
         return
     named = topk_ids == token_ids[:, None]

@@ -1,6 +1,6 @@
-"""Scores of servers that give a top-K and no entropy: bounds take its place. Pure.
+"""Makes scores from a served top-K, for servers that give no entropy. They have bounds of it instead. Pure.
 
-Every served K tightens the bounds, also those past the k that were asked for (method.md section 1).
+All K served tokens tighten the bounds, also those beyond the requested k (method.md section 1).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def bounded_scores(
     noise_nats: float,
     version: WeightVersion,
 ) -> TokenScores:
-    """Scores of T tokens from their log-probabilities (T,) and a served top-K (T, K), cut to the `top_k` asked for.
+    """Return scores of T tokens from log-probabilities (T,) and a served top-K (T, K), cut to the requested `top_k`.
 
-    Raises `PoisonedReplyError` for numbers that are no log-probabilities: bounds of those would be nothing.
+    Raises `PoisonedReplyError` for numbers that are not log-probabilities, from which no bounds could be computed.
     """
     check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
     lower, upper = _widened_bounds(topk_logprobs, vocab_size, noise_nats)
@@ -43,7 +43,7 @@ def bounded_scores(
 
 
 def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_size: int) -> ScoredPositions:
-    """Positions (N, K) that were asked for by themselves. What they show is what they are, so nothing is widened.
+    """Return positions from a top-K (N, K) that was asked for singly. It counts as exact, so bounds are not widened.
 
     Raises `PoisonedReplyError`, as `bounded_scores`.
     """
@@ -53,8 +53,8 @@ def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_siz
 
 
 def _widened_bounds(topk_logprobs: FloatArray, vocab_size: int, noise_nats: float) -> tuple[FloatArray, FloatArray]:
-    """Bounds (T,) of the entropy. Log-probabilities that are off by e move it by e (1 + H) at most, to first order."""
-    if not topk_logprobs.size:  # nothing is shown
+    """Return bounds (T,) of the entropy. An error e of log-probabilities moves it by at most about e (1 + H)."""
+    if not topk_logprobs.size:  # nothing was served
         rows = len(topk_logprobs)
         return np.zeros(rows, np.float32), np.full(rows, math.log(vocab_size), np.float32)
     lower, upper = entropy_bounds(topk_logprobs, vocab_size)

@@ -1,7 +1,7 @@
-"""Servers that give their devices' memory to the trainer while it trains, as vLLM and SGLang are told to.
+"""Servers that free their devices' memory while the trainer trains, as vLLM and SGLang can.
 
-Both keep the weights in the host's memory meanwhile and have them again when they wake, so a server is whole also
-when training fails. What is not awake must be asked nothing. How each is told: `vllm_sleeping`, `sglang_sleeping`.
+Both keep the weights in the host's memory and have them again when they wake, so a server is whole even if training
+fails. A sleeping server must not be asked anything. The adapters' `sleeping.py` send the requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .remote import RemoteServer, RemoteSettings
 
 
 class SleepSettings(RemoteSettings):
-    """Settings of a server that can sleep."""
+    """The settings of a server that can sleep."""
 
     sleep_while_training: bool = Field(
         False,
@@ -23,5 +23,5 @@ class SleepSettings(RemoteSettings):
 
 
 def cannot_sleep(server: RemoteServer, flags: str) -> ConfigError:
-    """Of a server that was started without the `flags` that it would need."""
+    """Return the error for a server that was started without the `flags` that sleeping needs."""
     return ConfigError(f"{server.role}.backend.sleep_while_training: the server cannot sleep: start it with {flags}")

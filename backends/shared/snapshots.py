@@ -1,9 +1,9 @@
 """Checks a weight snapshot before it is sent to a server that is not ours.
 
-Real servers trust what they are given: a file that is cut off or a tensor of another shape kills them, and a
-missing tensor leaves a mix of two models that answers as if nothing had happened. So a snapshot is compared with
-the model directory that the server was started with. Only the headers of the safetensors files are read, never a
-tensor; whether numbers are finite is the publisher's to guarantee. Sending is the adapters' part.
+Real servers trust what they are given. A file that is cut off, or a tensor of another shape, crashes them. A missing
+tensor leaves a mix of two models that answers as if nothing had happened. So a snapshot is compared with the model
+directory that the server was started with. Only the headers of safetensors files are read, never a tensor. That numbers
+are finite is up to the publisher, and adapters do the sending.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from spot_async.errors import DataError
 from spot_async.models.files import files_signature
 from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 
-FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers cast these into one another while they load
-# Not parameters, though older checkpoints hold them: servers compute them, and transformers publishes none.
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers convert between these while loading
+# Older checkpoints have these, but they are not parameters: servers compute them, and transformers publishes none.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
-TIED_SUFFIX = "lm_head.weight"  # what a model with tied embeddings may leave out
+TIED_SUFFIX = "lm_head.weight"  # a model with tied embeddings may leave this out
 
 
 class TensorHeader(NamedTuple):
-    """What a file's header says of one tensor."""
+    """What a file's header says about one tensor."""
 
     dtype: str  # as safetensors spells it, such as BF16
     shape: tuple[int, ...]
 
 
-Layout = Mapping[str, TensorHeader]  # of all of a directory's tensors, by name
+Layout = Mapping[str, TensorHeader]  # all tensors of a directory, by name
 
 
 async def check_snapshot(directory: str | Path, like: str | Path) -> Layout:
-    """Whether `directory` holds exactly the weights of the model in `like`; returns what it holds.
+    """Check that `directory` has exactly the weights of the model in `like`; return its layout.
 
-    Raises `DataError`, one line that names the first tensor or file at fault: files missing, cut off or too many,
-    tensors missing, unknown, twice, of another shape or of a type that servers do not convert. The tied output
-    layer may be left out. Runs beside the event loop.
+    Raises `DataError`, in one line that names the first tensor or file at fault: files missing, cut off or too many;
+    tensors missing, unknown, given twice, of another shape, or of a type that servers do not convert. The tied output
+    layer may be left out. Runs in a thread.
     """
     return await asyncio.to_thread(_check, Path(directory), Path(like))
 
@@ -55,9 +55,9 @@ def _check(directory: Path, like: Path) -> Layout:
 
 
 def compare(directory: Path, found: Layout, expected: Layout, *, tied: bool) -> None:
-    """Raises `DataError` for the first tensor, by name, that `found` has otherwise than `expected`.
+    """Raise `DataError` for the first tensor, by name, in which `found` differs from `expected`.
 
-    With `tied` embeddings either may go without the output layer.
+    With `tied` embeddings either may lack the output layer.
     """
 
     def needed(names: Iterable[str]) -> list[str]:
@@ -81,7 +81,10 @@ def compare(directory: Path, found: Layout, expected: Layout, *, tied: bool) -> 
 
 @functools.lru_cache(maxsize=8)
 def _model_layout(like: Path, signature: object) -> tuple[Layout, bool]:
-    """The served model's tensors, and whether its output layer is its embedding. `signature` tells replaced files."""
+    """Return the served model's tensors, and whether its output layer is its embedding.
+
+    `signature` makes the cache miss when files have been replaced.
+    """
     layout = _read_layout(like, weight_files(like))
     has_output_layer = any(name.endswith(TIED_SUFFIX) for name in layout)
     return layout, not has_output_layer or _ties_embeddings(like)
@@ -96,7 +99,10 @@ def _ties_embeddings(directory: Path) -> bool:
 
 
 def _snapshot_files(directory: Path) -> list[Path]:
-    """The snapshot's files: where an index lies servers load what it names, else every file, and never a choice."""
+    """Return the snapshot's files: those that its index names, or all if there is no index, as servers load them.
+
+    Raises `DataError` if servers would have to choose.
+    """
     if not directory.is_dir():
         raise DataError(f"{directory}: no such weight directory")
     files = weight_files(directory)
@@ -119,7 +125,7 @@ def _read_layout(directory: Path, files: Sequence[Path]) -> Layout:
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Every tensor's type and shape. safetensors compares the header with the file's size by itself."""
+    """Return every tensor's type and shape. safetensors itself compares the header with the file's size."""
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

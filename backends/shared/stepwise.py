@@ -1,10 +1,11 @@
-"""Reading large replies so that the event loop goes on: in a thread, or on the loop itself, one step a turn.
+"""Reads large replies without holding up the event loop: in a thread, or on the loop itself in steps.
 
-A thread suits arrays, whose checks let go of the interpreter's lock, and text that is read row by row while few others
-are: each such thread keeps the loop from its turn for up to 5 ms, when the interpreter switches. It is no use where one
-call decodes a whole text: that lets go of nothing. Steps come one after the other, however many replies there are. Of
-eight scores at once, each 5 MB of JSON, the loop waited for 4 ms at a time in steps, for 20 ms in threads, and for more
-than 100 ms with neither.
+A thread is good for arrays, whose checks release the interpreter's lock. For text that is read row by row it is good
+only if there are few threads, because each can keep the loop waiting for 5 ms, until the interpreter switches. It is no
+use if a single call decodes a whole text, because that never releases the lock.
+
+Steps run one at a time, one in each turn of the loop, however many replies there are. With eight scores at once, each
+5 MB of JSON, the loop waited 4 ms at a time with steps, 20 ms with threads, and over 100 ms with neither.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-LARGE_REPLY_BYTES = 1 << 18  # some milliseconds of JSON
+LARGE_REPLY_BYTES = 1 << 18  # JSON of this size takes some milliseconds
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ Steps = Generator[None, None, T]  # yields between its steps and returns the res
 
 
 class StepRunner:
-    """Runs computations in the order they come, one at a time."""
+    """Runs computations in order of arrival, one at a time."""
 
     def __init__(self) -> None:
         self._busy = asyncio.Lock()
@@ -38,12 +39,12 @@ class StepRunner:
 
 
 async def read_aside(reply: bytes, decode: Callable[[bytes], T]) -> T:
-    """What `decode` makes of a reply, of a large one in a thread."""
+    """Return what `decode` makes of a reply. A large reply is decoded in a thread."""
     return await asyncio.to_thread(decode, reply) if len(reply) > LARGE_REPLY_BYTES else decode(reply)
 
 
 def run_at_once(steps: Steps[T]) -> T:
-    """The result of a computation that is short after all."""
+    """Run all steps without pause, for a computation that is short, and return the result."""
     while True:
         try:
             next(steps)

@@ -1,4 +1,4 @@
-"""Settings of servers that may serve a student: they can sleep while the trainer works, and take new weights."""
+"""The settings of servers that may serve a student: they can sleep while the trainer works, and accept new weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weight_transport import WeightSettings, check_reachable
 
 
 class StudentServerSettings(SleepSettings):
-    """What the adapters for vLLM and SGLang have in common."""
+    """The settings that the adapters for vLLM and SGLang have in common."""
 
     weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
 

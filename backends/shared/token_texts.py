@@ -1,7 +1,7 @@
-"""What the tokens of a vocabulary look like: as bytes, and as the texts that servers name them by.
+"""Tables of a vocabulary's tokens: their bytes, and the texts by which servers name them.
 
-Only tables. Servers name tokens by decoded text, and different tokens can have the same: which token a text is, is
-said here only when no other token could have been written like that under any of the conventions below.
+Servers name tokens by decoded text, and different tokens can have the same text. So a text is resolved to a token only
+if no other token could be written like that under any of the conventions below.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
 UNKNOWN = -1
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no whole character
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a whole character
 TOKEN_ID_PREFIX = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 
 class TokenTexts:
-    """Tables of one tokenizer: byte-level or SentencePiece, as all current language models have."""
+    """The tables of one tokenizer, byte-level or SentencePiece, as all current language models have."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self.bytes_of: list[bytes | None] = [None] * vocab_size  # None for ids without a token
@@ -44,7 +44,7 @@ class TokenTexts:
         self._ids = _unique_texts(raw, self.bytes_of)
 
     def id_of(self, text: str) -> int:
-        """The one token that a server may have named so; `UNKNOWN` when there are several or none."""
+        """Return the only token that a server may have named so; `UNKNOWN` if there are several or none."""
         if text.startswith(TOKEN_ID_PREFIX) and text[len(TOKEN_ID_PREFIX) :].isdigit():
             token_id = int(text[len(TOKEN_ID_PREFIX) :])
             return token_id if token_id < len(self.bytes_of) else UNKNOWN
@@ -55,7 +55,7 @@ class TokenTexts:
 
 
 def _byte_reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes | None]:
-    """A function from a token's name in the vocabulary to its bytes. Raises ConfigError for other tokenizers."""
+    """Return a function from a token's name in the vocabulary to its bytes. Raises ConfigError for other tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = msgspec.json.decode(backend.to_str()) if backend is not None else {}
     decoder = model.get("decoder") or {}
@@ -78,14 +78,14 @@ def _sentencepiece_bytes(name: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that stands for each byte: printable ones for themselves, others moved up."""
+    """Return the byte for each character: printable bytes stand for themselves, others are moved up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(moved)}
 
 
 def _unique_texts(raw: list[str | None], bytes_of: list[bytes | None]) -> dict[str, int]:
-    """Every text that some token may be written as, with its token, or `UNKNOWN` where there are several."""
+    """Return every text as which some token may be written, with its token, or `UNKNOWN` if there are several."""
     found: dict[str, int] = {}
     for token_id, (name, content) in enumerate(zip(raw, bytes_of, strict=True)):
         if name is None or content is None:
@@ -101,8 +101,12 @@ def _unique_texts(raw: list[str | None], bytes_of: list[bytes | None]) -> dict[s
 
 
 def _forms(name: str, content: bytes) -> Iterator[str]:
-    """How servers write a token: the vocabulary's own form, decoded, without its leading blank (decoders of single
-    tokens strip it), as characters of the same numbers (SGLang, for bytes of longer characters), escaped (OpenAI)."""
+    """Yield all texts as which servers may write a token.
+
+    They are its name in the vocabulary, its decoded text, and that text without a leading blank, which decoders of
+    single tokens strip. Bytes of longer characters may be written as characters of the same numbers (SGLang) or escaped
+    (OpenAI).
+    """
     yield name
     try:
         text = content.decode()
@@ -117,9 +121,10 @@ def _forms(name: str, content: bytes) -> Iterator[str]:
 
 
 def _may_end_a_character(text: str, known: set[bytes]) -> bool:
-    """Whether a token of the last bytes of this text's first character may be written like this, the whole character.
+    """Return whether a token that has only the last bytes of the text's first character may be written like this.
 
-    Servers that decode token by token hold bytes back until a character is whole (vLLM) and give it to the last.
+    vLLM and others decode token by token. They hold bytes back until a character is whole, and write the whole
+    character for the last of its tokens.
     """
     if text[0].isascii():
         return False

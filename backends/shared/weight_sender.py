@@ -1,7 +1,7 @@
 """The process that broadcasts published weights: rank 0 of a group whose other ranks are an inference server's.
 
-Started by `weight_transport.WeightSender`, told what to do over a Unix socket. The group's ranks meet at a store that
-listens on one address only; whoever can reach it can take part, so it is the loopback unless told otherwise.
+`weight_transport.WeightSender` starts it, and sends it commands over a Unix socket. The group's ranks meet at a store
+that listens on one address only. Whoever can reach the store can take part, so it is on loopback unless told otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 from spot_async.base.processes.child import exit_with_parent
 
 if __name__ == "__main__":
-    exit_with_parent()  # before the seconds that importing torch takes
+    exit_with_parent()  # first, because importing torch takes seconds
 
 import torch
 import torch.distributed as dist
@@ -48,13 +48,13 @@ from .weight_transport import (
 
 
 class Sender:
-    """Rank 0."""
+    """Rank 0 of the group."""
 
     def __init__(self, store: Any, backend: str, device: torch.device) -> None:
         self._store = store
         self._backend = backend
         self._device = device
-        self._send: Callable[[torch.Tensor], object]  # to all other ranks
+        self._send: Callable[[torch.Tensor], object]  # broadcasts to all other ranks
 
     def handle(self, command: Command) -> Answer:
         try:
@@ -67,13 +67,13 @@ class Sender:
                     self._join_nccl(command)
                 case Broadcast():
                     self._broadcast(command)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:  # torch's own are RuntimeErrors
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # torch raises RuntimeErrors
             return Failure(first_line(error))
         return Done()
 
     def _join(self, command: Join) -> None:
-        # What init_process_group does, for a group that is not this process's default one: the servers make theirs
-        # with this function, and the ranks only meet under the same keys.
+        # The servers make their group with this private function, and ranks meet only under the same keys. It does what
+        # init_process_group does, but for a group that is not the process's default.
         make_group = cast(Any, c10d)._new_process_group_helper
         group, _ = make_group(
             command.world_size,
@@ -82,7 +82,7 @@ class Sender:
             dist.Backend(self._backend),
             cast(Any, dist).PrefixStore(command.group, self._store),
             group_name=command.group,
-            timeout=c10d.default_pg_timeout,  # the parent waits less, and then ends this process
+            timeout=c10d.default_pg_timeout,  # the parent waits less long, and then ends this process
         )
         cast(Any, c10d)._world.pg_group_ranks[group] = {rank: rank for rank in range(command.world_size)}
         if self._device.type == "cuda":
@@ -95,10 +95,10 @@ class Sender:
         return Minted(cast(Any, nccl).unique_id())
 
     def _join_nccl(self, command: JoinNccl) -> None:
-        """What a vLLM worker does with an id, as rank 0. Written from vLLM's and torch's sources, not run."""
+        """Join as rank 0 in the way that a vLLM worker does. Written from vLLM's and torch's sources, never run."""
         torch.cuda.set_device(self._device)
         communicator = cast(Any, nccl).init_rank(command.world_size, command.unique_id, 0)
-        # The workers begin with this, and wait for it.
+        # The workers begin with this operation, and wait for it.
         cast(Any, nccl).all_reduce([torch.zeros(1, device=self._device)], comms=[communicator])
         torch.cuda.synchronize(self._device)
         self._send = lambda tensor: nccl.broadcast([tensor], 0, comms=[communicator])
@@ -116,7 +116,7 @@ class Sender:
 
 
 def listen(address: str, port: int) -> Any:  # a TCPStore, which torch has no types for
-    """A store for the ranks to meet at. torch's own would listen on every interface."""
+    """Open the store at which ranks meet, on one address. torch alone would listen on every interface."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,8 +127,8 @@ def listen(address: str, port: int) -> Any:  # a TCPStore, which torch has no ty
             listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store's from here on
-            use_libuv=False,  # the other one takes no listening socket
+            master_listen_fd=listener.detach(),  # the store owns it from here on
+            use_libuv=False,  # the libuv store accepts no listening socket
         )
         return store
 

@@ -1,9 +1,9 @@
-"""How published weights reach inference servers: by a directory that both sides can read, or from process to process.
+"""How published weights reach inference servers: through a directory that both can read, or from process to process.
 
-`WeightTransport` is what every adapter asks of either; each adds what its own server needs. Here are their settings
-and `WeightSender`, our end of a process group: a child process that reads a snapshot's files and broadcasts its
-tensors (`weight_sender.py`), so that neither torch nor a tensor enters the orchestrator. How a server is told to
-receive is its adapter's.
+`WeightTransport` is the protocol of both ways, to which an adapter adds what its own server needs. Here are the
+settings, and `WeightSender`, our end of a process group. That is a child process that reads a snapshot's files and
+broadcasts the tensors (`weight_sender.py`), so that neither torch nor a tensor enters the orchestrator. Adapters tell
+their servers to receive.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ TORCH_TYPES = {
     "I64": "int64",
     "I32": "int32",
     "U8": "uint8",
-}  # names of safetensors' types in torch
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # of an element; 1 otherwise
-BUCKET_BYTES = 1 << 30  # broadcast by one request; the server needs as much memory besides its weights
+}  # safetensors' type names -> torch's
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # size of an element; 1 for other types
+BUCKET_BYTES = 1 << 30  # broadcast in one request; the server needs this much memory beside its weights
 
 
 class WeightSettings(Section):
@@ -59,10 +59,9 @@ class WeightSettings(Section):
 
 
 def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: int) -> None:
-    """Refuse a distributed transport in which a server elsewhere would look for us on its own machine, or several
-    at one port.
+    """Raise ValueError if a server elsewhere would look for us on its own machine, or several servers at one port.
 
-    Raises ValueError. `urls` are those of the servers that we do not start.
+    This concerns the distributed transport only. `urls` are those of the servers that we do not start.
     """
     if settings.transport != "distributed":
         return
@@ -80,19 +79,19 @@ def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: i
 
 
 class WeightTransport(Protocol):
-    """Gives a paused server new weights and their name."""
+    """Sends a paused server new weights and their name."""
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
-        """Returns once the server holds the snapshot, whose tensors are those of `layout`, under its version."""
+        """Send the snapshot, whose tensors are those of `layout`; return once the server holds it under its version."""
         ...
 
     async def close(self) -> None:
-        """Give back what is kept between updates."""
+        """Release what is kept between updates."""
         ...
 
 
 class Tensor(NamedTuple):
-    """One tensor of a broadcast, as both ends must see it."""
+    """One tensor of a broadcast, described alike for both ends."""
 
     name: str
     dtype: str  # torch's name
@@ -100,7 +99,7 @@ class Tensor(NamedTuple):
 
 
 def buckets(layout: Layout, capacity_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """All tensors, by name, in groups of at most `capacity_bytes` (a larger tensor is alone)."""
+    """Yield all tensors, in order of names, in groups of at most `capacity_bytes`. A larger tensor is alone."""
     bucket: list[Tensor] = []
     size = 0
     for name, header in sorted(layout.items()):
@@ -116,7 +115,7 @@ def buckets(layout: Layout, capacity_bytes: int = BUCKET_BYTES) -> Iterator[list
         yield bucket
 
 
-# What is said over the socket: one command, one answer.
+# The messages over the socket: each command gets one answer.
 class Join(msgspec.Struct, frozen=True, tag="join"):
     group: str
     world_size: int
@@ -157,12 +156,12 @@ Answer: TypeAlias = Ready | Minted | Done | Failure
 
 
 def endpoint(channel_directory: str) -> str:
-    """The socket's address inside the private directory that both ends know."""
+    """Return the socket's address, inside the private directory that both ends know."""
     return f"ipc://{channel_directory}/sender.sock"
 
 
 class WeightSender:
-    """A sending process. Every error of it is a `TransientError`; after one, stop it. It can be started again."""
+    """The handle of a sending process. It raises only `TransientError`; after one, stop it. It can be started again."""
 
     def __init__(self, settings: WeightSettings, *, name: str, log_directory: Path) -> None:
         self._settings = settings
@@ -173,7 +172,7 @@ class WeightSender:
         self._child: ChildProcess
 
     async def start(self, *, deadline: float) -> int:
-        """The port that it listens at. Only now may a server be told to join: it waits for as long as it takes."""
+        """Start the process; return its store's port. Only then tell a server to join, since it waits without limit."""
         async with AsyncExitStack() as stack:
             directory = str(stack.enter_context(private_directory("spot-sender-")))
             context = stack.enter_context(zmq.asyncio.Context())
@@ -196,24 +195,24 @@ class WeightSender:
         return cast(Ready, ready).port
 
     async def stop(self) -> None:
-        """End the process, whatever it does. Idempotent."""
+        """End the process, whatever it is doing. Idempotent."""
         await self._resources.aclose()
 
     async def join(self, group: str, *, world_size: int, deadline: float) -> None:
-        """Become rank 0; returns when all others have joined too."""
+        """Become rank 0; return when all others have joined too."""
         await self._while_it_lives(self._ask(Join(group, world_size)), "join the group", deadline)
 
     async def mint(self, *, deadline: float) -> bytes:
-        """A new NCCL id, by which ranks find rank 0: this process."""
+        """Return a new NCCL id, by which other ranks find rank 0, which is this process."""
         minted = await self._while_it_lives(self._ask(Mint()), "make an NCCL id", deadline)
         return cast(Minted, minted).unique_id
 
     async def join_nccl(self, unique_id: bytes, *, world_size: int, deadline: float) -> None:
-        """`join` for ranks that meet by NCCL's id alone, as vLLM's do; both sides must join at once."""
+        """Join ranks that meet only by NCCL's id, as vLLM's do. Both sides must join at the same time."""
         await self._while_it_lives(self._ask(JoinNccl(unique_id, world_size)), "join the group", deadline)
 
     async def broadcast(self, directory: str, tensors: Sequence[Tensor], *, deadline: float) -> None:
-        """Send tensors of a snapshot, in this order; returns when they are received."""
+        """Send tensors of a snapshot in this order; return when they have been received."""
         command = Broadcast(directory, [tensor.name for tensor in tensors])
         await self._while_it_lives(self._ask(command), f"send {len(tensors)} tensors", deadline)
 
@@ -241,7 +240,7 @@ class WeightSender:
 
 
 def environment_of(address: str) -> Mapping[str, str]:
-    """Keeps the group's own sockets off the network while it is met on the loopback address."""
+    """Return the environment that keeps the group's sockets off the network, if ranks meet on loopback."""
     if not address.startswith("127."):
         return {}
     loopback = "lo0" if sys.platform == "darwin" else "lo"

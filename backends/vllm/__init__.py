@@ -1,4 +1,4 @@
-"""vLLM as a backend, started by the run or already there."""
+"""The adapter for vLLM servers, which the run starts or which are already running."""
 
 from .backend import VllmBackend
 

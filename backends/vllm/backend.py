@@ -1,7 +1,7 @@
-"""The adapter for vLLM servers, 0.16 and later; attached to or started.
+"""The backend for vLLM servers, 0.16 and later.
 
-Requests and replies are `vllm_client`'s, what a server can do is found by `vllm_probes`, weights go through
-`vllm_weights`. Here these become generations, scores and candidates with versions and entropies.
+`client.py` sends requests and reads replies, `discovery.py` finds out what a server can do, and `weights.py` sends
+weights. Here replies become generations, scores and candidates, with versions and entropies.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from .replies import version_spans
 from .transfer import make_updater, transfer_config
 
 PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
-CANDIDATE_TOP_K = 64  # asked for at a position before single tokens are
-SINGLE_REQUESTS = 128  # requests in flight at once for positions and tokens that are asked for one by one
+CANDIDATE_TOP_K = 64  # asked for at a position, before asking for single tokens that are not among these
+SINGLE_REQUESTS = 128  # requests in flight at once for single positions or tokens
 LAUNCHED_MAX_LOGPROBS = 64
 
 T = TypeVar("T")
 
 
 class VllmBackend(RemoteBackend):
-    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, as far as it can."""
+    """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, if its server can."""
 
     class Settings(StudentServerSettings):
         PACKAGE = PACKAGE
@@ -75,7 +75,7 @@ class VllmBackend(RemoteBackend):
                 f"student.backend.launch.port={settings.where.port}: vLLM asks for no key before it takes weights, so "
                 "every user of the machine could replace the student there: remove it, for a private socket"
             )
-        # One more than is asked for: the sampled token takes a place among those of its position.
+        # One more than is asked for, because the sampled token may take one of a position's places.
         make_command = functools.partial(
             vllm_command,
             max_logprobs=max(LAUNCHED_MAX_LOGPROBS, settings.top_k or 0) + 1,
@@ -114,7 +114,7 @@ class VllmBackend(RemoteBackend):
                 self._names.start(str(INITIAL))
         except BaseException as error:
             await self._server.__aexit__(None, None, None)
-            if isinstance(error, PermanentError):  # of a first request: the server's flags, key or model
+            if isinstance(error, PermanentError):  # the first requests show wrong flags, a wrong key or another model
                 raise ConfigError(str(error)) from None
             raise
         return self
@@ -131,7 +131,7 @@ class VllmBackend(RemoteBackend):
         await self._server.watch()
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        """What was found at start-up."""
+        """Return what discovery found when the backend was entered."""
         found, files = self._found, self._server.files
         takes_weights = self._is_student and found.takes_weights
         top_k = min(found.max_logprobs, files.vocab_size)
@@ -157,7 +157,7 @@ class VllmBackend(RemoteBackend):
 
     @property
     def _max_context_tokens(self) -> int:
-        """A scored sequence needs room for the one token that vLLM always samples."""
+        """The context, less one: vLLM always samples a token, also after a sequence to score."""
         scores = not self._is_student or self._found.chosen_tokens
         return self._found.max_model_len - scores
 
@@ -189,7 +189,7 @@ class VllmBackend(RemoteBackend):
             "top_p": sampling.top_p,
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # only those given end a response
+            "ignore_eos": True,  # so that only the given tokens end a response
             **logit_bias(sampling, vocab_size := self._server.files.vocab_size),
         }
         names = self._names.now()
@@ -217,11 +217,12 @@ class VllmBackend(RemoteBackend):
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        """Scores at temperature 1: vLLM scores given tokens at no other."""
+        """Score a response. The temperature must be 1, because vLLM scores given tokens at no other."""
         check_temperature(self._name, temperature)
         if not len(prompt_ids):
             raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
-        self._limits.check(np.concatenate([prompt_ids, response_ids]), new_tokens=1, top_k=top_k)  # always sampled
+        # vLLM always samples a token, so there must be room for one.
+        self._limits.check(np.concatenate([prompt_ids, response_ids]), new_tokens=1, top_k=top_k)
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
@@ -251,7 +252,10 @@ class VllmBackend(RemoteBackend):
         temperature: float,
         deadline: float,
     ) -> ScoredPositions:
-        """One request a position: vLLM serves a wide top-k of what it samples, and of a whole prompt or nothing."""
+        """Score single positions, with one request for each.
+
+        vLLM serves a wide top-k of tokens that it samples. Of a prompt it would serve one for all tokens or none.
+        """
         check_temperature(self._name, temperature)
         rows = await self._one_by_one(
             functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
@@ -275,7 +279,7 @@ class VllmBackend(RemoteBackend):
         expected_version: WeightVersion,
         deadline: float,
     ) -> FloatArray:
-        """Candidates at temperature 1, as the student's own log-probabilities are."""
+        """Score candidates. The temperature must be 1, at which the student's own log-probabilities are."""
         check_temperature(self._name, temperature)
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
@@ -300,7 +304,7 @@ class VllmBackend(RemoteBackend):
     async def _chosen_singly(
         self, prefixes: Sequence[list[int]], candidate_ids: IntArray, expected: WeightVersion, deadline: float
     ) -> FloatArray:
-        """(N, k): one request a position for its top-k, then one for each token that is not among those."""
+        """Return (N, k) by one request per position for its top-k, then one for each token that is not among those."""
         top_k = min(self._found.max_logprobs, self._server.files.vocab_size, CANDIDATE_TOP_K)
         names = self._names.now()
         widest = await self._one_by_one(
@@ -333,9 +337,9 @@ class VllmBackend(RemoteBackend):
         expected: WeightVersion,
         deadline: float,
     ) -> FloatArray:
-        """One request for all of them (N, k); rows between those that are asked for stay empty."""
+        """Return (N, k) by one request for all. It asks for no tokens at positions in between."""
         places = positions.tolist()
-        # A position that is named twice asks for all its tokens in one row.
+        # If a position is named twice, all its tokens are asked for in one row.
         wanted: dict[int, list[int]] = {}
         columns = []
         for position, tokens in zip(places, candidate_ids.tolist(), strict=True):
@@ -351,7 +355,7 @@ class VllmBackend(RemoteBackend):
             check=lambda spans: self._expect(expected, version_spans(names, spans, 1)),
             deadline=deadline,
         )
-        if updates != self._updates:  # the version is that of the token after these rows
+        if updates != self._updates:  # the reply names only the weights of the token sampled after these rows
             raise VersionMismatchError(f"{self._name}: the weights changed while candidates were scored")
         count = candidate_ids.shape[1]
         return np.stack(
@@ -362,7 +366,7 @@ class VllmBackend(RemoteBackend):
         )
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """All or nothing, and without an answer lost: responses under way go on with the new weights."""
+        """Load new weights, all or nothing. No response is lost: those under way continue with the new weights."""
         if not self._found.takes_weights:
             needs = self._found.weights_need
             raise ConfigError(f"{self._server.section}: the server takes no weights: it needs {needs}")
@@ -390,7 +394,7 @@ class VllmBackend(RemoteBackend):
         )
 
     async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-        """Results in order, with at most `SINGLE_REQUESTS` in flight."""
+        """Return results in order, with at most `SINGLE_REQUESTS` in flight."""
 
         async def ask(request: Callable[[], Awaitable[T]]) -> T:
             async with self._singles:
@@ -405,5 +409,5 @@ class VllmBackend(RemoteBackend):
 
 
 def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
-    """The context of each response position's decision."""
+    """Return the context of each response position's decision."""
     return [branch_prefix(prompt_ids, response_ids, position).tolist() for position in positions.tolist()]

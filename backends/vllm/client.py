@@ -1,6 +1,6 @@
-"""Requests to one vLLM server and their failures: responses sampled, given tokens scored, chosen tokens asked for.
+"""Sends requests to one vLLM server: to sample responses, to score given tokens, and to score chosen tokens.
 
-Numbers as the server gives them: no versions, no entropies, no capabilities. Those are the adapter's (`vllm`).
+It returns numbers as the server gives them. `backend.py` adds versions, entropies and capabilities.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..shared.replies import check_logprobs, check_rows
 from ..shared.stepwise import Steps
 from .replies import Answer, CompletionsRoute, Dialect, GenerateRoute, NamedSpan, read_npy, read_prompt_row, read_table
 
-UNFINISHED = frozenset({"abort", "error"})  # replies of status 200 that end before the response does
+UNFINISHED = frozenset({"abort", "error"})  # finish reasons of incomplete responses in replies of status 200
 SCALE_OUT = b"--enable-scale-out"
 
 T = TypeVar("T")
 
 
 class NoSuchRouteError(PermanentError):
-    """The server was started without what serves this path, or is too old for it."""
+    """The server does not serve this path: it is too old, or was started without it."""
 
 
 class Sampled(NamedTuple):
@@ -51,8 +51,8 @@ class Scored(NamedTuple):
 
 
 def read_error(role: str, status: int, body: bytes) -> RequestError | None:
-    """A `http.ReadError` once the role is given."""
-    if status == 404 and b'"error"' not in body:  # a 404 about the model has one
+    """Return a refusal in vLLM's terms; None if there is nothing to add. With the role given, a `http.ReadError`."""
+    if status == 404 and b'"error"' not in body:  # a 404 about the model has an error in its body
         return NoSuchRouteError(f"{role}: HTTP 404: the server has no such route")
     if status == 403 and SCALE_OUT in body:
         return PermanentError(
@@ -62,7 +62,7 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
 
 
 def check_temperature(role: str, temperature: float) -> None:
-    """Given tokens are scored at temperature 1 in every mode, and so are others where nothing processes them."""
+    """Raise `PermanentError` for any temperature but 1, the only one at which vLLM scores given tokens."""
     if temperature != 1.0:
         raise PermanentError(
             f"{role}: vLLM scores tokens at temperature 1 only, not at {temperature:g}: set sampling.temperature=1"
@@ -70,7 +70,7 @@ def check_temperature(role: str, temperature: float) -> None:
 
 
 class VllmClient:
-    """Speaks the best dialect that the server has; `model` is the name that requests carry."""
+    """The client of one server. It uses the best route that the server has. `model` is the name in requests."""
 
     def __init__(self, server: RemoteServer) -> None:
         self.server = server
@@ -78,13 +78,13 @@ class VllmClient:
         self.route: Dialect = GenerateRoute()
 
     def use_completions(self) -> None:
-        """For servers without the route that takes and gives token ids only."""
+        """Use OpenAI's route from now on, for servers without the one for token ids only."""
         self.route = CompletionsRoute()
 
     async def sample(
         self, prompt: list[int], parameters: Mapping[str, Any], *, top_k: int, logprobs: int, deadline: float
     ) -> Sampled:
-        """`parameters` are vLLM's SamplingParams. The sampled token's place is one of the `logprobs` asked for."""
+        """Sample a response by SamplingParams of vLLM. The sampled token may take one of the `logprobs`."""
         return await self.sample_as(
             lambda sampled: sampled, prompt, parameters, top_k=top_k, logprobs=logprobs, deadline=deadline
         )
@@ -99,7 +99,7 @@ class VllmClient:
         logprobs: int,
         deadline: float,
     ) -> T:
-        """What `make` says of the response; what it raises is said of this reply."""
+        """Return what `make` makes of a sampled response. Its errors become errors of this reply."""
 
         def read(answer: Answer) -> Steps[T]:
             token_ids = np.array(answer.token_ids, np.int32)
@@ -113,13 +113,16 @@ class VllmClient:
         return await self._ask(prompt, {**parameters, "logprobs": logprobs}, read, deadline=deadline)
 
     async def score(self, prompt: list[int], response: list[int], *, top_k: int, deadline: float) -> Scored:
-        """Scores at temperature 1, whatever the server's mode. Never send `skip_reading_prefix_cache` with it."""
+        """Score a response at temperature 1, the only one in every mode of the server.
+
+        Never send `skip_reading_prefix_cache` with it: vLLM would crash.
+        """
         count = len(prompt) + len(response)
 
         def read(answer: Answer) -> Steps[Scored]:
             if len(answer.prompt_rows) != count:
                 raise PoisonedReplyError(f"{len(answer.prompt_rows)} rows of {count} tokens")
-            # Row i is the distribution that token i was read against: its own decision, one after decision_row.
+            # vLLM's row i is the distribution that decides token i, so rows are shifted by one from `decision_row`.
             rows = answer.prompt_rows[branch_prefix_length(len(prompt), 0) :]
             table = yield from read_table(rows, read_prompt_row, width=top_k + 1)
             response_ids = np.array(response, np.int32)
@@ -132,7 +135,7 @@ class VllmClient:
         return await self._ask(prompt + response, parameters, read, deadline=deadline)
 
     async def next_token(self, prefix: list[int], token_id: int, *, deadline: float) -> Sampled:
-        """A chosen token after a prefix: nothing else may be sampled, and unprocessed log-probabilities do not know."""
+        """Score a chosen token after a prefix. Only it may be sampled, which does not change raw log-probabilities."""
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "allowed_token_ids": [token_id]}
         sampled = await self.sample(prefix, parameters, top_k=0, logprobs=0, deadline=deadline)
         if sampled.token_ids.tolist() != [token_id]:
@@ -140,7 +143,7 @@ class VllmClient:
         return sampled
 
     async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:
-        """The top-k after a prefix. The likeliest token is sampled, so it takes no place of the others."""
+        """Return the top-k after a prefix. The likeliest token is sampled, so that it takes no other token's place."""
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         sampled = await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
         if len(sampled.token_ids) != 1:
@@ -156,10 +159,10 @@ class VllmClient:
         check: Callable[[Sequence[NamedSpan]], None] = lambda spans: None,
         deadline: float,
     ) -> FloatArray:
-        """Log-probabilities (R, k) of `rows`' ids at the output rows from `start` on; short rows end in -inf.
+        """Return log-probabilities (R, k) of `rows`' ids at the output rows from `start` on. Short rows end in -inf.
 
-        `check` is given the weights that the reply names. Servers with the V2 model runner, 0.32 or later; a
-        `PermanentError` from others.
+        `check` gets the weights that the reply names. This needs a server with the V2 model runner, 0.32 or later.
+        Others give a `PermanentError`.
         """
 
         def read(answer: Answer) -> Steps[FloatArray]:
@@ -208,8 +211,8 @@ class VllmClient:
 
 
 def _logprobs_asked(prompt_tokens: int, parameters: Mapping[str, Any]) -> int:
-    """How many log-probabilities a reply may hold: of each token its own comes along."""
+    """Return how many log-probabilities a reply may have. Each token's own comes along."""
     of_prompt: int = prompt_tokens * (1 + parameters["prompt_logprobs"]) if "prompt_logprobs" in parameters else 0
     of_sampled: int = parameters["max_tokens"] * (1 + parameters.get("logprobs", 0))
-    chosen = parameters.get("prompt_logprob_token_ids", [])  # rows are filled up to the longest
+    chosen = parameters.get("prompt_logprob_token_ids", [])  # the reply fills all rows up to the longest
     return of_prompt + of_sampled + len(chosen) * max(map(len, chosen), default=0)

@@ -1,6 +1,6 @@
-"""What a vLLM server offers, found by asking it once at start-up: versions and flags change what it can do.
+"""Finds out what a vLLM server offers, by asking it once at start-up. Versions and flags change what it can do.
 
-Nothing here can harm a server: every request is one that vLLM answers with a reply or a 400, whatever its version.
+Nothing here can harm a server: any version answers each of these requests with a reply or a 400.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ PROMPT_TOKENS = 16
 RESPONSE_TOKENS = 32
 RESPONSES = 4
 COMPARED_TOP_K = 8
-LARGEST_NOISE_NATS = 0.5  # more is no noise: the numbers are not log-probabilities of the same thing
+LARGEST_NOISE_NATS = 0.5  # more is not noise: the numbers are log-probabilities of different things
 SURE = -1e-4
 MAX_ALLOWED = re.compile(r"max allowed: (\d+)")
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the server said and did."""
+    """What discovery found about a server."""
 
-    version: str  # of the software, such as 0.32.0
+    version: str  # the software's, such as 0.32.0
     max_model_len: int  # prompt and response together
-    max_logprobs: int  # of one token, the vocabulary's size where there is no limit
-    processed: bool  # sampled tokens' log-probabilities after temperature, top-p and masks, not before
-    chosen_tokens: bool  # prompt_logprob_token_ids
+    max_logprobs: int  # of one token; the vocabulary's size if there is no limit
+    processed: bool  # sampled tokens' log-probabilities are after temperature, top-p and masks, not before
+    chosen_tokens: bool  # it knows prompt_logprob_token_ids
     takes_weights: bool
-    weights: str | None  # what the server called its weights; None where it does not say
+    weights: str | None  # the server's name for its weights; None if it does not say
     noise_nats: float
 
     @property
     def weights_need(self) -> str:
-        """What a server needs to take weights, and lacks."""
+        """What the server lacks to accept weights, for people."""
         if self.weights is None:
             return f"vLLM 0.27 or later, whose replies name the weights that they come from, and is {self.version}"
         return f"{DEVELOPER_MODE} in its environment"
@@ -63,7 +63,7 @@ class _Models(msgspec.Struct):
 
 
 async def probe(client: VllmClient, *, deadline: float) -> ServerFacts:
-    """Asks everything. Raises `ConfigError` for a server that cannot serve the role's model, with what to change."""
+    """Ask the server everything. Raises `ConfigError`, with what to change, if it cannot serve the role's model."""
     version = await _software_version(client, deadline)
     await _refuse_paused(client, deadline)
     model = await _served_model(client, deadline)
@@ -102,7 +102,7 @@ async def _software_version(client: VllmClient, deadline: float) -> str:
 
 
 async def _refuse_paused(client: VllmClient, deadline: float) -> None:
-    """Requests to a paused server wait, and one that was left paused by an update may hold no weights at all."""
+    """Raise `ConfigError` if the server is paused: it would not answer, and may have lost its weights in an update."""
     try:
         is_paused = (await client.server.get("/is_paused", dict[str, bool], deadline=deadline)).get("is_paused")
     except NoSuchRouteError:
@@ -125,7 +125,7 @@ async def _served_model(client: VllmClient, deadline: float) -> _Model:
 
 
 async def _compare_tokenizers(client: VllmClient, deadline: float) -> None:
-    """Ids must mean the same on both sides: a request carries nothing else."""
+    """Raise `ConfigError` unless ids mean the same on both sides, because requests contain only ids."""
     tokenizer = client.server.files.vocabulary.tokenizer
     for text in TEXTS:
         body = {"model": client.model, "prompt": text, "add_special_tokens": False}
@@ -142,13 +142,13 @@ async def _compare_tokenizers(client: VllmClient, deadline: float) -> None:
 
 
 async def _first_answer(client: VllmClient, deadline: float) -> str | None:
-    """Ask for one token; says what the server calls its weights."""
+    """Ask for one token; return the server's name for its weights."""
     answer = await client.sample(_prompt(client, 0), _sampling(1, 0), top_k=0, logprobs=0, deadline=deadline)
     return answer.spans[0].version if answer.spans else None
 
 
 async def _compare_vocabulary_sizes(client: VllmClient, deadline: float) -> None:
-    """The server takes the last id of the vocabulary and refuses the next."""
+    """Raise `ConfigError` unless the server accepts the vocabulary's last id and refuses the next."""
     size = client.server.files.vocab_size
     if await _accepts(client, size - 1, deadline) and not await _accepts(client, size, deadline):
         return
@@ -167,7 +167,7 @@ async def _accepts(client: VllmClient, token_id: int, deadline: float) -> bool:
 
 
 async def _max_logprobs(client: VllmClient, deadline: float) -> int:
-    """The refusal of as many as the vocabulary has names the limit."""
+    """Return the largest top-k. The server names it when it refuses one as large as the vocabulary."""
     size = client.server.files.vocab_size
     try:
         await client.score(_prompt(client, 0)[:1], [], top_k=size, deadline=deadline)
@@ -180,7 +180,10 @@ async def _max_logprobs(client: VllmClient, deadline: float) -> int:
 
 
 async def _is_processed(client: VllmClient, deadline: float) -> bool:
-    """Where all tokens but one are masked, processed log-probabilities make that one sure; no model finds each sure."""
+    """Return whether log-probabilities are processed.
+
+    If so, a token is sure once all others are masked. No model would find each token sure by itself.
+    """
     prompt = _prompt(client, 0)
     asked = [client.next_token(prompt, token_id, deadline=deadline) for token_id in _prompt(client, 1)[:4]]
     return all(float(answer.logprobs[0]) > SURE for answer in await gather(asked))
@@ -191,7 +194,7 @@ async def _has_chosen_tokens(client: VllmClient, deadline: float) -> bool:
     start = decision_row(len(prompt), 0)
     try:
         chosen = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
-    except (PermanentError, PoisonedReplyError):  # refused, or not known and so left out of the reply
+    except (PermanentError, PoisonedReplyError):  # refused, or ignored, so that the reply lacks it
         return False
     scored = await client.score(prompt, response, top_k=0, deadline=deadline)
     return bool(np.abs(chosen[:, 0] - scored.logprobs).max() < LARGEST_NOISE_NATS)
@@ -206,7 +209,7 @@ async def _has_route(client: VllmClient, path: str, deadline: float) -> bool:
 
 
 async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> float:
-    """Noise, in nats, between log-probabilities of tokens as they were sampled and as they are scored."""
+    """Measure the noise, in nats, between tokens' log-probabilities as sampled and as scored later."""
     top_k = max(0, min(COMPARED_TOP_K, max_logprobs - 1))
     prompts = [_prompt(client, number) for number in range(RESPONSES)]
     sampled = await gather(
@@ -237,7 +240,7 @@ def _sampling(max_tokens: int, seed: int) -> dict[str, Any]:
 
 
 def _prompt(client: VllmClient, number: int) -> list[int]:
-    """Tokens that say nothing in particular."""
+    """Return random tokens; `number` seeds them."""
     draw = np.random.default_rng(number)
     tokens: list[int] = draw.integers(0, client.server.files.vocab_size, PROMPT_TOKENS).tolist()
     return tokens

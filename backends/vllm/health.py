@@ -1,6 +1,7 @@
-"""Whether a vLLM server lives. What can be trusted was measured (0.32.0).
+"""Checks whether a vLLM server is alive. Which routes can be trusted was measured with 0.32.0.
 
-/health, /version and /v1/models answer although the engine is frozen; /is_paused (with VLLM_SERVER_DEV_MODE) asks it.
+/health, /version and /v1/models answer even if the engine is frozen. /is_paused asks the engine, but only with
+VLLM_SERVER_DEV_MODE.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from ..shared.remote import RemoteServer
 from .client import NoSuchRouteError, VllmClient
 
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-ONE_TOKEN_SHARE = 0.7  # share of the time there is; the rest is for a second look at the counters
+ONE_TOKEN_SHARE = 0.7  # share of the time left for sampling one token; the rest is for a second look at the counters
 TOKENS_COUNTED = re.compile(rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 async def ask_engine(client: VllmClient, names: SentNames, *, deadline: float) -> None:
-    """Whether its engine answers, with weights of ours. One token where the server has no developer mode."""
+    """Raise a `RequestError` unless the engine answers and has weights that we sent.
+
+    Without developer mode this samples one token.
+    """
     server = client.server
     try:
         found = await server.get("/is_paused", dict[str, Any], deadline=deadline)
@@ -36,7 +40,7 @@ async def ask_engine(client: VllmClient, names: SentNames, *, deadline: float) -
 
 
 async def _samples(client: VllmClient, deadline: float) -> None:
-    """Whether a token comes, or the engine is seen to work on others: with all its places taken it lets this wait."""
+    """Raise unless a token comes, or the counters show that the engine works on other requests, which go first."""
     now = asyncio.get_running_loop().time()
     before = await _tokens_counted(client.server, deadline)
     try:
@@ -48,7 +52,7 @@ async def _samples(client: VllmClient, deadline: float) -> None:
 
 
 async def _tokens_counted(server: RemoteServer, deadline: float) -> float | None:
-    """Tokens that the engine has read and sampled since it started; None where the server does not say."""
+    """Return how many tokens the engine has read and sampled since it started; None if the server does not say."""
     try:
         said = await server.endpoint.get("/metrics", deadline=deadline)
     except PermanentError:
@@ -56,5 +60,5 @@ async def _tokens_counted(server: RemoteServer, deadline: float) -> float | None
     counts = TOKENS_COUNTED.findall(said)
     try:
         return sum(map(float, counts)) if counts else None
-    except ValueError:  # no numbers
+    except ValueError:  # the counters are not numbers
         return None

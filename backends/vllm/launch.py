@@ -1,4 +1,4 @@
-"""The command that starts a vLLM server of ours. Flags differ between versions: the environment is asked for its."""
+"""Makes the command that starts a vLLM server. Flags differ between versions, so it asks which one is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spot_async.base.addresses import LOOPBACK
 from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
 
 PACKAGE = "vllm"
-SCALE_OUT_SINCE = (0, 30)  # /inference/v1/generate needs the flag from here on; before, the flag is unknown
+SCALE_OUT_SINCE = (0, 30)  # from here on /inference/v1/generate needs a flag that older versions do not know
 
 
 def vllm_command(
@@ -23,17 +23,19 @@ def vllm_command(
     sleeps: bool = False,
     weight_transfer: str | None = None,
 ) -> Command:
-    """A server on a Unix socket, or on a port of loopback where one is given: its key opens `/v1` and `/inference`
-    only, and whoever reaches it may ask for all the rest. `settings.arguments` come last and so win.
+    """Return the command for a server on a Unix socket, or on a loopback port if one is given.
+
+    A socket is safer: the server asks for its key only under `/v1` and `/inference`, and whoever reaches it may use all
+    other paths. `settings.arguments` come last, so they override ours.
     """
     uds = doorway.uds if settings.port is None else None
     argv = [
         *(settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *(("--host", LOOPBACK, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
-        *("--generation-config", "vllm"),  # else defaults of sampling come from the model's directory
+        *("--generation-config", "vllm"),  # or sampling defaults would come from the model's directory
         *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
-        "--enable-prompt-tokens-details",  # else nothing says what the prefix cache held
+        "--enable-prompt-tokens-details",  # or nothing would say how many tokens were in the prefix cache
     ]
     if settings.memory_fraction is not None:
         argv += ["--gpu-memory-utilization", str(settings.memory_fraction)]
@@ -50,6 +52,6 @@ def vllm_command(
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Major and minor; a version without them counts as the newest."""
+    """Return major and minor version. A version without them counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else (1 << 30,)

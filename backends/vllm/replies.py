@@ -1,7 +1,7 @@
-"""What vLLM's token routes are asked and what they say: bodies, both shapes of replies, log-probabilities as arrays.
+"""Makes bodies for vLLM's two token routes, and reads their replies into arrays.
 
-Pure. Large replies are read in steps (`stepwise`), and of a scored sequence only the rows that are asked for: the
-others are skipped over, not parsed. Anything unexpected raises `PoisonedReplyError` or one of msgspec's errors.
+Pure. Large replies are read in steps (`shared/stepwise.py`). Of a scored sequence only the requested rows are parsed,
+and the others are skipped. Anything unexpected raises `PoisonedReplyError` or one of msgspec's errors.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..shared.replies import only
 from ..shared.stepwise import Steps
 from ..shared.token_texts import TOKEN_ID_PREFIX
 
-ROWS_PER_STEP = 256  # half a millisecond at 16 log-probabilities a row
+ROWS_PER_STEP = 256  # these take half a millisecond with 16 log-probabilities per row
 CLAMPED = -9000.0  # vLLM writes -9999 in place of -inf and NaN
 NPY_HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|\x02\x00....)\{'descr': '<f4', 'fortran_order': False, "
     rb"'shape': \((?P<rows>[0-9]{1,9}), (?P<columns>[0-9]{1,9})\), \} *\n",
     re.DOTALL,
 )
-# What a request leaves out of these, the server takes from the model's generation_config.json.
+# If a request leaves one of these out, the server takes it from the model's generation_config.json.
 NEUTRAL = {
     "top_p": 1.0,
     "top_k": 0,
@@ -42,7 +42,7 @@ NEUTRAL = {
 
 
 class NamedSpan(msgspec.Struct):
-    """Tokens [start, end) were sampled by weights that the server calls `version`."""
+    """Tokens [start, end) were sampled by the weights that the server names `version`."""
 
     version: str
     start: int
@@ -50,7 +50,7 @@ class NamedSpan(msgspec.Struct):
 
 
 def version_spans(names: SentNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
-    """The version spans of a reply of `count` tokens; a single one where the server names no weights."""
+    """Return the version spans of a reply of `count` tokens; only one if the server names no weights."""
     if not spans:
         return (VersionSpan(0, count, names.version(None)),)
     return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in spans)
@@ -58,21 +58,21 @@ def version_spans(names: SentNames, spans: Sequence[NamedSpan], count: int) -> t
 
 @dataclass(frozen=True)
 class Answer:
-    """One response, its rows not yet parsed."""
+    """One response whose rows are not parsed yet."""
 
     token_ids: list[int]
     finish_reason: str
     spans: Sequence[NamedSpan]  # empty from servers older than 0.27
-    token_rows: Sequence[msgspec.Raw]  # of the sampled tokens; empty when not asked for
-    prompt_rows: Sequence[msgspec.Raw]  # of prompt tokens, the first null; empty when not asked for
-    chosen: str | None = None  # answer to prompt_logprob_token_ids: base64 of a .npy file
+    token_rows: Sequence[msgspec.Raw]  # of the sampled tokens; empty if not asked for
+    prompt_rows: Sequence[msgspec.Raw]  # of prompt tokens, the first null; empty if not asked for
+    chosen: str | None = None  # the answer to prompt_logprob_token_ids: base64 of a .npy file
 
 
-Entries = tuple[Collection[int], Collection[float]]  # of one row: token ids and their log-probabilities
+Entries = tuple[Collection[int], Collection[float]]  # one row: token ids and their log-probabilities
 
 
 class Dialect(Protocol):
-    """One of the routes that take token ids."""
+    """One of the routes that accept token ids."""
 
     path: str
 
@@ -86,7 +86,7 @@ class Dialect(Protocol):
 class _TopToken(msgspec.Struct, gc=False):
     logprob: float
     token_id: int | None = None  # from 0.32 on
-    token: str = ""  # before: "token_id:469"
+    token: str = ""  # before 0.32, such as "token_id:469"
 
     @property
     def id(self) -> int:
@@ -130,7 +130,7 @@ class _CompletionReply(msgspec.Struct):
 
 
 class GenerateRoute:
-    """Tokens in, tokens out: no text is made, which is most of the server's time when it scores."""
+    """The route with tokens in and tokens out. It makes no text, which would take most of the time of a score."""
 
     path = "/inference/v1/generate"
 
@@ -160,7 +160,7 @@ class GenerateRoute:
 
 
 class CompletionsRoute:
-    """The OpenAI route, for servers without the other one. Says nothing of weight versions."""
+    """The OpenAI route, for servers without the other one. It does not name weight versions."""
 
     path = "/v1/completions"
 
@@ -169,7 +169,7 @@ class CompletionsRoute:
         self._row = msgspec.json.Decoder(dict[str, float])
 
     def body(self, model: str, token_ids: list[int], parameters: Mapping[str, Any]) -> dict[str, Any]:
-        # Tokens as ids: different tokens of the same text would share a key.
+        # Ask for tokens by id, because different tokens with the same text would share a key.
         as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"model": model, "prompt": token_ids, **as_ids, **NEUTRAL, **parameters}
 
@@ -196,19 +196,19 @@ _prompt_row = msgspec.json.Decoder(dict[int, _PromptEntry])
 
 
 def read_prompt_row(row: msgspec.Raw) -> Entries:
-    """One entry of `prompt_logprobs`, the same on both routes."""
+    """Read one row of `prompt_logprobs`, which are the same on both routes."""
     entries = _prompt_row.decode(row)
     return entries.keys(), [entry.logprob for entry in entries.values()]
 
 
 class Table(NamedTuple):
-    """Rows of unequal length, as they came; the rest of a row has log-probability -inf."""
+    """Rows of unequal length, in the server's order. Shorter rows are filled with log-probability -inf."""
 
     ids: IntArray  # (N, W)
     logprobs: FloatArray  # (N, W)
 
     def of_tokens(self, token_ids: IntArray) -> FloatArray:
-        """(N,) log-probability of one token a row. Raises `PoisonedReplyError` where a row does not have it."""
+        """Return the log-probability (N,) of one token per row. Raises `PoisonedReplyError` if a row lacks it."""
         found = (self.ids == token_ids[:, None]) & np.isfinite(self.logprobs)
         if not found.any(axis=1).all():
             missing = int(np.argmin(found.any(axis=1)))
@@ -216,7 +216,7 @@ class Table(NamedTuple):
         return np.take_along_axis(self.logprobs, found.argmax(axis=1)[:, None], axis=1)[:, 0]
 
     def top(self, count: int) -> tuple[IntArray, FloatArray]:
-        """The likeliest, each (N, count), descending. Raises `PoisonedReplyError` where a row has fewer."""
+        """Return the likeliest tokens and log-probabilities, each (N, count). Raises `PoisonedReplyError` for fewer."""
         order = np.argsort(-self.logprobs, axis=1, kind="stable")[:, :count]
         logprobs = np.take_along_axis(self.logprobs, order, axis=1)
         if logprobs.shape[1] < count or not np.isfinite(logprobs).all():
@@ -225,7 +225,7 @@ class Table(NamedTuple):
 
 
 def read_table(rows: Sequence[msgspec.Raw], read_row: Callable[[msgspec.Raw], Entries], *, width: int) -> Steps[Table]:
-    """The rows (N, width) as arrays; raises `PoisonedReplyError` for a longer row or a clamped log-probability."""
+    """Read rows into arrays (N, width). Raises `PoisonedReplyError` for a longer row or a clamped log-probability."""
     ids: IntArray = np.zeros((len(rows), width), np.int32)
     logprobs: FloatArray = np.full((len(rows), width), -np.inf, np.float32)
     for start in range(0, len(rows), ROWS_PER_STEP):
@@ -245,7 +245,7 @@ def read_table(rows: Sequence[msgspec.Raw], read_row: Callable[[msgspec.Raw], En
 
 
 def read_npy(content: bytes, shape: tuple[int, int]) -> FloatArray:
-    """A .npy file, version 1 or 2, of float32 numbers in C order: numpy's own reader believes what its header says."""
+    """Read a .npy file, version 1 or 2, of float32 numbers in C order. numpy's own reader would trust any header."""
     header = NPY_HEADER.match(content)
     if header is None:
         raise PoisonedReplyError("numbers that are no .npy file of float32")

@@ -1,6 +1,6 @@
-"""How a vLLM server gives its devices' memory to the trainer (`sleeping.py`).
+"""Makes a vLLM server free its devices' memory for the trainer, and wakes it (`shared/sleeping.py`).
 
-Its level 2, which forgets the weights, is not used: a server that was woken without new ones would sample noise.
+vLLM's level 2 also forgets the weights. It is not used, because a server that woke without new ones would sample noise.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from ..shared.sleeping import cannot_sleep
 
 
 async def sleep(server: RemoteServer, *, deadline: float) -> None:
-    """Returns once the server says that it sleeps."""
+    """Send the server to sleep; return once it says that it sleeps."""
     await server.ask("/sleep?level=1", None, bytes, deadline=deadline)
     await _confirm(server, is_sleeping=True, deadline=deadline)
 
 
 async def wake(server: RemoteServer, *, deadline: float) -> None:
-    """Returns once the server says that it is awake."""
+    """Wake the server; return once it says that it is awake."""
     await server.ask("/wake_up", None, bytes, deadline=deadline)
     await _confirm(server, is_sleeping=False, deadline=deadline)
 
 
 async def check_can_sleep(server: RemoteServer, *, deadline: float) -> None:
-    """Whether a server can be told to sleep. One that was started without sleep mode shows it only when it is."""
+    """Raise `ConfigError` if the server has no route for sleeping.
+
+    A server that has the route, but was started without sleep mode, shows it only when it is sent to sleep.
+    """
     try:
         await _confirm(server, is_sleeping=False, deadline=deadline)
     except PermanentError:

@@ -1,8 +1,8 @@
-"""New weights for a vLLM server from process to process, by vLLM's own weight-transfer protocol.
+"""Sends new weights to a vLLM server from process to process, by vLLM's own weight-transfer protocol.
 
-The server's workers and a sending process of ours (`weight_transport.WeightSender`, rank 0) form a group that is kept
-between updates. An update is a session: start, receive every tensor, finish under the version's name. Pausing,
-checking and going back are `vllm_weights`'.
+The server's workers and our sending process (`weight_transport.WeightSender`, rank 0) form a group, which is kept
+between updates. An update is a session: start, receive every tensor, finish under the version's name. `weights.py`
+pauses the server, checks it, and goes back to the old weights.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CLEAN_UP_TIMEOUT_S = 10.0
 
 
 class Workers(msgspec.Struct):
-    """The number of workers in all of the server's data-parallel replicas."""
+    """The reply that says how many workers all of the server's data-parallel replicas have."""
 
     world_size: int
 
 
 def transfer_config(settings: WeightSettings) -> str | None:
-    """The value of vLLM's --weight-transfer-config; None where it needs none."""
+    """Return the value of vLLM's --weight-transfer-config; None if it needs none."""
     return json.dumps({"backend": settings.backend}) if settings.transport == "distributed" else None
 
 
@@ -53,7 +53,7 @@ def make_updater(server: RemoteServer, settings: WeightSettings, *, run_director
 
 
 class TransferTransport:
-    """A `VllmTransport` over a process group. Any failure ends our process; the next update makes a new group."""
+    """A `VllmTransport` over a process group. Any failure ends our process, and the next update makes a new group."""
 
     def __init__(self, server: RemoteServer, settings: WeightSettings, sender: WeightSender) -> None:
         self._server = server
@@ -63,7 +63,7 @@ class TransferTransport:
         self._half_loaded = False
 
     async def prepare(self, *, deadline: float) -> None:
-        """Form the group, where there is none."""
+        """Form the group, if there is none yet."""
         if self._joined:
             return
         self._joined = True
@@ -86,7 +86,7 @@ class TransferTransport:
             raise
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
-        """One session, tensor by tensor in the order of the names."""
+        """Send all tensors in one session, in the order of their names."""
         tensors = [tensor for bucket in buckets(layout) for tensor in bucket]
         update_info = {
             "names": [tensor.name for tensor in tensors],
@@ -109,12 +109,12 @@ class TransferTransport:
             raise
 
     async def close(self) -> None:
-        """Take the group apart, at both ends."""
+        """Leave the group, at both ends."""
         if self._joined:
             await self._leave()
 
     async def _meet_by_id(self, world_size: int, deadline: float) -> tuple[dict[str, Any], Coroutine[Any, Any, None]]:
-        """NCCL's own way to meet: an id that says where."""
+        """Meet in NCCL's own way, by an id that says where."""
         unique_id = await self._sender.mint(deadline=deadline)
         init_info = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "packed": False}
         return init_info, self._sender.join_nccl(unique_id, world_size=world_size, deadline=deadline)
@@ -122,23 +122,23 @@ class TransferTransport:
     async def _meet_at(
         self, port: int, world_size: int, deadline: float
     ) -> tuple[dict[str, Any], Coroutine[Any, Any, None]]:
-        """Meet at the sender's store, under a name. vLLM has no such backend of its own; one may be added to it."""
+        """Meet at the sender's store, under a name. vLLM has no such backend itself, but one can be added to it."""
         group = f"spot-async-{uuid.uuid4().hex}"
         init_info = {"master_address": self._settings.address, "master_port": port, "group_name": group}
         return init_info, self._sender.join(group, world_size=world_size, deadline=deadline)
 
     async def _forget_half(self, deadline: float) -> None:
-        """vLLM counts what a broken session loaded towards the next, and forgets it only where a session finishes.
+        """Run an empty session, so that vLLM forgets what a broken one has loaded.
 
-        A session that failed to receive is over without having finished: then an empty one does. Sent again when a
-        connection breaks, as vLLM closes those that it has answered with 500.
+        vLLM adds that to the next session, unless a session has finished in between. The request is sent again if the
+        connection breaks, because vLLM closes connections on which it has answered 500.
         """
-        with contextlib.suppress(RequestError):  # it is still under way
+        with contextlib.suppress(RequestError):  # the broken session may still be under way
             await post(self._server, "/start_weight_update", None, deadline)
         await post(self._server, "/finish_weight_update", {}, deadline)
 
     async def _leave(self) -> None:
-        """End our process, which frees a server that waits for it, then what the server keeps of the group."""
+        """End our process, which frees a server that waits for it. Then make the server leave the group."""
         self._joined = False
         await self._sender.stop()
         with contextlib.suppress(RequestError):

@@ -1,8 +1,8 @@
-"""New weights for a running vLLM server: pause, load, name, check, go on. How they get there is a `VllmTransport`'s.
+"""Sends new weights to a vLLM server: pause, load, name, check, resume. A `VllmTransport` moves the tensors.
 
-A server that failed to load answers health checks and dies at the next token, so it goes on only with weights that
-it has confirmed: the new ones or, loaded once more, those before; before the first ones those were the model's own.
-Requests in flight wait and go on with the new ones.
+A server that failed to load answers health checks, but dies at the next token. So it is resumed only with weights that
+it has confirmed: the new ones, or else the previous ones, loaded again. Before the first update the previous ones are
+the model's own. Requests in flight wait, and continue with the new weights.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..shared.snapshots import Layout, check_snapshot
 from ..shared.weight_transport import WeightTransport
 from .client import NoSuchRouteError
 
-RECOVERY_TIMEOUT_S = 120.0  # for going back and resuming, also after the update's own deadline
+RECOVERY_TIMEOUT_S = 120.0  # to go back and resume, even after the update's own deadline
 DEVELOPER_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 
 class VllmTransport(WeightTransport, Protocol):
-    """A `WeightTransport` that is prepared while the server still works."""
+    """A `WeightTransport` that is prepared before the server is paused."""
 
     async def prepare(self, *, deadline: float) -> None:
-        """Do what can fail before any weights are touched."""
+        """Do whatever can fail before any weights are touched."""
         ...
 
 
@@ -40,7 +40,7 @@ class DiskTransport:
         self._server = server
 
     async def prepare(self, *, deadline: float) -> None:
-        """Nothing is needed."""
+        """Do nothing: nothing needs to be prepared."""
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         path = {"weights_path": snapshot.directory}
@@ -48,29 +48,32 @@ class DiskTransport:
         await post(self._server, "/update_weight_version", {"new_version": str(snapshot.version)}, deadline)
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept between updates."""
 
 
 class WeightUpdater:
-    """One update at a time; knows which weights the server was last sure to hold. Close it in the end."""
+    """Updates one server, one update at a time, and knows which weights it last confirmed. Close it at the end."""
 
     def __init__(self, server: RemoteServer, transport: VllmTransport) -> None:
         self._server = server
         self._transport = transport
         self._confirmed = WeightSnapshot(directory=str(server.files.directory.absolute()), version=WeightVersion(0, 0))
-        self._may_be_mixed = False  # a load has begun and none has been confirmed since
+        self._may_be_mixed = False  # whether a load has begun, and none has been confirmed since
         self._updating = asyncio.Lock()
 
     async def close(self) -> None:
         await self._transport.close()
 
     async def name(self, version: str, *, deadline: float) -> None:
-        """Give the weights that are being served a name."""
+        """Name the weights that the server serves now."""
         await self._post("/update_weight_version", {"new_version": version}, deadline)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Raises `DataError` for a snapshot that is not this model's, before the server hears of it; a `RequestError`
-        when the server goes on with the weights that it had; `ProcessDiedError` when it must be restarted."""
+        """Load a snapshot into the server.
+
+        Raises `DataError`, before asking the server, for a snapshot that is not of this model. Raises a `RequestError`
+        if the server has resumed with the weights that it had, and `ProcessDiedError` if it must be restarted.
+        """
         async with self._updating:
             layout = await check_snapshot(snapshot.directory, self._server.files.directory)
             await self._transport.prepare(deadline=deadline)
@@ -79,7 +82,7 @@ class WeightUpdater:
                 await self._replace(snapshot, layout, deadline)
                 await self._resume()
             except (RequestError, asyncio.CancelledError):
-                # Without an answer the server may have paused all the same.
+                # Even without an answer, the server may have paused.
                 if not self._may_be_mixed:
                     await self._resume_after_failure()
                 raise
@@ -101,7 +104,7 @@ class WeightUpdater:
             raise
 
     async def _load(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
-        """Load, name and check; the server is paused."""
+        """Load, name and check weights. The server is paused."""
         self._may_be_mixed = True
         await self._transport.send(snapshot, layout, deadline=deadline)
         flushed = await self._post("/reset_prefix_cache", None, deadline)
@@ -114,7 +117,7 @@ class WeightUpdater:
         self._may_be_mixed = False
 
     async def _restore(self, error: RequestError | asyncio.CancelledError) -> None:
-        """Back to the weights before. Raises `ProcessDiedError` where that cannot be done; a cancellation stays one."""
+        """Go back to the previous weights. Raises `ProcessDiedError` if that fails. A cancellation stays one."""
         name, cause = self._server.name, str(error) or "the update was cancelled"
         before, deadline = self._confirmed, self._recovery_deadline()
         try:
@@ -131,7 +134,7 @@ class WeightUpdater:
         structlog.get_logger().warning("went back to the weights before", role=name, cause=cause)
 
     async def _resume_after_failure(self) -> None:
-        """Resume as well as possible: the caller is told what failed first."""
+        """Try to resume, and ignore a failure: the caller is told what failed first."""
         try:
             await self._resume()
         except RequestError as second:
@@ -150,7 +153,7 @@ class WeightUpdater:
 async def post(
     server: RemoteServer, path: str, body: object, deadline: float, *, resend: bool = True
 ) -> dict[str, Any]:
-    """The reply's fields; older servers answer some control requests with nothing at all."""
+    """Send a control request and return the reply's fields. Older servers send an empty reply to some."""
     return await server.ask(path, body, _fields, deadline=deadline, resend=resend)
 
 
