@@ -32,8 +32,8 @@ from ..shared.stepwise import Steps
 from ..shared.token_texts import UNKNOWN, TokenTexts
 from .billing import request_size
 from .chat import ChatReply, user_message
-from .dialect import CHAT, COMPLETIONS, MODELS, PROBE_TEXT, Dialect, UnsupportedError, failed_at, read_error
-from .discovery import probe
+from .dialect import CHAT, COMPLETIONS, MODELS, PLAIN_TEXT, Dialect, UnsupportedError, failed_at, read_error
+from .discovery import discover
 from .replies import (
     Completion,
     PromptRows,
@@ -178,8 +178,8 @@ class OpenAIBackend(RemoteBackend):
         return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
 
     async def _find(self, deadline: float) -> Capabilities:
-        ids = self._tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-        self._dialect = dialect = await probe(self._server, ids, self._settings.request_fields, deadline)
+        ids = self._tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)
+        self._dialect = dialect = await discover(self._server, ids, self._settings.request_fields, deadline)
         scores = dialect.scoring is not None
         reads_text = not dialect.token_id_prompts and dialect.chat_length_key is None
         if dialect.keyed_by_text or reads_text:

@@ -36,7 +36,7 @@ from .dialect import (
     CHAT,
     COMPLETIONS,
     MODELS,
-    PROBE_TEXT,
+    PLAIN_TEXT,
     UNTRUNCATED,
     Dialect,
     Scoring,
@@ -51,7 +51,7 @@ from .throttling import when_free
 LARGEST_K_ASKED = 256
 OTHER_TEMPERATURE = 0.5
 SAME_NATS = 0.1  # more than noise, but less than the effect of another temperature
-CHAT_PROBE_TOKENS = 16
+CHAT_ANSWER_TOKENS = 16
 NO_SUCH_PATH = ("HTTP 404", "HTTP 405")
 PAUSE_S = 0.5  # the pause before everything is asked once more
 
@@ -59,16 +59,17 @@ T = TypeVar("T")
 R = TypeVar("R", Completion, ChatReply)
 
 
-async def probe(server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping[str, Any], deadline: float) -> Dialect:
+async def discover(
+    server: RemoteServer, prompt_ids: Sequence[int], fields: Mapping[str, Any], deadline: float
+) -> Dialect:
     """Ask the endpoint everything and return its dialect.
 
-    `prompt_ids` are the tokens of `PROBE_TEXT`. `fields` are those that the user wants in every request.
+    `prompt_ids` are the tokens of `PLAIN_TEXT`. `fields` are those that the user wants in every request.
     """
-    prober = _Prober(server, list(prompt_ids), fields, deadline)
-    return await prober.find()
+    return await _Discovery(server, list(prompt_ids), fields, deadline).find()
 
 
-class _Prober:
+class _Discovery:
     """Asks one endpoint, and notes what it did not understand."""
 
     def __init__(self, server: RemoteServer, prompt_ids: list[int], fields: Mapping[str, Any], deadline: float) -> None:
@@ -277,10 +278,10 @@ class _Prober:
         return "one" if max(moved, default=0.0) < SAME_NATS else "request"
 
     async def _chat(self, dialect: Dialect) -> Dialect:
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=CHAT_PROBE_TOKENS)
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=CHAT_ANSWER_TOKENS)
 
         async def ask(asked: Dialect) -> None:
-            await self._posted(CHAT, asked.chat_body(PROBE_TEXT, sampling), ChatReply)
+            await self._posted(CHAT, asked.chat_body(PLAIN_TEXT, sampling), ChatReply)
 
         unscored = replace(dialect, unscored=as_said(self._refused))
         for key in ("max_completion_tokens", "max_tokens"):
@@ -292,7 +293,7 @@ class _Prober:
         raise TransientError(message) if self._has_failed else ConfigError(message)
 
     def _prompt(self, dialect: Dialect) -> list[int] | str:
-        return self._prompt_ids if dialect.token_id_prompts else PROBE_TEXT
+        return self._prompt_ids if dialect.token_id_prompts else PLAIN_TEXT
 
     async def _ask(self, body: Mapping[str, Any]) -> Completion | None:
         try:

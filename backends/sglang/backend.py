@@ -58,7 +58,7 @@ from ..shared.stepwise import Steps
 from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
 from . import sleeping as sglang_sleeping
-from .discovery import GENERATE, check_end, check_ready, check_vocabulary, probe_prompt, server_info
+from .discovery import GENERATE, check_end, check_ready, check_vocabulary, plain_prompt, server_info
 from .generation import generate_below
 from .launch import PACKAGE, sglang_command
 from .replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
@@ -66,9 +66,9 @@ from .weights import ModelInfo, ServerInfo, SglangWeights
 
 ABORT = "/abort_request"
 READY = "/model_info"  # not /health, which generates a token, takes a second, and fails while the server is paused
-PROBE_TIMEOUT_S = 120.0
-PROBE_TOKENS = 32
-PROBE_TOP_K = 16
+DISCOVERY_TIMEOUT_S = 120.0
+DISCOVERY_TOKENS = 32
+DISCOVERY_TOP_K = 16
 ABORT_TIMEOUT_S = 2.0
 POSITIONS_IN_FLIGHT = 32  # requests at a time for one call about single positions
 
@@ -106,7 +106,7 @@ class SglangBackend(RemoteBackend):
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
-            deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
+            deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
             try:
                 info = await server_info(self._server, deadline=deadline)
                 self._weights = SglangWeights(
@@ -116,7 +116,7 @@ class SglangBackend(RemoteBackend):
                 if self.sleeps_while_training:
                     saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
                     sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)
-                self._capabilities = await self._server.alongside(self._probe(info, deadline))
+                self._capabilities = await self._server.alongside(self._discover(info, deadline))
             except (
                 PermanentError
             ) as error:  # the first requests show wrong flags, a wrong key or another kind of server
@@ -262,7 +262,7 @@ class SglangBackend(RemoteBackend):
             lambda: self._server.endpoint.get(READY, deadline=deadline),
         )
 
-    async def _probe(self, info: ServerInfo, deadline: float) -> Capabilities:
+    async def _discover(self, info: ServerInfo, deadline: float) -> Capabilities:
         """Find out by asking what the server offers."""
         files = self._server.files
         served = info.max_req_input_len  # one more than the server accepts
@@ -272,9 +272,9 @@ class SglangBackend(RemoteBackend):
             await check_ready(self._server, deadline=deadline)
         await check_vocabulary(self._server, info, deadline=deadline)
         self._names.start((await self._server.get(READY, ModelInfo, deadline=deadline)).weight_version)
-        prompt_ids = await probe_prompt(self._server, deadline=deadline)
-        top_k = min(PROBE_TOP_K, self._vocab_size)
-        count = min(PROBE_TOKENS, max_tokens - len(prompt_ids))
+        prompt_ids = await plain_prompt(self._server, deadline=deadline)
+        top_k = min(DISCOVERY_TOP_K, self._vocab_size)
+        count = min(DISCOVERY_TOKENS, max_tokens - len(prompt_ids))
         sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
         generated = await self.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
         scored = await self._score(prompt_ids, generated.token_ids, top_k, deadline)

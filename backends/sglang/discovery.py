@@ -20,7 +20,7 @@ GENERATE = "/generate"
 SERVER_INFO = "/server_info"
 NO_ROUTE = (404, 405)
 CHOSEN_IDS_CHECKED = (0, 5, 14)  # from here on; before, a chosen id outside the vocabulary crashed the server
-PROBE_TEXT = "The sum of two and three is five, and the product of two and three is six."
+PLAIN_TEXT = "The sum of two and three is five, and the product of two and three is six."
 
 
 class Tokenized(msgspec.Struct):
@@ -80,17 +80,17 @@ async def check_vocabulary(server: RemoteServer, info: ServerInfo, *, deadline: 
             )
 
 
-async def probe_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
+async def plain_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
     """Return the tokens of a text. Raises `ConfigError` if the server's tokenizer makes others of it."""
-    ours = server.files.vocabulary.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-    body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
+    ours = server.files.vocabulary.tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)
+    body = {"prompt": PLAIN_TEXT, "add_special_tokens": False}
     try:
         theirs = (await server.post("/tokenize", body, Tokenized, deadline=deadline)).tokens
     except PermanentError:  # a router, or a server without its tokenizer
         theirs = ours
     if ours != theirs:
         raise ConfigError(
-            f"{server.role}.model: its tokenizer gives other tokens than the server's for {PROBE_TEXT!r}; give the "
+            f"{server.role}.model: its tokenizer gives other tokens than the server's for {PLAIN_TEXT!r}; give the "
             "directory of the model that is served"
         )
     return np.array(ours, np.int32)

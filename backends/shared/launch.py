@@ -34,8 +34,8 @@ from spot_async.serving.http.credentials import new_secret
 
 LOG_LINES = 10  # lines shown from the end of a failed server's log
 LOG_ERRORS = 3  # messages shown of exceptions above those lines
-PROBE_TIMEOUT_S = 10.0
-PROBE_INTERVAL_S = 0.25
+ASK_TIMEOUT_S = 10.0
+ASK_INTERVAL_S = 0.25
 VERSION_TIMEOUT_S = 60.0
 LAST_REPLY_S = 10.0  # longest time between a crashing server's last reply and its end; SGLang takes five seconds
 # These ports are below those of outgoing connections. Otherwise a connection to a server that does not listen yet might
@@ -263,11 +263,11 @@ class LaunchedServer:
             nonlocal last
             while True:
                 try:
-                    await ask(asyncio.get_running_loop().time() + PROBE_TIMEOUT_S)
+                    await ask(asyncio.get_running_loop().time() + ASK_TIMEOUT_S)
                     return
                 except RequestError as error:
                     last = error
-                await asyncio.sleep(PROBE_INTERVAL_S)
+                await asyncio.sleep(ASK_INTERVAL_S)
 
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):

@@ -46,12 +46,12 @@ from ..shared.student_settings import StudentServerSettings
 from . import health as vllm_health
 from . import sleeping as vllm_sleeping
 from .client import Sampled, VllmClient, check_temperature, read_error
-from .discovery import ServerFacts, probe
+from .discovery import ServerFacts, discover
 from .launch import PACKAGE, vllm_command
 from .replies import version_spans
 from .transfer import make_updater, transfer_config
 
-PROBE_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
+DISCOVERY_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
 CANDIDATE_TOP_K = 64  # asked for at a position, before asking for single tokens that are not among these
 SINGLE_REQUESTS = 128  # requests in flight at once for single positions or tokens
 LAUNCHED_MAX_LOGPROBS = 64
@@ -102,8 +102,8 @@ class VllmBackend(RemoteBackend):
     async def __aenter__(self) -> Self:
         await self._server.__aenter__()
         try:
-            deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT_S
-            self._found = await self._server.alongside(probe(self._client, deadline=deadline))
+            deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
+            self._found = await self._server.alongside(discover(self._client, deadline=deadline))
             self._names.start(self._found.weights)
             if self.sleeps_while_training:
                 await vllm_sleeping.check_can_sleep(self._server, deadline=deadline)

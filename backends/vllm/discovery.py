@@ -62,7 +62,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def probe(client: VllmClient, *, deadline: float) -> ServerFacts:
+async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     """Ask the server everything. Raises `ConfigError`, with what to change, if it cannot serve the role's model."""
     version = await _software_version(client, deadline)
     await _refuse_paused(client, deadline)

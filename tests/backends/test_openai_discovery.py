@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.backends.openai.dialect import PROBE_TEXT, Dialect, question, read_error
-from spot_async.backends.openai.discovery import probe
+from spot_async.backends.openai.dialect import PLAIN_TEXT, Dialect, question, read_error
+from spot_async.backends.openai.discovery import discover
 from spot_async.backends.shared.failures import UNREADABLE, FailedReply, classify
 from spot_async.checks.capabilities import check_capabilities
 from spot_async.config.loading import validate
@@ -27,7 +27,7 @@ from spot_async.types import PolicyNeeds
 TOKENIZER = PreTrainedTokenizerFast(
     tokenizer_file=str(Path(__file__).parents[1] / "recorded" / "openai" / "tokenizer.json"), eos_token="<|im_end|>"
 )
-IDS: list[int] = TOKENIZER.encode(PROBE_TEXT)
+IDS: list[int] = TOKENIZER.encode(PLAIN_TEXT)
 VOCAB = 512
 FAILED = (500, b"Internal Server Error")
 MODELS = "/v1/models"
@@ -126,7 +126,7 @@ class Endpoint:
 
 
 def asked(endpoint: Endpoint, *, deadline_s: float = 60.0) -> Dialect:
-    return run_on_virtual_time(probe(endpoint, IDS, {}, deadline_s))  # type: ignore[arg-type]
+    return run_on_virtual_time(discover(endpoint, IDS, {}, deadline_s))  # type: ignore[arg-type]
 
 
 def test_a_gateway_that_fails_over_token_ids_is_asked_again_once_and_then_for_text() -> None:

@@ -25,9 +25,9 @@ from spot_async.serving.settings import EngineSettings
 # 1 to 3 rows take another path. Element-wise functions treat an array's last numbers differently if they do not fill a
 # vector, and 8 rows of a multiple of 4 numbers always do.
 ROW_MULTIPLE = 8
-PROBE_ROWS = 8
-PROBE_TOKENS = 12
-PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
+TRIAL_ROWS = 8
+TRIAL_TOKENS = 12
+TRIAL_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
 
 _WINDOWED_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _SERVED_LAYERS = {"full_attention", *_WINDOWED_LAYERS}
@@ -127,7 +127,7 @@ class CausalModel:
         layer = self._output_layer
         if layer is None:
             return False
-        hidden = self._base(**self._any_token()).last_hidden_state[0].expand(PROBE_ROWS, -1)
+        hidden = self._base(**self._any_token()).last_hidden_state[0].expand(TRIAL_ROWS, -1)
         return torch.equal(layer(hidden), self._head(inputs_embeds=hidden[None]).logits[0])
 
     def _any_token(self) -> dict[str, torch.Tensor]:
@@ -163,7 +163,7 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
     model = CausalModel(
         module, max_context_tokens=context, name=str(directory), is_deterministic=settings.is_deterministic
     )
-    _check_by_trying(model, PROBE_TOLERANCE_NATS[settings.dtype])
+    _check_by_trying(model, TRIAL_TOLERANCE_NATS[settings.dtype])
     return model
 
 
@@ -224,10 +224,10 @@ def logprob_gap(model: CausalModel) -> float:
 
     NaN if either has NaN.
     """
-    count = min(PROBE_TOKENS, model.max_context_tokens)
+    count = min(TRIAL_TOKENS, model.max_context_tokens)
     tokens = torch.arange(1, 2 * count + 1, device=model.device).mul(7919).remainder(model.vocab_size).view(2, count)
     half = count // 2
-    rows = torch.arange(PROBE_ROWS, device=model.device).remainder(2)
+    rows = torch.arange(TRIAL_ROWS, device=model.device).remainder(2)
     with torch.inference_mode():
         expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
         found = _slot_logits(model, tokens, half, rows)
@@ -238,13 +238,13 @@ def logprob_gap(model: CausalModel) -> float:
 
 
 def _slot_logits(model: CausalModel, tokens: torch.Tensor, half: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return logits (PROBE_ROWS, count - half, V) of the trial's rows by a prefill of `half` tokens, then decodes."""
-    cache = model.new_cache(PROBE_ROWS)
+    """Return logits (TRIAL_ROWS, count - half, V) of the trial's rows by a prefill of `half` tokens, then decodes."""
+    cache = model.new_cache(TRIAL_ROWS)
     width = model.padded_width(tokens.shape[1])
     model.prefill(tokens[:, :half], cache, 0, rows)
     steps = []
     for position in range(half, tokens.shape[1]):
-        positions = torch.full((PROBE_ROWS,), position, device=model.device)
+        positions = torch.full((TRIAL_ROWS,), position, device=model.device)
         steps.append(model.logits(model.decode(tokens[rows, position], positions, width, cache)))
     return torch.stack(steps, dim=1)
 
