@@ -35,7 +35,7 @@ STOPS = 8  # stop tokens; of 4, a server that ignores seeds would sample none th
 
 
 async def parity(subject: Subject) -> Finding:
-    """Log-probabilities of sampled tokens and of the top-K, at every position but the first and the last."""
+    """Log-probabilities of sampled tokens and of the top-K are right at every position but the first and the last."""
     replies = await _sample(subject)
     nats = 0.0
     for prompt, reply in replies:
@@ -49,7 +49,7 @@ async def parity(subject: Subject) -> Finding:
 
 
 async def boundary(subject: Subject) -> Finding:
-    """The same at the first and the last token of the response, where an error by one row shows."""
+    """They are right at the first and the last token of the response too, where an error by one row shows."""
     nats, one_off = 0.0, 0.0
     for prompt, reply in await _sample(subject):
         exact = await subject.exact(prompt, reply.token_ids)

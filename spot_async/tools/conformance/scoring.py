@@ -29,7 +29,7 @@ EMPTY = np.zeros(0, np.int32)
 
 
 async def parity(subject: Subject) -> Finding:
-    """Log-probabilities of the response's tokens, at every position but the first and the last."""
+    """Log-probabilities of the response's tokens are right at every position but the first and the last."""
     nats, tokens, masked = 0.0, 0, 0
     for (_, response), scores, exact in await _score(subject):
         tokens, masked = tokens + len(response), masked + len(response) - int(known(scores).sum())
@@ -41,7 +41,7 @@ async def parity(subject: Subject) -> Finding:
 
 
 async def boundary(subject: Subject) -> Finding:
-    """The same at the first and the last token, and for responses of one token, where an error by one row shows."""
+    """They are right at the first and the last token too, and for one token alone, where an error by one row shows."""
     nats, one_off = 0.0, 0.0
     ends = 0
     for (_, response), scores, exact in await _score(subject):
@@ -171,7 +171,7 @@ async def longest(subject: Subject) -> Finding:
 
 
 async def candidates(subject: Subject) -> Finding:
-    """Exact log-probabilities of chosen tokens, likely and unlikely ones, at chosen positions in any order."""
+    """Log-probabilities of chosen tokens, likely or not, are exact at chosen positions in any order."""
     prompt, response, positions, ids = _candidates(subject)
     served = await subject.candidates(prompt, response, positions, ids)
     exact = await subject.exact(prompt, response)
