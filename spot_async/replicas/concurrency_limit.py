@@ -83,10 +83,10 @@ class _Baseline:
 
 
 class ConcurrencyLimit:
-    """The limit of one replica."""
+    """The limit of one replica. `slots`: those that its server is known to have."""
 
-    def __init__(self, maximum: int) -> None:
-        self.slots = 1  # how many the server is known to have
+    def __init__(self, maximum: int, slots: int = 1) -> None:
+        self.slots = slots
         self.decreases = 0
         self._maximum = maximum
         self._limit = float(maximum)

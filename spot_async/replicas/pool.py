@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Self
 
 from spot_async.base.concurrency import gather, settle
-from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.config import ServingConfig
 from spot_async.errors import ConfigError, RequestError, SpotError, UnreachableError
 from spot_async.protocols import Sleeper
@@ -71,8 +70,6 @@ class ReplicaPool(Generic[B]):
             found = await gather(self._enter(replica) for replica in self._replicas)
             for replica, offers in zip(self._replicas, found, strict=True):
                 check_same(found[0], replica.name, offers, VOCABULARY)
-                replica.offers = offers
-                replica.limit.slots = offers.slots or 1
                 replica.life.move(State.SERVING, asyncio.get_running_loop().time())
         except BaseException:
             await self._leave()
@@ -89,8 +86,7 @@ class ReplicaPool(Generic[B]):
         until_s = loop.time() + (longest_s if waits else 0.0)
         while True:
             try:
-                await replica.enter(replica.backend)
-                return await replica.backend.capabilities(deadline=loop.time() + CAPABILITIES_TIMEOUT_S)
+                return await replica.enter()
             except UnreachableError as error:
                 if self._are_ours:
                     raise
@@ -104,7 +100,7 @@ class ReplicaPool(Generic[B]):
                 self._tell_of_wait(f"waiting for {replica.name}: {nothing} yet; up to {longest_s:g} s")
                 is_told = True
             await replica.leave()
-            replica.backend = replica.make()
+            replica.renew()
             await asyncio.sleep(ATTACH_INTERVAL_S)
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -16,7 +16,6 @@ from typing import Generic
 
 import structlog
 
-from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.config import ServingConfig
 from spot_async.errors import (
     BudgetSpentError,
@@ -217,10 +216,12 @@ class Supervisor(Generic[B]):
         replica = self._replica
         await self._leave()
         replica.restarts += 1
-        await replica.enter(replica.make())
-        found = await replica.backend.capabilities(deadline=_now_s() + CAPABILITIES_TIMEOUT_S)
-        check_same(replica.offers, replica.name, found, MODEL)
-        check_no_less(replica.offers, replica.name, found)
+        first = replica.offers
+        assert first is not None  # it was entered when the pool was
+        replica.renew()
+        found = await replica.enter()
+        check_same(first, replica.name, found, MODEL)
+        check_no_less(first, replica.name, found)
         replica.life.version = None
 
     @contextlib.asynccontextmanager

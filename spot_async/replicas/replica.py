@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import SpotError, TransientError
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.replicas.concurrency_limit import ConcurrencyLimit
@@ -77,11 +78,12 @@ class Replica(Generic[B]):
         self.name = name
         self.make = make
         self.backend = backend
-        self.offers: Capabilities  # as it was found first
+        self.offers: Capabilities | None = None  # as it was found first
         self.is_entered = False
         self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken or catches up
         self.life = LifeCycle(now_s, moved)
         self.limit = ConcurrencyLimit(max_in_flight)
+        self._max_in_flight = max_in_flight
         self.leases: dict[HeldLease[B], None] = {}  # oldest first: a seed replays a run, whatever their addresses
         self.last_error: SpotError | None = None
         self.held_until_s = now_s  # it asked to be left alone until then
@@ -231,12 +233,20 @@ class Replica(Generic[B]):
 
     # Backend objects
 
-    async def enter(self, backend: B) -> None:
-        """`backend` stands for it from now on."""
-        self.backend = backend
-        await backend.__aenter__()
+    def renew(self) -> None:
+        """Make a new backend object stand for it from now on. The old one must have been left."""
+        self.backend = self.make()
+
+    async def enter(self) -> Capabilities:
+        """Enter the backend object, and return what its server offers. What it offered first is kept."""
+        await self.backend.__aenter__()
         self.is_entered = True
         self.showed_life(self._loop.time())
+        found = await self.backend.capabilities(deadline=self._loop.time() + CAPABILITIES_TIMEOUT_S)
+        if self.offers is None:
+            self.offers = found
+            self.limit = ConcurrencyLimit(self._max_in_flight, found.slots or 1)
+        return found
 
     async def leave(self) -> None:
         if not self.is_entered:

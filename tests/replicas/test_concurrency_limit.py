@@ -44,8 +44,7 @@ def answer(limit, sent_s, now_s, *, in_flight):
     st.sampled_from([1, 8, 64]),
 )
 def test_a_limit_stays_between_one_and_the_most(events, slots):
-    limit, now_s = ConcurrencyLimit(32), 0.0
-    limit.slots = slots
+    limit, now_s = ConcurrencyLimit(32, slots), 0.0
     for kind, seconds, in_flight in events:
         now_s += seconds
         if kind == "answer":
@@ -146,8 +145,7 @@ def test_latency_of_requests_that_are_little_of_what_a_server_does_says_nothing(
 
 
 def test_latency_leaves_a_server_the_slots_that_it_has_and_refusals_do_not():
-    limit = ConcurrencyLimit(512)
-    limit.slots = 64
+    limit = ConcurrencyLimit(512, slots=64)
     traffic = Traffic(limit)
     traffic.windows(1.0, in_flight=80, count=5)
     assert traffic.windows(10.0, in_flight=80, count=2) == (64, 1)
