@@ -72,6 +72,20 @@ def imported_rooms(path: Path) -> set[str]:
     return rooms
 
 
+def callers(*names: str) -> set[str]:
+    """Return the modules that call a function or class by one of these names."""
+    return {
+        path.relative_to(ROOT).as_posix()
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    }
+
+
+def test_servers_are_opened_in_one_place_only() -> None:
+    assert callers("ReplicaPool", "backend_factories") == {"spot_async/running/services.py"}
+
+
 def test_every_room_has_a_floor_or_stands_beside_them() -> None:
     assert {room for room, _ in modules()} == {*FLOORS, *BESIDE}
 

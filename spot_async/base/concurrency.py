@@ -77,18 +77,26 @@ async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIte
                 task.cancel()
 
 
+@asynccontextmanager
+async def watching(*watches: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Watch child processes while inside. The first to die by itself ends the inside with its `ProcessDiedError`."""
+
+    async def watch(each: Callable[[], Awaitable[None]]) -> None:
+        await each()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(watch(each), name="watch") for each in watches]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
 async def watched(run: Awaitable[T], watches: list[Callable[[], Awaitable[None]]]) -> T:
     """Return what `run` gives, while child processes live. The first to die cancels all with its `ProcessDiedError`."""
-    async with asyncio.TaskGroup() as group:
-
-        async def watch(each: Callable[[], Awaitable[None]]) -> None:
-            await each()
-
-        watching = [group.create_task(watch(each), name="watch") for each in watches]
-        result = await run
-        for task in watching:
-            task.cancel()
-    return result
+    async with watching(*watches):
+        return await run
 
 
 async def while_alive(run: Awaitable[T], watch: Callable[[], Awaitable[None]]) -> T:

@@ -39,7 +39,13 @@ HTTP_ERROR = 400
 class Dispatcher(Generic[B]):
     """Grants the leases of one role. `version`: the weights that requests are for; replicas with others get none."""
 
-    def __init__(self, replicas: list[Replica[B]], rate_limit: RateLimiter | None) -> None:
+    def __init__(
+        self,
+        replicas: list[Replica[B]],
+        rate_limit: RateLimiter | None,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`warn` gets lines for people: the first of a kind and ever fewer."""
         self.version: WeightVersion | None = None
         self._replicas = replicas
         self._rate_limit = rate_limit
@@ -49,7 +55,7 @@ class Dispatcher(Generic[B]):
             self._grant, self._give_back, lets_pass=lambda errand: errand.is_suspected
         )
         self._said: Counter[str] = Counter()  # what there was to say, by kind
-        self.warn: Callable[[str], None] = lambda line: None  # lines for people: the first of a kind and ever fewer
+        self._warn = warn
 
     def __len__(self) -> int:
         return len(self._room)
@@ -176,7 +182,7 @@ class Dispatcher(Generic[B]):
     def _say(self, kind: str, line: str) -> None:
         self._said[kind] += 1
         if self._said[kind] & (self._said[kind] - 1) == 0:  # an endpoint that refuses for hours would fill the screen
-            self.warn(line)
+            self._warn(line)
 
 
 def _is_refusal(error: RequestError) -> bool:

@@ -42,23 +42,29 @@ class ReplicaPool(Generic[B]):
         *,
         are_ours: bool = True,
         rate_limit: RateLimiter | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+        tell_of_wait: Callable[[str], None] | None = None,
     ) -> None:
         """Make a pool that is not entered yet.
 
-        `factories` make each replica's backend, by the replica's name. Entering a backend starts its server, or
-        attaches to it. `are_ours`: entering starts servers, so that entering again counts as a restart.
+        * `factories` make each replica's backend, by the replica's name. Entering a backend starts its server, or
+          attaches to it.
+        * `are_ours`: entering starts servers, so that entering again counts as a restart.
+        * `warn` gets a line for people when a server's limit is lowered, or a server asks for a long pause.
+        * `tell_of_wait` gets a line for people when entering waits, up to `recovery_timeout_s`, for servers at an
+          address. Without it, a server that is not there fails the start at once.
         """
         self.role = role
         self._serving = serving or ServingConfig()
         self._are_ours = are_ours
         self._made = {name: (make, make()) for name, make in factories.items()}
         self._replicas: list[Replica[B]] = []
-        self._dispatcher = Dispatcher(self._replicas, rate_limit)
+        self._dispatcher = Dispatcher(self._replicas, rate_limit, warn)
         self._moved = asyncio.Event()  # set when a replica changes its state
         self._weights = Weights(self._replicas, self._dispatcher, self._moved)
         self._awake = asyncio.Event()
         self._awake.set()
-        self._tell_of_wait: Callable[[str], None] | None = None
+        self._tell_of_wait = tell_of_wait
         self._asleep: list[Replica[B]] = []
 
     async def __aenter__(self) -> Self:
@@ -131,17 +137,6 @@ class ReplicaPool(Generic[B]):
         for replica in self._replicas:
             add_traffic(total, replica.traffic)
         return total
-
-    def tell_of_limits(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` with a line for people when a server's limit is lowered, or a server asks for a long pause."""
-        self._dispatcher.warn = tell
-
-    def wait_for_servers(self, tell: Callable[[str], None]) -> None:
-        """Let entering wait `recovery_timeout_s` for servers at an address; `tell` gets a line for people.
-
-        Without this call, a server that is not there fails the start at once.
-        """
-        self._tell_of_wait = tell
 
     async def lease(self, errand: Errand) -> Lease[B]:
         return await self._dispatcher.lease(errand)

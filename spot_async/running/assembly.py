@@ -1,76 +1,26 @@
-"""Makes a run's parts from its configuration and plan: pools of backends, stages, orchestrator, trainer settings.
+"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, trainer settings.
 
-Nothing is started here; `training.py` enters what this makes.
+Nothing is started here. `services.py` opens the servers, `training.py` enters the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
-from spot_async.base.processes.cores import CoreShares
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.plan import TrainPlan, sleeps_while_training
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config
 from spot_async.loop.orchestrator import LiveEvaluation, Orchestrator, OrchestratorSettings, RunObserver
-from spot_async.protocols import Backend, CandidateScorer, Generator, Scorer, Sleeper, Trainer, Verifier, WeightSink
-from spot_async.replicas.pool import ReplicaPool
+from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.servers import backend_factories
-from spot_async.spending.account import Account
+from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.stages import Services, Stages
 from spot_async.trainer.settings import TrainerSettings
-
-
-class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
-    """What the student's backend must be."""
-
-
-class TeacherBackend(Backend, Scorer, Generator, Protocol):
-    """What the teacher's backend must be, as far as the policy's needs go."""
-
-
-class ReferenceBackend(Backend, Scorer, Protocol):
-    """What the frozen reference's backend must be."""
-
-
-@dataclass(frozen=True)
-class Backends:
-    """The inference services of a training run, by role; None where the policy asks for none."""
-
-    student: StudentBackend | ReplicaPool[StudentBackend]
-    teacher: TeacherBackend | ReplicaPool[TeacherBackend] | None
-    reference: ReferenceBackend | ReplicaPool[ReferenceBackend] | None
-
-    def by_role(self) -> dict[str, Backend]:
-        return {role: backend for role, backend in vars(self).items() if backend is not None}
-
-    def pools(self) -> dict[str, ReplicaPool[Any]]:
-        return {role: each for role, each in self.by_role().items() if isinstance(each, ReplicaPool)}
-
-
-def make_pool(
-    model: ModelConfig,
-    role: str,
-    directory: RunDirectory,
-    account: Account | None = None,
-    cores: CoreShares | None = None,
-) -> ReplicaPool[Any]:
-    """All servers of a role, not yet started. What is asked of them is charged to the `account`."""
-    places = [each.place for each in model.backend.servers()]
-    return ReplicaPool(
-        role,
-        backend_factories(model, role, directory.path, account, cores),
-        model.serving,
-        are_ours=not any(place is not None and place.is_attached for place in places),
-        rate_limit=account.rate_limit if account is not None and account.is_limited else None,
-    )
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
@@ -82,32 +32,15 @@ def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
     return RunSpending(plan.served, TeacherCache(cache, teacher, plan.teacher))
 
 
-def make_backends(
-    config: Config,
-    plan: TrainPlan,
-    directory: RunDirectory,
-    spending: RunSpending | None = None,
-    cores: CoreShares | None = None,
-) -> Backends:
-    """What must be served, not yet started. What is asked of it is charged to `spending`."""
-    spending = spending or make_spending(config, plan)
-    backends: dict[str, Any] = {
-        role: make_pool(model, role, directory, spending.accounts.get(role), cores)
-        for role, model in plan.served.items()
-    }
-    if spending.replayed_teacher is not None:
-        backends["teacher"] = spending.replayed_teacher
-    return Backends(backends["student"], backends.get("teacher"), backends.get("reference"))
-
-
 def make_stages(
     config: Config,
     plan: TrainPlan,
-    backends: Backends,
+    services: OpenServices,
     verifier: Verifier,
     retry: Callable[[int], RetryPolicy] = RetryPolicy,
 ) -> Stages:
-    student, teacher, needs = backends.student, backends.teacher, plan.policy.needs
+    """The stages of a run, of which the servers have answered."""
+    student, teacher, needs = services.student, services.teacher, plan.policy.needs
     return Stages(
         Services(
             generator=student,
@@ -115,7 +48,7 @@ def make_stages(
             candidate_scorer=student,
             verifier=verifier,
             teacher_generator=teacher if needs.teacher_responses else None,
-            reference=backends.reference,
+            reference=services.reference,
         ),
         config.stages,
         config.sampling,
@@ -127,6 +60,8 @@ def make_stages(
         max_samples_per_prompt=needs.samples_per_prompt,
         retry=retry,
         common=plan.common,
+        capabilities=services.capabilities,
+        kept_scores=services.kept_scores,
     )
 
 

@@ -8,23 +8,20 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.base.concurrency import alongside, budget_error, running, watched
-from spot_async.base.processes.cores import confined
-from spot_async.checks.diagnosis import capabilities, evaluation_warnings
+from spot_async.base.concurrency import alongside, budget_error
+from spot_async.checks.diagnosis import evaluation_warnings
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.models.files import ModelFiles
-from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.assembly import StudentBackend, make_pool
-from spot_async.running.initial_weights import send_initial_weights
 from spot_async.running.measuring import measure
 from spot_async.running.monitoring import Phases
-from spot_async.running.servers import core_shares
+from spot_async.running.services import StartListener, open_services
 from spot_async.running.summary import evaluation_summary
 from spot_async.spending.records import spending_words, summarize_spending
+from spot_async.spending.run_spending import RunSpending
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.telemetry.spending_log import SpendingLog
@@ -48,40 +45,37 @@ async def evaluate_student(
     """
     screen = RunConsole(console, 0)
     watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
-    account = config.student.backend.open_account("student")
-    accounts = {} if account is None else {"student": account}
-    spending = SpendingLog(directory, accounts)
-    spending.go_on()
-    cores = core_shares({"student": config.student})
-    student: ReplicaPool[StudentBackend] = make_pool(config.student, "student", directory, account, cores)
-    student.wait_for_servers(screen.say)
-    student.tell_of_limits(screen.warn)
+    served = {"student": config.student}
+    spending = RunSpending(served)
+    ledger_file = SpendingLog(directory, spending.accounts)
+    ledger_file.go_on()
+    phases = Phases(screen, watchdog, ledger_file.response_judged)
+    listener = StartListener(
+        starting=lambda backends: phases.begin("starting the student"),
+        step=phases.begin,
+        warn=screen.warn,
+        waiting=screen.say,
+    )
     result: EvaluationResult | None = None
     spent: BudgetSpentError | None = None
     with ExitStack() as stack:
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
-        stack.callback(spending.write)  # whatever ends it
+        stack.callback(ledger_file.write)  # whatever ends it
         stack.enter_context(screen.live())
         stack.enter_context(watchdog)
-        stack.enter_context(confined(cores))
-        for warning in [*evaluation_warnings(benchmarks, student_files.vocabulary), *cores.warnings]:
+        for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
             screen.warn(warning)
-        phases = Phases(screen, watchdog, spending.response_judged)
-        phases.begin("starting the student")
-
-        async def run() -> EvaluationResult | None:
-            await send_initial_weights(config.student, student, await capabilities(student), phases.begin)
-            spending.write(0)  # what the start asked
-            vocabulary, weights = student_files.vocabulary, student_files.directory
-            return await measure(config, benchmarks, vocabulary, student, directory, phases, "", weights)
-
-        async with alongside(watchdog.watch), running(student):
-            try:
-                result = await watched(run(), [student.watch])
-            except* BudgetSpentError as errors:
-                spent = budget_error(errors)
-            watchdog.phase_began("stopping")
-    summary = summarize_spending(accounts)
+        opening = open_services(served, directory.path, spending=spending, listener=listener)
+        try:
+            async with alongside(watchdog.watch), opening as services:
+                ledger_file.write(0)  # what the start asked
+                vocabulary, weights = student_files.vocabulary, student_files.directory
+                student = services.student
+                result = await measure(config, benchmarks, vocabulary, student, directory, phases, "", weights)
+                watchdog.phase_began("stopping")
+        except* BudgetSpentError as errors:
+            spent = budget_error(errors)
+    summary = summarize_spending(spending.accounts)
     directory.write_summary(
         {"evaluation": evaluation_summary(result)}
         | ({"spending": summary} if summary else {})

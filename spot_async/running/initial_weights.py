@@ -11,6 +11,8 @@ from spot_async.config import ModelConfig
 from spot_async.protocols import WeightSink
 from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
 
+SENDING_WEIGHTS = "sending the student's weights to its server"  # the step's name
+
 
 async def send_initial_weights(
     model: ModelConfig, student: WeightSink, found: Capabilities, announce: Callable[[str], None]
@@ -21,7 +23,7 @@ async def send_initial_weights(
     """
     if found.version is not None or not found.weight_update:
         return
-    announce("sending the student's weights to its server")
+    announce(SENDING_WEIGHTS)
     deadline = asyncio.get_running_loop().time() + WEIGHT_UPDATE_TIMEOUT_S
     await student.update_weights(initial_weights(model), deadline=deadline)
 

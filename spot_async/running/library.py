@@ -25,6 +25,7 @@ from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Ver
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.running import training as runtime
 from spot_async.running.summary import TrainOutcome
+from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.stages import Services, Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
 from spot_async.types import Capabilities
@@ -93,6 +94,7 @@ def stages_for(
     seed: int = 0,
     max_prompts: int = 1024,
     softmax_widths: Mapping[str, int] | None = None,
+    kept_scores: KeptScores | None = None,
 ) -> Stages:
     """Stages over services that are running already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
 
@@ -100,14 +102,14 @@ def stages_for(
     one that generates. `vocabulary` is the student's; give the teacher's too where it ends its responses with another
     token. `capabilities`, by role, say what servers offer that serve less than whole distributions; without them a
     policy asks for exact values. `softmax_widths`, by role, are needed where one model's softmax is padded further than
-    another's. `seed` and the prompt's ordinal decide what is sampled. At most `max_prompts` may be
-    supervised at once. Events (a retry, a server's end) go to Python's `logging`, unless the program configured
-    structlog.
+    another's. `kept_scores` answers again what the teacher was asked before. `seed` and the prompt's ordinal decide
+    what is sampled. At most `max_prompts` may be supervised at once. Events (a retry, a server's end) go to Python's
+    `logging`, unless the program configured structlog.
     """
     log_events_to_python_logging()
     needs = policy.needs
     teacher_generator = teacher if needs.teacher_responses and isinstance(teacher, Generator) else None
-    stages = Stages(
+    return Stages(
         Services(
             generator=student,
             scorer=teacher,
@@ -125,9 +127,9 @@ def stages_for(
         max_probes_per_prompt=needs.probes_per_prompt,
         max_samples_per_prompt=needs.samples_per_prompt,
         common=CommonVocabulary(softmax_widths or {}),
+        capabilities=capabilities,
+        kept_scores=kept_scores,
     )
-    stages.capabilities = capabilities or {}
-    return stages
 
 
 def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:

@@ -10,7 +10,7 @@ from spot_async.config import Config
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.live_verdict import LiveVerdict, replica_states
+from spot_async.telemetry.live_verdict import LiveVerdict, replica_lines, replica_states
 from spot_async.telemetry.totals import roles_with_room, stage_slots
 from spot_async.watchdog.monitor import Watchdog
 
@@ -33,6 +33,12 @@ class Phases:
         self._screen.phase(name, orchestrator)
         self._watchdog.phase_began(name, orchestrator)
 
+    def servers_starting(self, backends: Mapping[str, object]) -> None:
+        """Told of the backends, by role, before the first of them is entered."""
+        replicas = partial(replica_lines, backends)
+        self._screen.servers_starting(replicas)
+        self._watchdog.servers_starting(replicas)
+
     def judged(self, finished: int, total: int) -> None:
         """Told of one more response of an evaluation."""
         self._screen.progress(finished, total)
@@ -40,7 +46,7 @@ class Phases:
         self._response_judged(finished, total)
 
     def evaluates_with(self, stages: Sequence[Stage[Any]]) -> None:
-        self._watchdog.evaluation_stages = stages
+        self._watchdog.evaluation_began(stages)
 
 
 def make_live_verdict(

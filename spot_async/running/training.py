@@ -8,43 +8,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import structlog
 from rich.console import Console
 
 from spot_async.base import registry
-from spot_async.base.concurrency import alongside, budget_error, running, watched
-from spot_async.base.processes.cores import confined
-from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
+from spot_async.base.concurrency import alongside, budget_error
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, RequestError, StorageError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorState, RunObserver
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Verifier
+from spot_async.protocols import Backend, Generator, Verifier
+from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.assembly import (
-    Backends,
-    make_backends,
-    make_orchestrator,
-    make_spending,
-    make_stages,
-    trainer_settings,
-)
-from spot_async.running.initial_weights import send_initial_weights
+from spot_async.running.assembly import make_orchestrator, make_spending, make_stages, trainer_settings
 from spot_async.running.measuring import measure, write_evaluation
 from spot_async.running.monitoring import Phases, make_live_verdict
 from spot_async.running.servers import core_shares
+from spot_async.running.services import OpenServices, StartListener, open_services
 from spot_async.running.summary import TrainOutcome, summarize
+from spot_async.stages.stage import Stage
+from spot_async.stages.stages import Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
-from spot_async.telemetry.live_verdict import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import MetricSink, open_sinks
@@ -53,6 +46,8 @@ from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import Prompt
 from spot_async.watchdog.monitor import Watchdog
+
+Student: TypeAlias = Generator | ServicePool[Generator]
 
 
 class Observers:
@@ -76,6 +71,7 @@ class RunResults:
 
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
+    stages: Sequence[Stage[Any]] = ()  # once the servers have answered
     orchestrator: Orchestrator | None = None
     spent: BudgetSpentError | None = None  # set where no prompt ran out of it: in evaluations, or as a server came back
 
@@ -139,21 +135,13 @@ class TrainingRun:
         self._spending = make_spending(config, plan)
         self._ledger_file = SpendingLog(directory, self._spending.accounts)
         self._cores = core_shares(plan.served)
-        self._backends = make_backends(config, plan, directory, self._spending, self._cores)
-        replicas = partial(replica_lines, self._backends.by_role())
-        self._screen.replicas = replicas
-        for pool in self._backends.pools().values():
-            pool.tell_of_limits(self._screen.warn)
-            pool.wait_for_servers(self._screen.say)
-        self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process, replicas=replicas)
+        self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
         self._phases = Phases(self._screen, self._watchdog)
         self._lag = LoopLag()
         self._trainer = TrainerProcess(
             trainer_settings(config, plan, directory), cores=self._cores.available if self._cores.own else None
         )
         self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
-        self._stages = make_stages(config, plan, self._backends, self._verifier)
-        self._stages.teacher_cache = self._spending.teacher_cache
         self._history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
         self._vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)  # of evaluations
         self._results = RunResults()
@@ -165,80 +153,74 @@ class TrainingRun:
             stack.enter_context(directory.locked())
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         stack.callback(self._ledger_file.write)  # whatever ends the run
-        sinks = stack.enter_context(open_sinks(self._config, directory.path, self._stages.all))
+        sinks = stack.enter_context(open_sinks(self._config, directory.path, lambda: self._results.stages))
         stack.enter_context(self._screen.live())
         stack.enter_context(self._watchdog)
         stack.enter_context(self._lag.measuring())
-        stack.enter_context(confined(self._cores))
-        for warning in self._cores.warnings:
-            self._screen.warn(warning)
         return sinks
 
     async def run(self, sinks: Sequence[MetricSink]) -> TrainOutcome:
         """Start the servers and the trainer, train, and stop them again."""
-        self._phases.begin(f"starting {', '.join(self._backends.pools())} and trainer")
-        servers = list(self._backends.by_role().values())
-        processes = running(*self._spending.resources, *servers, self._trainer, self._verifier)
-        async with alongside(self._watchdog.watch), processes:
-            try:
-                await watched(self._work(sinks), [*(each.watch for each in servers), self._trainer.watch])
-            except* BudgetSpentError as spent:
-                self._results.is_out_of_money(spent)
-            outcome = self._results.outcome(self._directory.path, self._history.best, self._spending.summary())
-            self._watchdog.phase_began("stopping")
-        return outcome
+        try:
+            async with alongside(self._watchdog.watch), self._open_services() as services:
+                self._ledger_file.write(iteration=0)  # what the start asked
+                await self._work(services, sinks)
+                self._watchdog.phase_began("stopping")
+        except* BudgetSpentError as spent:
+            self._results.is_out_of_money(spent)
+        return self._results.outcome(self._directory.path, self._history.best, self._spending.summary())
 
-    async def _work(self, sinks: Sequence[MetricSink]) -> None:
-        """What the run does while its servers live."""
-        await self._prepare_servers()
-        self._results.before = await self._evaluate("before", self._plan.student.directory)
-        orchestrator = self._make_orchestrator(sinks)
-        self._phases.begin(f"training with {self._config.policy.kind}", orchestrator)
-        verdicts = make_live_verdict(
-            self._config, orchestrator, self._backends.by_role(), self._screen, self._directory.cores
+    def _open_services(self) -> AbstractAsyncContextManager[OpenServices]:
+        """Open what the plan serves, with the trainer and the verifier beside it."""
+        return open_services(
+            self._plan.served,
+            self._directory.path,
+            run=(self._config, self._plan),
+            spending=self._spending,
+            cores=self._cores,
+            beside=[self._trainer, self._verifier],
+            watches=[self._trainer.watch],
+            listener=StartListener(self._servers_starting, self._phases.begin, self._screen.warn, self._screen.say),
         )
-        trace = trace_to(self._directory.path / "trace.json", orchestrator) if self._config.run.trace else nullcontext()
+
+    def _servers_starting(self, backends: Mapping[str, Backend]) -> None:
+        self._phases.servers_starting(backends)
+        self._phases.begin(f"starting {', '.join(self._plan.served)} and trainer")
+
+    async def _work(self, services: OpenServices, sinks: Sequence[MetricSink]) -> None:
+        """What the run does while its servers live."""
+        config, plan, directory = self._config, self._plan, self._directory
+        stages = make_stages(config, plan, services, self._verifier)
+        self._results.stages = stages.all
+        self._results.before = await self._evaluate(services.student, "before", plan.student.directory)
+        orchestrator = self._results.orchestrator = self._make_orchestrator(services, stages, sinks)
+        self._phases.begin(f"training with {config.policy.kind}", orchestrator)
+        verdicts = make_live_verdict(config, orchestrator, services.backends, self._screen, directory.cores)
+        trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
         with trace:
             async with alongside(verdicts.speak):
                 await orchestrator.run()
-        self._results.after = await self._evaluate_after(orchestrator.state.iteration)
+        self._results.after = await self._evaluate_after(services.student, orchestrator.state.iteration)
 
-    async def _prepare_servers(self) -> None:
-        """Check what the servers do, and send the student's servers its first weights."""
-        config, plan, screen, student = self._config, self._plan, self._screen, self._backends.student
-        self._phases.begin("checking the servers")
-        diagnosis = await diagnose_servers(config, plan, self._backends)
-        diagnosis.raise_if_unsafe()
-        for warning in diagnosis.warnings:
-            screen.warn(warning)
-        self._stages.capabilities = diagnosis.capabilities
-        await self._spending.teacher_asked(diagnosis.capabilities)
-        self._ledger_file.write(iteration=0)
-        await send_initial_weights(config.student, student, diagnosis.capabilities["student"], self._phases.begin)
-        student_offers = await compare_students(plan, student, diagnosis.capabilities["student"], screen.warn)
-        self._stages.capabilities = {**diagnosis.capabilities, "student": student_offers}
-
-    def _make_orchestrator(self, sinks: Sequence[MetricSink]) -> Orchestrator:
+    def _make_orchestrator(self, services: OpenServices, stages: Stages, sinks: Sequence[MetricSink]) -> Orchestrator:
         """The orchestrator, with all that watches it."""
         log = RunLog(
             self._directory,
-            self._stages,
+            stages,
             sinks,
             samples_every=self._config.run.samples_every,
-            backends=self._backends.by_role(),
+            backends=services.backends,
             loop_lag=self._lag,
             spending=self._spending.metrics(),
         )
         observer = Observers(log, self._ledger_file, self._history, self._screen)
-        student = self._backends.student
-        orchestrator = make_orchestrator(
-            self._config, self._plan, self._stages, self._trainer, [student], observer, self._evaluate_live
-        )
+        student = services.student
+        evaluate = partial(self._evaluate_live, student)
+        orchestrator = make_orchestrator(self._config, self._plan, stages, self._trainer, [student], observer, evaluate)
         orchestrator.report_to(self._watchdog)
-        self._results.orchestrator = orchestrator
         return orchestrator
 
-    async def _evaluate(self, when: str, weights: Path) -> EvaluationResult | None:
+    async def _evaluate(self, student: Student, when: str, weights: Path) -> EvaluationResult | None:
         """See `measure`; None also where the budget ran out meanwhile."""
         result = None
         try:
@@ -246,7 +228,7 @@ class TrainingRun:
                 self._config,
                 self._plan.evaluation,
                 self._vocabulary,
-                self._backends.student,
+                student,
                 self._directory,
                 self._phases,
                 when,
@@ -256,23 +238,23 @@ class TrainingRun:
             self._results.is_out_of_money(spent)
         return result
 
-    async def _evaluate_live(self, iteration: int) -> EvaluationResult | None:
-        """An `orchestrator.LiveEvaluation`."""
+    async def _evaluate_live(self, student: Student, iteration: int) -> EvaluationResult | None:
+        """An `orchestrator.LiveEvaluation`, of the weights that the student's servers hold."""
         if not evaluation_is_due(self._config, iteration):
             return None
-        result = await self._evaluate(f"{iteration:06d}", self._directory.weights_after(iteration))
+        result = await self._evaluate(student, f"{iteration:06d}", self._directory.weights_after(iteration))
         if iteration < self._plan.schedule.iterations:  # otherwise training is over
             self._phases.begin(f"training with {self._config.policy.kind}", self._results.orchestrator)
         return result
 
-    async def _evaluate_after(self, iterations: int) -> EvaluationResult | None:
+    async def _evaluate_after(self, student: Student, iterations: int) -> EvaluationResult | None:
         """The evaluation after training, of the weights that so many iterations made."""
         directory, history = self._directory, self._history
         after, last = history.result_after(iterations), directory.weights_after(iterations)
         if after is not None:  # the last mid-run evaluation had the same weights, problems and seeds
             write_evaluation(self._config, self._plan.evaluation, directory, "after", last, after)
         elif self._results.spent is None:
-            after = await self._evaluate("after", last if iterations else self._plan.student.directory)
+            after = await self._evaluate(student, "after", last if iterations else self._plan.student.directory)
             if after is not None and history.best is not None:
                 history.add(iterations, after, (directory.path / "student").resolve())
         return after
@@ -282,10 +264,3 @@ def evaluation_is_due(config: Config, iteration: int) -> bool:
     """Whether the weights of this iteration (the first one is 1) are evaluated during training."""
     every = config.evaluation.eval_every if config.evaluation is not None else 0
     return every > 0 and iteration % every == 0
-
-
-async def diagnose_servers(config: Config, plan: TrainPlan, backends: Backends) -> Diagnosis:
-    """Ask servers that were entered. One that ends of a question is not started again: it says what is wrong."""
-    pools = backends.pools().values()
-    watches = [server.watch for pool in pools for server in pool.backends.values()]
-    return await watched(diagnose(config, plan, backends.by_role()), watches)

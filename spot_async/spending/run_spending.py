@@ -10,7 +10,7 @@ from spot_async.config import ModelConfig
 from spot_async.spending.account import Account
 from spot_async.spending.records import SpendingMetrics, summarize_spending
 from spot_async.spending.score_cache import CacheCounters, ScoreCache
-from spot_async.spending.teacher_cache import ReplayedTeacher, TeacherCache
+from spot_async.spending.teacher_cache import KeptScores, ReplayedTeacher, TeacherCache
 from spot_async.types import Capabilities
 
 
@@ -37,10 +37,9 @@ class RunSpending:
         cache = self.teacher_cache
         return () if cache is None or cache.cache.is_replay else (cache,)
 
-    async def teacher_asked(self, found: Mapping[str, Capabilities]) -> None:
-        """Tell the cache what the teacher's server says of itself. Scores can be kept from then on."""
-        if self.teacher_cache is not None:
-            await self.teacher_cache.identify(found["teacher"])
+    async def kept_scores(self, found: Mapping[str, Capabilities]) -> KeptScores | None:
+        """Return the teacher's kept scores; None if none are kept. `found`: what the servers offer, by role."""
+        return None if self.teacher_cache is None else await self.teacher_cache.identify(found["teacher"])
 
     def metrics(self) -> RunSpendingMetrics:
         return RunSpendingMetrics(self.accounts, None if self.teacher_cache is None else self.teacher_cache.cache)

@@ -32,7 +32,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files t
 
 
 class TeacherCache:
-    """A run's view of a `ScoreCache`. `identify` must be called before `fetch`, since the teacher is in every key."""
+    """A run's view of a `ScoreCache`. The teacher is in every key, so `identify` comes before any scores."""
 
     def __init__(self, cache: ScoreCache, teacher: TeacherConfig, files: ModelFiles) -> None:
         self.cache = cache
@@ -41,7 +41,6 @@ class TeacherCache:
         self._teacher = teacher
         self._files = files
         self._identity: bytes
-        self._fingerprint: bytes | None = None
 
     async def __aenter__(self) -> Self:
         weights = await asyncio.to_thread(weights_digest, self._files.directory) if self._is_ours else None
@@ -52,13 +51,13 @@ class TeacherCache:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.cache.__aexit__()
 
-    async def identify(self, said: Capabilities) -> None:
-        """Tell the cache what the teacher says of itself. It becomes part of the keys, and is kept for replays."""
+    async def identify(self, said: Capabilities) -> KeptScores:
+        """Return the teacher's kept scores. What it `said` of itself is part of the keys, and is kept for replays."""
         own_name = None if self._is_ours else said.model  # one of our servers gives a path, which may differ
         conventions = [said.logprob_convention, said.score_temperature]
-        self._fingerprint = digest(self._identity, own_name, said.vocab_fingerprint, conventions)
         if not self.cache.is_replay:
             await self.cache.put(digest("capabilities", self._identity), said)
+        return KeptScores(self.cache, digest(self._identity, own_name, said.vocab_fingerprint, conventions))
 
     async def recall(self) -> Capabilities:
         """Return what the teacher said of itself when it was last asked. Raises ConfigError when it never was."""
@@ -70,6 +69,14 @@ class TeacherCache:
             )
         return said
 
+
+class KeptScores:
+    """The scores of one teacher, which its `fingerprint` tells from all others."""
+
+    def __init__(self, cache: ScoreCache, fingerprint: bytes) -> None:
+        self._cache = cache
+        self._fingerprint = fingerprint
+
     async def fetch(
         self, kind: type[T], asked: Sequence[IntArray | float], ask: Callable[[], Awaitable[T]], *, what: str
     ) -> T:
@@ -77,10 +84,8 @@ class TeacherCache:
 
         `what` names the scores in messages. Raises as `ScoreCache.fetch`.
         """
-        if self._fingerprint is None:
-            raise RuntimeError("the teacher is not known yet: call `identify` first")
         plain = [each.astype(np.int32) if isinstance(each, np.ndarray) else each for each in asked]
-        return await self.cache.fetch(digest(kind.__name__, self._fingerprint, plain), kind, ask, what=what)
+        return await self._cache.fetch(digest(kind.__name__, self._fingerprint, plain), kind, ask, what=what)
 
 
 class ReplayedTeacher:

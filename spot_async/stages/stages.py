@@ -28,7 +28,7 @@ from spot_async.models.end_tokens import EndTokens, with_summed_last
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
 from spot_async.replicas.service_pool import ServicePool, pool_of
-from spot_async.spending.teacher_cache import TeacherCache
+from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.plugin_contract import verify
 from spot_async.stages.stage import Stage
 from spot_async.stages.timeline import Timeline
@@ -104,15 +104,23 @@ class Stages:
         max_samples_per_prompt: int = 1,
         retry: Callable[[int], RetryPolicy] = RetryPolicy,
         common: CommonVocabulary | None = None,
+        capabilities: Mapping[str, Capabilities] | None = None,
+        kept_scores: KeptScores | None = None,
     ) -> None:
-        """`retry` makes a stage's policy from its `attempts`. `common`: None where all softmaxes are equally wide."""
+        """Make the stages of a run whose services are known.
+
+        * `retry` makes a stage's policy from its `attempts`.
+        * `common`: None where all softmaxes are equally wide.
+        * `capabilities`: what the servers offer, by role. Of a role that is missing everything may be asked for.
+        * `kept_scores`: where the teacher's scores are kept, if they are.
+        """
         self.services = services
         self.sampling = sampling
         self.run_seed = run_seed
         self.vocabulary = student
         self.common = common or CommonVocabulary()
-        self.capabilities: Mapping[str, Capabilities] = {}  # by role, once the backends were asked
-        self.teacher_cache: TeacherCache | None = None  # where the teacher's scores are kept
+        self.capabilities = capabilities or {}
+        self.kept_scores = kept_scores
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
         self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
@@ -255,11 +263,11 @@ class BoundStages:
         self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
     ) -> Kept:
         """The teacher's answer, from the cache where that has it: then it takes no turn and sends no request."""
-        cache, prompt = self._stages.teacher_cache, self._prompt
-        if cache is None:
+        kept, prompt = self._stages.kept_scores, self._prompt
+        if kept is None:
             return await ask()
         key = (prompt.token_ids, *asked, self._stages.sampling.temperature)
-        return await cache.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
+        return await kept.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         scores = await _given(self._stages.reference, self._stages.services.reference, "reference").ask(

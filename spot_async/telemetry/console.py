@@ -39,7 +39,7 @@ class RunConsole:
 
     def __init__(self, console: Console, iterations: int) -> None:
         self.console = console
-        self.replicas: Callable[[], Sequence[str]] = tuple  # lines on each
+        self._replicas: Callable[[], Sequence[str]] = tuple  # a line on each that there is
         self._iterations = iterations
         self._phase = "starting"
         self._progress: tuple[int, int] | None = None
@@ -72,6 +72,10 @@ class RunConsole:
             self._pace = self._training_pace = self._training_pace or self._pace
         if not self.console.is_terminal:
             self.say(name)
+
+    def servers_starting(self, replicas: Callable[[], Sequence[str]]) -> None:
+        """Servers are about to be started; `replicas` has a line on each, for the panel of the training."""
+        self._replicas = replicas
 
     def progress(self, finished: int, total: int) -> None:
         self._see_progress(finished, total)
@@ -130,7 +134,7 @@ class RunConsole:
             rows.append(bar)
         if self._orchestrator is not None:
             rows += [self._status(self._orchestrator), stage_table(self._orchestrator)]
-            rows += [Text(line, style="dim") for line in self.replicas()]
+            rows += [Text(line, style="dim") for line in self._replicas()]
         return Group(*rows)
 
     def _status(self, orchestrator: Orchestrator) -> Text:

@@ -38,8 +38,13 @@ def check_packages(config: TelemetryConfig) -> None:
 
 
 @contextmanager
-def open_sinks(config: Config, directory: Path, stages: Sequence[Stage[Any]]) -> Iterator[list[MetricSink]]:
-    """Open the sinks that a run asks for, and close them on leaving. Raises ConfigError if one cannot be opened."""
+def open_sinks(
+    config: Config, directory: Path, stages: Callable[[], Sequence[Stage[Any]]] = tuple
+) -> Iterator[list[MetricSink]]:
+    """Open the sinks that a run asks for, and close them on leaving. Raises ConfigError if one cannot be opened.
+
+    `stages` returns the stages that there are now: none until the servers have answered.
+    """
     telemetry = config.telemetry
     sinks: list[AbstractContextManager[MetricSink]] = []
     if telemetry.prometheus_port is not None:
@@ -98,7 +103,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
 
 
 @contextmanager
-def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[MetricSink]:
+def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -> Iterator[MetricSink]:
     """Serve `http://127.0.0.1:port/metrics`: the newest iteration's metrics, and what the stages hold right now.
 
     Raises ConfigError if the port is taken.
@@ -125,7 +130,7 @@ def prometheus_endpoint(port: int, stages: Sequence[Stage[Any]]) -> Iterator[Met
             yield gauge
             queue = GaugeMetricFamily("spot_async_stage_queue", "requests that no server has yet", labels=["stage"])
             in_flight = GaugeMetricFamily("spot_async_stage_in_flight", "requests being answered", labels=["stage"])
-            for stage in stages:
+            for stage in stages():
                 queue.add_metric([stage.name], stage.waiting)
                 in_flight.add_metric([stage.name], stage.in_flight)
             yield from (queue, in_flight)

@@ -12,22 +12,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.base.concurrency import running
 from spot_async.checks.diagnosis import Diagnosis, Fact
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
-from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.assembly import make_backends
-from spot_async.running.training import diagnose_servers
+from spot_async.running.assembly import make_spending
+from spot_async.running.services import open_services
 
 Facts = Mapping[str, Fact]
 
 
 async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
     """Open everything but the trainer, ask, and close it again. Logs go under `directory`."""
-    backends = make_backends(config, plan, RunDirectory(directory))
-    async with running(*backends.by_role().values()):
-        return await diagnose_servers(config, plan, backends)
+    spending = make_spending(config, plan)
+    async with open_services(plan.served, directory, run=(config, plan), is_used=False, spending=spending) as services:
+        assert services.diagnosis is not None  # of the run
+        return services.diagnosis
 
 
 def show(screen: Console, diagnosis: Diagnosis) -> None:

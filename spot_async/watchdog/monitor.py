@@ -49,16 +49,15 @@ class Watchdog:
         directory: Path,
         *,
         exit_process: Callable[[str], None] | None = None,
-        replicas: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """`limits`: None watches nothing, and writes reports only when asked to."""
         self.report_path = directory / REPORT
         self.orchestrator: Orchestrator | None = None
-        self.evaluation_stages: Sequence[Stage[Any]] = ()  # of the evaluation that is going on
+        self._evaluation_stages: Sequence[Stage[Any]] = ()  # of the evaluation that is going on
         self._limits = limits
         self._logs = directory / "logs"
         self._exit_process = exit_process
-        self._replicas = replicas
+        self._replicas: Callable[[], Sequence[str]] = tuple  # a line on each that there is
         self._step = "start"
         self._ended = threading.Event()
 
@@ -88,7 +87,15 @@ class Watchdog:
     def phase_began(self, name: str, orchestrator: Orchestrator | None = None) -> None:
         """A step of the run, as the console names it; the one before it is done."""
         self._commit(Commit.STEP, f"{self._step} done")
-        self._step, self.orchestrator, self.evaluation_stages = name, orchestrator, ()
+        self._step, self.orchestrator, self._evaluation_stages = name, orchestrator, ()
+
+    def servers_starting(self, replicas: Callable[[], Sequence[str]]) -> None:
+        """Servers are about to be started; from now on `replicas` has a line on each for the report."""
+        self._replicas = replicas
+
+    def evaluation_began(self, stages: Sequence[Stage[Any]]) -> None:
+        """The evaluation of this step asks `stages`."""
+        self._evaluation_stages = stages
 
     def response_judged(self, finished: int, total: int) -> None:
         self._commit(Commit.RESPONSE_JUDGED, f"response {finished} of {total}")
@@ -137,7 +144,7 @@ class Watchdog:
 
     @property
     def _stages(self) -> list[Stage[Any]]:
-        return [*self.evaluation_stages, *(self.orchestrator.stages.all if self.orchestrator is not None else ())]
+        return [*self._evaluation_stages, *(self.orchestrator.stages.all if self.orchestrator is not None else ())]
 
     def _commit(self, kind: Commit, detail: str) -> None:
         self._progress.commit(kind, detail, self._loop.time())

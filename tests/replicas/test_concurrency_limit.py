@@ -242,9 +242,8 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
     async def scenario():
         rng = random.Random(seed)
         student, teacher = Engine(score_s=0.001), Engine(score_s=0.002)
-        pool = ReplicaPool("student", {"student": lambda: Backend(student, slots)})
         lines: list[str] = []
-        pool.tell_of_limits(lines.append)
+        pool = ReplicaPool("student", {"student": lambda: Backend(student, slots)}, warn=lines.append)
 
         turns = {stage: asyncio.Semaphore(most) for stage, most in CONCURRENCY.items()}
 

@@ -132,11 +132,11 @@ class Service:
     """A backend that does nothing; only its identity matters."""
 
 
-def dispatcher(count=1, most=1, rate_limit=None):
+def dispatcher(count=1, most=1, rate_limit=None, warn=lambda line: None):
     replicas = [Replica(f"r{i}", Service, Service(), max_in_flight=most) for i in range(count)]
     for each in replicas:
         each.life.move(State.SERVING, 0.0)
-    return Dispatcher(replicas, rate_limit), replicas
+    return Dispatcher(replicas, rate_limit, warn), replicas
 
 
 async def hold(pool, errand, seconds, log):
@@ -295,15 +295,14 @@ def test_suspected_requests_that_wait_hold_up_nobody_who_comes_later():
 
 def test_refusals_and_failures_are_known_to_the_replica():
     async def scenario():
-        pool, (replica,) = dispatcher(most=99)
+        lines: list[str] = []
+        pool, (replica,) = dispatcher(most=99, warn=lines.append)
 
         async def fail(error):
             with pytest.raises(type(error)):
                 async with await pool.lease(Errand("probe", (0,))):
                     raise error
 
-        lines: list[str] = []
-        pool.warn = lines.append
         await fail(ThrottledError("429"))
         assert lines == ["r0 gets 1 request at a time for now, not 99, more again as it answers: 429"]
         assert (replica.limit.value, replica.life.state) == (1, State.SERVING)
@@ -342,9 +341,8 @@ def test_a_replica_that_asked_to_be_left_alone_gets_nothing_until_then():
 
 def test_people_are_told_once_who_asks_for_a_long_pause_and_a_year_holds_up_nobody():
     async def scenario():
-        pool, (replica,) = dispatcher(most=3)
         lines: list[str] = []
-        pool.warn = lines.append
+        pool, (replica,) = dispatcher(most=3, warn=lines.append)
 
         async def ask(pause_s=None):
             async with await pool.lease(Errand("score", (0,))):

@@ -49,10 +49,8 @@ def start(since_s, *, moment="entering", tell=None, are_ours=False):
 
     async def run():
         factories = {"teacher": lambda: Attached(since_s, moment)}
-        pool = ReplicaPool("teacher", factories, ServingConfig(recovery_timeout_s=30.0), are_ours=are_ours)
-        if tell is not None:
-            pool.wait_for_servers(tell)
-        async with pool:
+        serving = ServingConfig(recovery_timeout_s=30.0)
+        async with ReplicaPool("teacher", factories, serving, are_ours=are_ours, tell_of_wait=tell):
             return asyncio.get_running_loop().time()
 
     return run_on_virtual_time(run())

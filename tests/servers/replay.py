@@ -91,8 +91,8 @@ async def supervise(
         teacher_vocabulary=teacher_files.vocabulary,
         verifier=LengthIsRight(),
         sampling=sampling,
+        capabilities={"student": await capabilities(student), "teacher": await capabilities(teacher)},
     )
-    stages.capabilities = {"student": await capabilities(student), "teacher": await capabilities(teacher)}
     prompts = _prompts(student_files.vocabulary.tokenizer)
     samples = await gather(method.supervise(prompt, stages.for_prompt(prompt)) for prompt in prompts)
     return [sample.supervision for per_prompt in samples for sample in per_prompt if sample.supervision is not None]

@@ -20,7 +20,6 @@ from conftest import StartServer
 from parity import Dense
 from wider_heads import with_wider_heads
 
-from spot_async.base.concurrency import running
 from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.evaluation.benchmarks import plan_benchmarks
@@ -28,7 +27,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import evaluate
 from spot_async.models.files import read_model
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.assembly import make_pool
+from spot_async.running.services import open_services
 from spot_async.types import Generation, IntArray, SamplingSettings, Verdict
 from spot_async.verification import BoxedMatch
 
@@ -70,10 +69,10 @@ def greedy_config(folder: Path, backend: Any, model: Path) -> Config:
 async def evaluated(folder: Path, backend: Any, model: Path = EXAMPLE / "student") -> tuple[EvaluationResult, Recorder]:
     config = greedy_config(folder, backend, model)
     student = read_model("student", config.student.model)
-    pool = make_pool(config.student, "student", RunDirectory.create(folder / "run", config))
+    directory = RunDirectory.create(folder / "run", config)
     assert config.evaluation is not None
-    async with running(pool):
-        recorder = Recorder(pool.backends["student"])
+    async with open_services({"student": config.student}, directory.path, is_used=False, directly=True) as services:
+        recorder = Recorder(services.backends["student"])
         result = await evaluate(
             plan_benchmarks(config, student),
             config.evaluation,

@@ -73,9 +73,8 @@ def run(url, folder, *, replay=False, cache=None, **settings):
             if kept is not None and not replay:
                 await kept.__aenter__()
             found = await teacher.capabilities(deadline=asyncio.get_running_loop().time() + 20)
-            if kept is not None:
-                await kept.identify(found)
-            run = run_with(teacher, found, kept, log)
+            scores = await kept.identify(found) if kept is not None else None
+            run = run_with(teacher, found, scores, log)
             try:
                 await run.orchestrator.run()
             finally:
@@ -90,8 +89,8 @@ def run(url, folder, *, replay=False, cache=None, **settings):
     )
 
 
-def run_with(teacher, found, kept, log):
-    run = make_run(
+def run_with(teacher, found, kept_scores, log):
+    return make_run(
         make_policy(OpdPolicy, read_model("teacher", str(MODEL)).policy_context),
         student=Student(Latency(0.001, 0.0), mean_tokens=12),
         teacher=teacher,
@@ -99,12 +98,11 @@ def run_with(teacher, found, kept, log):
         observe=lambda stages: log,
         prompts=simulated_prompts(problems=5),
         capabilities={"teacher": found},
+        kept_scores=kept_scores,
         iterations=ITERATIONS,
         batch_size=BATCH,
         vocab_size=48,
     )
-    run.stages.teacher_cache = kept
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +174,8 @@ async def replay_otherwise(paid, folder):
     kept = TeacherCache(ScoreCache(paid.cache, is_replay=True), config, read_model("teacher", str(MODEL)))
     async with ReplayedTeacher(kept) as teacher:
         found = await teacher.capabilities(deadline=0.0)
-        await kept.identify(found)
-        run = run_with(teacher, found, kept, SpendingLog(RunDirectory(folder), {}))
+        scores = await kept.identify(found)
+        run = run_with(teacher, found, scores, SpendingLog(RunDirectory(folder), {}))
         run.stages.run_seed += 1  # other seeds, other responses
         await run.orchestrator.run()
 

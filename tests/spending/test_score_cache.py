@@ -104,14 +104,14 @@ def test_whatever_the_numbers_follow_from_is_part_of_the_key(tmp_path, config, s
 
         first = TeacherCache(ScoreCache(tmp_path / "c"), teacher(), files)
         async with first:
-            await first.identify(SAID)
-            await first.fetch(TokenScores, (ids(1, 2), ids(3), 3, 1.0), ask, what="it")
-            same = await first.fetch(TokenScores, (ids(1, 2).astype(np.int64), ids(3), 3, 1.0), never, what="it")
+            kept = await first.identify(SAID)
+            await kept.fetch(TokenScores, (ids(1, 2), ids(3), 3, 1.0), ask, what="it")
+            same = await kept.fetch(TokenScores, (ids(1, 2).astype(np.int64), ids(3), 3, 1.0), never, what="it")
             assert_same(same, scores(1))
         other = TeacherCache(ScoreCache(tmp_path / "c"), teacher(**config), files)
         async with other:
-            await other.identify(msgspec.structs.replace(SAID, **said))
-            await other.fetch(TokenScores, asked, ask, what="it")
+            kept = await other.identify(msgspec.structs.replace(SAID, **said))
+            await kept.fetch(TokenScores, asked, ask, what="it")
             assert other.cache.counters.misses == 1
 
     asyncio.run(run())

@@ -72,7 +72,7 @@ class Recorder:
 
 def bound(
     recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), end_token="replace", run_seed=0, prompt=PROMPT,
-    teacher_cache=None, **services,
+    kept_scores=None, **services,
 ):  # fmt: skip
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
@@ -84,8 +84,8 @@ def bound(
         run_seed=run_seed,
         max_running_prompts=1,
         max_probes_per_prompt=8,
+        kept_scores=kept_scores,
     )
-    stages.teacher_cache = teacher_cache
     return stages.for_prompt(prompt)
 
 
@@ -180,7 +180,7 @@ async def test_end_tokens_are_summed_only_where_the_students_was_replaced(respon
             return await ask()
 
     recorder, cache = Summing(), Cache()
-    arguments = {"student_ends": student_ends, "teacher_ends": teacher_ends, "teacher_cache": cache}
+    arguments = {"student_ends": student_ends, "teacher_ends": teacher_ends, "kept_scores": cache}
     scores = await bound(recorder, end_token="sum", **arguments).score(np.array(response, np.int32), top_k=1)
     assert recorder.asked == asked
     assert len(scores.logprobs) == len(response)

@@ -55,7 +55,7 @@ def scrape(port, host="127.0.0.1"):
 
 def test_nothing_is_opened_or_imported_unless_asked_for(tmp_path):
     before = set(sys.modules)
-    with open_sinks(config(), tmp_path, []) as sinks:
+    with open_sinks(config(), tmp_path) as sinks:
         assert sinks == []
     assert not {"tensorboardX", "wandb", "prometheus_client"} & (set(sys.modules) - before)
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +125,7 @@ def test_a_line_of_progress_says_how_long_training_will_take_evaluations_in_betw
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
     port = free_port()
     stage = SimpleNamespace(name="probe", waiting=3, in_flight=7)
-    with open_sinks(config(prometheus_port=port), tmp_path, [stage]) as sinks:
+    with open_sinks(config(prometheus_port=port), tmp_path, lambda: [stage]) as sinks:
         assert "spot_async_iteration 0.0" in scrape(port)
         for sink in sinks:
             sink.write(4, METRICS)
@@ -144,14 +144,14 @@ def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_pat
 
 def test_prometheus_listens_on_loopback_only(tmp_path):
     port = free_port()
-    with open_sinks(config(prometheus_port=port), tmp_path, []), socket.socket() as other:
+    with open_sinks(config(prometheus_port=port), tmp_path), socket.socket() as other:
         other.bind(("127.0.0.2", port))  # would be taken by a server on all addresses
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
 def test_prometheus_answers_requests_for_this_machine_only(tmp_path, host):
     port = free_port()
-    with open_sinks(config(prometheus_port=port), tmp_path, []):
+    with open_sinks(config(prometheus_port=port), tmp_path):
         page = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": "metrics.evil.example"})
         with pytest.raises(urllib.error.HTTPError, match="403") as refused:
             urllib.request.urlopen(page)
@@ -165,7 +165,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
         port = taken.getsockname()[1]
         with (
             pytest.raises(ConfigError, match=rf"telemetry.prometheus_port={port}: .*in use; choose another port"),
-            open_sinks(config(prometheus_port=port), tmp_path, []),
+            open_sinks(config(prometheus_port=port), tmp_path),
         ):
             pass
 
@@ -187,7 +187,7 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(monkeyp
 def test_tensorboard_files_hold_every_metric_at_its_iteration(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
-    with open_sinks(config(tensorboard=True), tmp_path, []) as sinks:
+    with open_sinks(config(tensorboard=True), tmp_path) as sinks:
         for iteration in (1, 2):
             sinks[0].write(iteration, METRICS)
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -212,7 +212,7 @@ def records(data):
 def test_wandb_gets_the_metrics_the_configuration_and_the_name_of_the_run(tmp_path):
     directory = tmp_path / "my-run"
     directory.mkdir()
-    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), directory, []) as sinks:
+    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), directory) as sinks:
         sinks[0].write(7, METRICS)
     (file,) = directory.glob("wandb/offline-run-*/*.wandb")
     end = time.monotonic() + 60
@@ -227,7 +227,7 @@ def test_wandb_prints_no_trace_of_a_run_that_ends_early(tmp_path, capfd):
     """Why it does is the command's to say, in one line."""
     with (
         pytest.raises(asyncio.CancelledError),
-        open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path, []),
+        open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path),
     ):
         raise asyncio.CancelledError
     assert "".join(capfd.readouterr()) == ""
@@ -239,7 +239,7 @@ def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with (
         pytest.raises(ConfigError, match=r"telemetry.wandb: .*\(or set mode: offline\)$"),
-        open_sinks(config(wandb={"project": "p"}), tmp_path, []),
+        open_sinks(config(wandb={"project": "p"}), tmp_path),
     ):
         pass
 

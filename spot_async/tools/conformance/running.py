@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spot_async.base import registry
-from spot_async.base.concurrency import running, watched
 from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.config import ModelConfig
 from spot_async.errors import ConfigError
 from spot_async.models.files import read_model
+from spot_async.running.services import open_services
 from spot_async.tools.conformance.checks import Check, Outcome, run_checks
 from spot_async.tools.conformance.contract import CHECKS
 from spot_async.tools.conformance.subject import Subject
@@ -37,27 +36,13 @@ async def check_backend(
     Raises ConfigError or DataError for what cannot be started, ProcessDiedError when the server ends.
     """
     read_model(role, config.model)  # raises for a bad directory before anything is started
-    backend = registry.load("backends", config.backend.kind)(
-        config.backend, role=role, model=config.model, run_directory=directory
-    )
-    async with running(backend):
-        return await watched(
-            _check(backend, config.model, directory, role, tolerance_nats, device, checks, on_outcome), [backend.watch]
+    # Settings that name several servers have no one place, and say so.
+    _ = config.backend.place
+    async with open_services({role: config}, directory, is_used=False, directly=True) as services:
+        subject = await make_subject(
+            services.backends[role], config.model, directory, role=role, tolerance_nats=tolerance_nats, device=device
         )
-
-
-async def _check(
-    backend: Any,
-    model: str,
-    directory: Path,
-    role: str,
-    tolerance_nats: float,
-    device: str,
-    checks: Iterable[Check],
-    on_outcome: Callable[[Outcome], None],
-) -> list[Outcome]:
-    subject = await make_subject(backend, model, directory, role=role, tolerance_nats=tolerance_nats, device=device)
-    return await run_checks(subject, checks, on_outcome)
+        return await run_checks(subject, checks, on_outcome)
 
 
 async def make_subject(

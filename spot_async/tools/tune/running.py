@@ -10,21 +10,17 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spot_async.base import registry
-from spot_async.base.concurrency import running, watched
-from spot_async.base.processes.cores import CoreShares, confined
 from spot_async.base.seeds import derive_seed
-from spot_async.checks.diagnosis import diagnose
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import ConfigError
-from spot_async.protocols import Billed, Verifier
-from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.assembly import Backends, make_stages
-from spot_async.running.initial_weights import send_initial_weights
-from spot_async.running.servers import backend_factories, core_shares
+from spot_async.protocols import Verifier
+from spot_async.running.assembly import make_stages
+from spot_async.running.initial_weights import SENDING_WEIGHTS
+from spot_async.running.servers import core_shares
+from spot_async.running.services import StartListener, open_services
 from spot_async.spending.account import Account
 from spot_async.stages.stages import STAGE_SERVERS, Stages
 from spot_async.tools.tune.measurement import Level, Ramp
@@ -96,31 +92,34 @@ async def tune(
     Raises what starting the servers raises, ConfigError if `doctor` would refuse them, and RequestError if a prompt
     cannot be supervised.
     """
-    cores = core_shares(plan.served)
-    backends = _one_of_each(plan, directory, cores)
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
-    stages = make_stages(config, plan, backends, verifier)
     unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
-    ramped = make_stages(unlimited, plan, backends, verifier, NoRetries)
-    servers = list(backends.by_role().values())
-    accounts = {role: each.account for role, each in backends.by_role().items() if isinstance(each, Billed)}
 
-    async def measure() -> Tuning:
-        diagnosis = await diagnose(config, plan, backends.by_role())
-        diagnosis.raise_if_unsafe()
-        stages.capabilities = diagnosis.capabilities
-        await send_initial_weights(config.student, backends.student, stages.capabilities["student"], tell)
+    cores = core_shares(plan.served)
+    for warning in cores.warnings:
+        tell(warning)
+
+    def step(name: str) -> None:
+        if name == SENDING_WEIGHTS:
+            tell(name)
+
+    async with open_services(
+        plan.served,
+        directory,
+        run=(config, plan),
+        directly=True,
+        cores=cores,
+        beside=[verifier],
+        listener=StartListener(step=step),
+    ) as services:
+        accounts = services.spending.accounts
+        stages = make_stages(config, plan, services, verifier)
+        ramped = make_stages(unlimited, plan, services, verifier, NoRetries)
         tuning = await _measure(config, plan, stages, ramped, options, accounts, tell, on_level)
         for role, account in accounts.items():
             if account.prices is not None:
                 tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
         return tuning
-
-    for warning in cores.warnings:
-        tell(warning)
-    with confined(cores):
-        async with running(*servers, verifier):
-            return await watched(measure(), [each.watch for each in servers])
 
 
 async def _measure(
@@ -185,12 +184,3 @@ def _most(config: Config, plan: TrainPlan, templates: Sequence[Template]) -> int
     """Return how many requests the run can have at one server at a time."""
     asked = demands(config, plan.policy.needs)
     return sum(asked[stage] for stage in {template.stage for template in templates})
-
-
-def _one_of_each(plan: TrainPlan, directory: Path, cores: CoreShares) -> Backends:
-    logs = RunDirectory(directory).path
-    first: dict[str, Any] = {
-        role: next(iter(backend_factories(model, role, logs, cores=cores).values()))()
-        for role, model in plan.served.items()
-    }
-    return Backends(first["student"], first.get("teacher"), first.get("reference"))

@@ -1,0 +1,183 @@
+"""Opens the servers of a run, or of a command beside it: `open_services` is the one way to do so.
+
+It makes a pool for each role, starts all of them together, keeps them alive, asks them what they offer, and gives the
+student its first weights. It knows neither stages nor the loop: whoever opens services makes those from what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from spot_async.base.concurrency import running, watched, watching
+from spot_async.base.processes.cores import CoreShares, confined
+from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config, ModelConfig
+from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.running.initial_weights import send_initial_weights
+from spot_async.running.servers import backend_factories, core_shares
+from spot_async.spending.run_spending import RunSpending
+from spot_async.spending.teacher_cache import KeptScores
+from spot_async.types import Capabilities
+
+
+class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
+    """What the student's backend must be."""
+
+
+class TeacherBackend(Backend, Scorer, Generator, Protocol):
+    """What the teacher's backend must be, as far as the policy's needs go."""
+
+
+class ReferenceBackend(Backend, Scorer, Protocol):
+    """What the frozen reference's backend must be."""
+
+
+@dataclass(frozen=True)
+class OpenServices:
+    """Services that run and have answered, and what was found of them. Mappings are by role."""
+
+    backends: Mapping[str, Any]  # each a `ReplicaPool`, unless one server was to be asked directly
+    capabilities: Mapping[str, Capabilities]
+    spending: RunSpending  # what is asked of them is charged to its accounts
+    kept_scores: KeptScores | None  # where the teacher's scores are kept
+    diagnosis: Diagnosis | None  # None where they were not checked for a run
+
+    @property
+    def student(self) -> StudentBackend | ReplicaPool[StudentBackend]:
+        student: StudentBackend | ReplicaPool[StudentBackend] = self.backends["student"]
+        return student
+
+    @property
+    def teacher(self) -> TeacherBackend | ReplicaPool[TeacherBackend] | None:
+        return self.backends.get("teacher")
+
+    @property
+    def reference(self) -> ReferenceBackend | ReplicaPool[ReferenceBackend] | None:
+        return self.backends.get("reference")
+
+
+@dataclass(frozen=True)
+class StartListener:
+    """Who is told what of a start; by default nobody is."""
+
+    starting: Callable[[Mapping[str, Backend]], None] = lambda backends: None  # by role, before the first is entered
+    step: Callable[[str], None] = lambda name: None  # what is done with them next
+    warn: Callable[[str], None] = lambda line: None  # for people; also later, such as of a limit that is lowered
+    waiting: Callable[[str], None] | None = None  # that a server is not there yet; None: then the start fails at once
+
+
+@asynccontextmanager
+async def open_services(
+    served: Mapping[str, ModelConfig],
+    directory: Path,
+    *,
+    run: tuple[Config, TrainPlan] | None = None,
+    is_used: bool = True,
+    directly: bool = False,
+    spending: RunSpending | None = None,
+    cores: CoreShares | None = None,
+    beside: Sequence[AbstractAsyncContextManager[Any]] = (),
+    watches: Sequence[Callable[[], Awaitable[None]]] = (),
+    listener: StartListener = StartListener(),
+) -> AsyncIterator[OpenServices]:
+    """Start or attach what is `served`, by role, and yield it once it has answered. Logs go under `directory`.
+
+    * `run`: what the services are checked for. Without it they are only asked what they offer.
+    * `is_used`: what is unsafe is refused (`ConfigError`), the teacher's scores are kept, and the student's servers get
+      their first weights. False for who only looks.
+    * `directly`: the first server of each role stands for itself, without a pool. If it ends, so does the inside.
+    * `spending`, `cores`: as they were opened and shared out already, where somebody else needs them too.
+    * `beside` is entered and left together with the servers, so that nothing waits for the other to start.
+    * `watches` run beside those of the servers. The first that raises ends the inside.
+
+    Errors of starting are raised as they are, those of what runs beside the inside in an exception group.
+    """
+    spending = RunSpending(served) if spending is None else spending
+    cores = core_shares(served) if cores is None else cores
+    make = _first_server if directly else _pool
+    backends = {role: make(role, model, directory, spending, cores, listener) for role, model in served.items()}
+    if (replayed := spending.replayed_teacher) is not None:
+        backends["teacher"] = replayed
+    entered = [*(spending.resources if is_used else ()), *backends.values(), *beside]
+    with confined(cores):
+        for warning in cores.warnings:
+            listener.warn(warning)
+        listener.starting(backends)
+        async with running(*entered), watching(*(each.watch for each in backends.values()), *watches):
+            found, diagnosis = await _ask(run, backends, listener)
+            kept_scores = None
+            if is_used:
+                _accept(diagnosis, listener)
+                kept_scores = await spending.kept_scores(found)
+                found = await _give_first_weights(run, served, backends, found, listener)
+            yield OpenServices(backends, found, spending, kept_scores, diagnosis)
+
+
+def _pool(
+    role: str, model: ModelConfig, directory: Path, spending: RunSpending, cores: CoreShares, listener: StartListener
+) -> Any:
+    """Make a pool of all servers of a role. Nothing is started."""
+    account = spending.accounts.get(role)
+    places = [each.place for each in model.backend.servers()]
+    return ReplicaPool(
+        role,
+        backend_factories(model, role, directory, account, cores),
+        model.serving,
+        are_ours=not any(place is not None and place.is_attached for place in places),
+        rate_limit=account.rate_limit if account is not None and account.is_limited else None,
+        warn=listener.warn,
+        tell_of_wait=listener.waiting,
+    )
+
+
+def _first_server(
+    role: str, model: ModelConfig, directory: Path, spending: RunSpending, cores: CoreShares, listener: StartListener
+) -> Any:
+    """Make a backend of the first server of a role. Nothing is started."""
+    return next(iter(backend_factories(model, role, directory, spending.accounts.get(role), cores).values()))()
+
+
+async def _ask(
+    run: tuple[Config, TrainPlan] | None, backends: Mapping[str, Backend], listener: StartListener
+) -> tuple[Mapping[str, Capabilities], Diagnosis | None]:
+    """Ask what the services offer, and with a run whether that is what it needs.
+
+    A server that ends of a question is not started again: it says what is wrong.
+    """
+    if run is None:
+        return {role: await capabilities(each) for role, each in backends.items()}, None
+    listener.step("checking the servers")
+    servers = [each for pool in backends.values() if isinstance(pool, Replicated) for each in pool.backends.values()]
+    diagnosis = await watched(diagnose(*run, backends), [each.watch for each in servers])
+    return diagnosis.capabilities, diagnosis
+
+
+def _accept(diagnosis: Diagnosis | None, listener: StartListener) -> None:
+    """Raise ConfigError for services that are unsafe for the run, and pass on what makes it worse."""
+    if diagnosis is None:
+        return
+    diagnosis.raise_if_unsafe()
+    for warning in diagnosis.warnings:
+        listener.warn(warning)
+
+
+async def _give_first_weights(
+    run: tuple[Config, TrainPlan] | None,
+    served: Mapping[str, ModelConfig],
+    backends: Mapping[str, Any],
+    found: Mapping[str, Capabilities],
+    listener: StartListener,
+) -> Mapping[str, Capabilities]:
+    """Send the student's servers the weights that a run starts from; return what the services offer then."""
+    student = backends["student"]
+    await send_initial_weights(served["student"], student, found["student"], listener.step)
+    if run is None:
+        return found
+    _, plan = run
+    return {**found, "student": await compare_students(plan, student, found["student"], listener.warn)}
