@@ -248,7 +248,7 @@ class LocalBackend:
 
         def check(reply: api.CandidateReply) -> api.CandidateReply:
             if reply.version != expected_version:
-                raise PoisonedReplyError(f"of weights {reply.version} where {expected_version} were asked for")
+                raise PoisonedReplyError(f"is of weights {reply.version}, but {expected_version} were asked for")
             check_candidates(reply.logprobs, candidate_ids)
             return reply
 

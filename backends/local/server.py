@@ -111,7 +111,7 @@ class LocalServer:
     async def __aenter__(self) -> Self:
         """Start the server and wait for it. Raises `ProcessDiedError` if it ends, or is not ready in time."""
         if len(self._settings.servers()) > 1:
-            raise ConfigError(f"{self._name}: several servers, where one is taken: give each its own settings")
+            raise ConfigError(f"{self._name}: several servers in place of one: give each its own settings")
         async with contextlib.AsyncExitStack() as stack:
             urls = as_list(self._settings.url)
             self.address = Address(urls[0], Credentials.of_environment()) if urls else await self._start(stack)

@@ -98,7 +98,9 @@ class _Discovery:
         found = await self._interview()
         if self._has_failed:
             log = structlog.get_logger()
-            log.warning("an endpoint failed twice at questions, so it is not asked so", said=as_said(self._refused))
+            log.warning(
+                "an endpoint failed twice over requests, so such requests are not sent", said=as_said(self._refused)
+            )
         return found
 
     async def _interview(self) -> Dialect:

@@ -225,7 +225,7 @@ def _top(entries: Sequence[Row], texts: TokenTexts | None, *, width: int) -> tup
     """Return ids and log-probabilities (N, width), descending, padded with -inf."""
     counts = np.array([len(each) for each in entries], dtype=np.int64)
     if counts.max(initial=0) > width:
-        raise PoisonedReplyError(f"{counts.max()} log-probabilities at a position where {width} are the most")
+        raise PoisonedReplyError(f"{counts.max()} log-probabilities at a position where at most {width} can be")
     keys = [key for each in entries for key in each]
     flat_values = numbers([value for each in entries for value in each.values()])
     ids = np.full((len(entries), width), UNKNOWN, dtype=np.int32)

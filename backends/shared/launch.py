@@ -123,7 +123,7 @@ def check_together(launches: Sequence[LaunchSettings]) -> None:
         raise ValueError(f"port={twice[0]} is given twice: give each server a port of its own, or none for free ones")
     names = [None if each.devices is None else each.devices.split(",") for each in launches]
     if None in names and any(names):
-        raise ValueError("devices: a server without any takes all of them: name those of each server, or of none")
+        raise ValueError("devices: a server without this key uses all devices: set it for each server, or for none")
     for device in sorted({device.strip() for each in names for device in each or []}):
         shares = [
             each.memory_fraction
@@ -132,8 +132,8 @@ def check_together(launches: Sequence[LaunchSettings]) -> None:
         ]
         if len(shares) > 1 and sum(share if share is not None else 1.0 for share in shares) > 1.0:
             raise ValueError(
-                f"devices: {device} is given to {len(shares)} servers: give each others, or a memory_fraction of which "
-                "the sum is at most 1"
+                f"devices: {device} is given to {len(shares)} servers: give each its own devices, or each a "
+                "memory_fraction, with a sum of at most 1"
             )
 
 

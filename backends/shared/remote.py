@@ -155,7 +155,7 @@ class RemoteSettings(AttachedSettings):
 
 def _only(places: Sequence[T]) -> T:
     if len(places) != 1:
-        raise ConfigError(f"url, launch: {len(places)} servers, where one is taken: give one, or each its own settings")
+        raise ConfigError(f"url, launch: {len(places)} servers in place of one: give one, or each its own settings")
     return places[0]
 
 

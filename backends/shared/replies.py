@@ -54,7 +54,7 @@ def check_generation(
         raise PoisonedReplyError(f"ends after {count} of {sampling.max_tokens} tokens, without a stop token")
     passed = np.flatnonzero((reply.token_ids[:-1, None] == np.array(sampling.stop_token_ids)).any(axis=1))
     if passed.size:
-        raise PoisonedReplyError(f"goes on after stop token {reply.token_ids[passed[0]]}, token {passed[0] + 1} of it")
+        raise PoisonedReplyError(f"continues after stop token {reply.token_ids[passed[0]]} at token {passed[0] + 1}")
     ends = [span.end for span in reply.version_spans]
     starts = [span.start for span in reply.version_spans]
     if not (ends and starts == [0, *ends[:-1]] and ends == sorted(ends) and ends[-1] == count):

@@ -67,8 +67,7 @@ def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: i
         return
     if settings.port is not None and servers > 1:
         raise ValueError(
-            f"weights.port={settings.port}: {servers} servers get their weights from as many ports: remove it for free "
-            "ones"
+            f"weights.port={settings.port}: each of {servers} servers needs another port: remove it, for free ports"
         )
     for host in (httpx.URL(url).host for url in urls):
         if is_loopback(settings.address) and not is_loopback(host):

@@ -139,7 +139,9 @@ class VllmClient:
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "allowed_token_ids": [token_id]}
         sampled = await self.sample(prefix, parameters, top_k=0, logprobs=0, deadline=deadline)
         if sampled.token_ids.tolist() != [token_id]:
-            raise PoisonedReplyError(f"{self.server.name}: sampled {sampled.token_ids} where {token_id} alone may be")
+            raise PoisonedReplyError(
+                f"{self.server.name}: sampled {sampled.token_ids} where only {token_id} was allowed"
+            )
         return sampled
 
     async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:

@@ -44,5 +44,5 @@ async def _confirm(server: RemoteServer, *, is_sleeping: bool, deadline: float) 
     found = await server.get("/is_sleeping", _Sleeping, deadline=deadline)
     if found.is_sleeping != is_sleeping:
         raise TransientError(
-            f"{server.name}: the server {'sleeps' if found.is_sleeping else 'is awake'} against orders"
+            f"{server.name}: the server was told to {'sleep, but is awake' if is_sleeping else 'wake, but sleeps'}"
         )

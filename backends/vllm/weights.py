@@ -129,7 +129,7 @@ class WeightUpdater:
                 structlog.get_logger().error("the server stays paused: restart it", role=name, cause=str(second))
                 return
             raise ProcessDiedError(
-                f"{name}: the server took no new weights and must be restarted, it stays paused: {cause}; then {second}"
+                f"{name}: the server took no new weights, stays paused and must be restarted: {cause}; then {second}"
             ) from error
         structlog.get_logger().warning("went back to the weights before", role=name, cause=cause)
 

@@ -92,7 +92,7 @@ def require_answers(found: ProblemSet, key: str) -> None:
     """Raise DataError if a problem has no answer, as in a layout that reads none."""
     if problem := next((each for each in found.problems if not each.answer), None):
         raise DataError(
-            f"{about(key)}problem {problem.id!r} has no answer, which layout {found.layout} does not read: name its "
+            f"{about(key)}problem {problem.id!r} has no answer, since layout {found.layout} reads none: name its "
             f"column in {setting(key, 'fields.answer')}, or another {setting(key, 'layout')}"
         )
 

@@ -25,8 +25,8 @@ from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import IntArray, Problem, Prompt
 
 DATE_WARNING = (
-    "prompt.template_arguments: the chat template writes today's date, so that prompts are others on another day: give "
-    'its variable for the date a value, as in prompt.template_arguments.date_string="26 Jul 2024"'
+    "prompt.template_arguments: the chat template writes today's date, so prompts change from day to day: set its "
+    'variable for the date, as in prompt.template_arguments.date_string="26 Jul 2024"'
 )
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}today\N{OBJECT REPLACEMENT CHARACTER}"
 # In front of a template, this macro replaces the function through which transformers lets templates read the clock.

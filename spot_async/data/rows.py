@@ -96,8 +96,8 @@ class _RowLines(Generic[AnyStr]):
         self._taken += len(line)
         if self._taken > MAX_ROW_BYTES:
             raise DataError(
-                f"{self._path}:{self._first}: a row of more than {MAX_ROW_BYTES:,} bytes, as no problem is: correct or "
-                "remove it"
+                f"{self._path}:{self._first}: a row of more than {MAX_ROW_BYTES:,} bytes, longer than any problem: "
+                "correct or remove it"
             )
         if not line:
             raise StopIteration

@@ -113,7 +113,7 @@ def check(reply: Generation, max_tokens: int = 8) -> Generation:
             {"token_ids": np.array([3, 4, 6], np.int32), "finish_reason": "length"},
             "ends after 3 of 8 tokens, without a stop token",
         ),
-        ({"token_ids": np.array([5, 4, 5], np.int32)}, "goes on after stop token 5, token 1 of it"),
+        ({"token_ids": np.array([5, 4, 5], np.int32)}, "continues after stop token 5 at token 1"),
         ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "logprobs hold NaN"),
         ({"logprobs": np.array([-1, 0.1, -1], np.float32)}, "logprobs hold values above 0"),
         ({"version_spans": (VersionSpan(0, 2, WeightVersion(0, 0)),)}, "do not cover"),

@@ -216,7 +216,7 @@ async def test_after_a_broken_session_the_weights_before_are_sent_whole(connect:
 async def test_a_server_whose_weights_may_be_mixed_stays_paused(connect: Connect) -> None:
     async with connect() as (updater, stand_in, _, snapshot):
         stand_in.broken.add("/update_weights")
-        with pytest.raises(ProcessDiedError, match="must be restarted, it stays paused"):
+        with pytest.raises(ProcessDiedError, match="stays paused and must be restarted"):
             await updater.update(snapshot(1), deadline=soon())
         assert stand_in.paused
 

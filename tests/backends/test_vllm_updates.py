@@ -92,7 +92,7 @@ async def test_a_first_update_that_fails_leaves_the_server_going_with_the_models
 async def test_a_server_that_can_load_nothing_stays_paused(connect: Connect) -> None:
     async with connect() as (backend, stand_in):
         stand_in.broken.add("/collective_rpc")
-        with pytest.raises(ProcessDiedError, match="must be restarted, it stays paused"):
+        with pytest.raises(ProcessDiedError, match="stays paused and must be restarted"):
             await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V1), deadline=soon())
         assert stand_in.paused
 

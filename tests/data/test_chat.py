@@ -197,11 +197,11 @@ def test_an_evaluation_that_is_judged_needs_answers_and_one_that_is_not_does_wit
         plan(unanswered, "policy=opd", f"evaluation.problems={unanswered}")
     rows = write(tmp_path, [{"instruction": "a1+2b", "dataset": "x"}], "alpaca.jsonl")
     with pytest.raises(
-        DataError, match=r"evaluation\.problems: problem 'row-1' has no answer, which layout alpaca_eval"
+        DataError, match=r"evaluation\.problems: problem 'row-1' has no answer, since layout alpaca_eval"
     ):
         plan(unanswered, "policy=opd", f"evaluation.problems={rows}")
     with pytest.raises(
-        DataError, match=r"data\.train: problem 'row-1' has no answer, which layout alpaca_eval does not"
+        DataError, match=r"data\.train: problem 'row-1' has no answer, since layout alpaca_eval reads none"
     ):
         plan(rows, "evaluation=null", "policy=spot")
     for path in (rows, unanswered):

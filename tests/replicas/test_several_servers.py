@@ -76,10 +76,10 @@ VLLM = [
     ("launch: [{python: p}, {python: p, prt: 7}]", ".launch.1.prt: unknown key; did you mean `port`"),
     ("launch: [{python: p, port: 7}, {python: p, port: 7}]", ".launch: port=7 is given twice"),
     ("launch: [{python: p, devices: '0,1'}, {python: p, devices: 1}]", ".launch: devices: 1 is given to 2 servers"),
-    ("launch: [{python: p, devices: 0}, {python: p}]", ".launch: devices: a server without any takes all of them"),
+    ("launch: [{python: p, devices: 0}, {python: p}]", ".launch: devices: a server without this key uses all devices"),
     (
         "url: [http://a, http://b], weights: {transport: distributed, port: 7, address: h}",
-        ": weights.port=7: 2 servers get their weights from as many ports",
+        ": weights.port=7: each of 2 servers needs another port",
     ),
 ]
 OTHERS = [
@@ -131,9 +131,9 @@ def test_each_server_has_a_backend_of_its_own_under_a_name_of_its_own(tmp_path: 
 
 
 async def test_a_backend_takes_one_server(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 servers, where one is taken"):
+    with pytest.raises(ConfigError, match="2 servers in place of one"):
         assert RemoteSettings(kind="fake", url=["http://a", "http://b"]).where
     local = LocalBackend(LocalBackend.Settings(replicas=2), role="student", model="m", run_directory=tmp_path)
-    with pytest.raises(ConfigError, match="several servers, where one is taken"):
+    with pytest.raises(ConfigError, match="several servers in place of one"):
         await local.__aenter__()
     assert VllmBackend.Settings(url="http://a").servers()[0].where == "http://a"

@@ -121,7 +121,7 @@ async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_kille
         await client.sample([5], {"max_tokens": 1}, top_k=0, logprobs=0, deadline=soon())
         good = WeightSnapshot(directory=str(models.student), version=V0)
         await updater.update(good, deadline=soon())
-        with pytest.raises(ProcessDiedError, match="must be restarted, it stays paused"):
+        with pytest.raises(ProcessDiedError, match="stays paused and must be restarted"):
             await updater.update(WeightSnapshot(directory=str(of_other_shapes), version=V1), deadline=soon())
         assert await server.get("/is_paused", dict[str, bool], deadline=soon()) == {"is_paused": True}
         waiting = asyncio.create_task(client.sample([5], {"max_tokens": 1}, top_k=0, logprobs=0, deadline=soon()))

@@ -90,7 +90,7 @@ async def test_who_has_the_key_but_not_the_token_gives_no_weights_however_the_pa
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
         reply = await client.post(path, content=wire.encode(update), headers={**NATIVE, **KEY}, follow_redirects=True)
     assert reply.status_code == 403
-    assert wire.decode(reply.content, api.ErrorReply).message.startswith("takes new weights from nobody but the run")
+    assert wire.decode(reply.content, api.ErrorReply).message.startswith("takes new weights only from the run")
 
 
 def test_the_key_is_the_users_where_one_is_set_and_else_made_for_each_server(monkeypatch: pytest.MonkeyPatch) -> None:

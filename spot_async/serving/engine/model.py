@@ -215,7 +215,7 @@ def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
     if not gap <= tolerance_nats:
         raise DataError(
             f"{model.name}: {type(model.module).__name__} cannot be served: in the engine's slots its "
-            f"log-probabilities are {gap:.2g} nats off a plain forward's (it takes full attention and finite weights)"
+            f"log-probabilities are {gap:.2g} nats off a plain forward's (it needs full attention and finite weights)"
         )
 
 

@@ -56,7 +56,7 @@ class Access:
         token = self.credentials.update_token
         if token is None or _same(headers.get(api.UPDATE_TOKEN_HEADER.lower(), ""), token):
             return None
-        return Refusal(403, "takes new weights from nobody but the run that has the server's update token")
+        return Refusal(403, "takes new weights only from the run that has the server's update token")
 
 
 class RefuseStrangers:

@@ -47,7 +47,7 @@ class Bodies:
                 if len(body) + len(part) > max_bytes:
                     raise _too_large(max_bytes)
                 if self._held_bytes + len(part) > self._max_held_bytes:
-                    raise ThrottledError("other requests' bodies take all room that there is for them: try again later")
+                    raise ThrottledError("the bodies of other requests take all the room there is: try again later")
                 body += part
                 self._held_bytes += len(part)
             if len(body) < LARGE_SHARE * max_bytes:
