@@ -1,9 +1,11 @@
-"""Grants leases: which request goes to which replica, and when. Requests that must wait do so here.
+"""Grants leases: decides which replica a request goes to, and lets requests wait until one has room.
 
-Oldest prompt first over all stages of a role, and nobody overtakes: a rate limit that has no room for the first one
-holds up those behind it, or large requests would never go. Only a request that is kept apart from others of its kind
-(`Errand.is_suspected`) lets them pass. Nothing is polled: a place that comes free, a replica that comes back and a rate
-limit's timer are what let the next one in.
+The oldest prompt comes first, over all stages of a role, and nobody overtakes. If a rate limit has no room for the
+first request, those behind it wait too, since large requests would never leave otherwise. Only a request that is
+suspected to end servers (`Errand.is_suspected`), and must wait for a server without another suspect, lets others pass.
+
+Nothing is polled. The next request gets its turn when a place comes free, when a replica comes back, or when the timer
+of a rate limit or of a pause runs out.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ HTTP_ERROR = 400
 
 
 class Dispatcher(Generic[B]):
-    """Grants the leases of one role. `version`: the weights that requests are for; replicas with others get none."""
+    """Grants the leases of one role. Replicas whose weights are not of `version` get no requests."""
 
     def __init__(
         self,
@@ -51,7 +53,8 @@ class Dispatcher(Generic[B]):
         self._rate_limit = rate_limit
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router()
-        self._room: WaitingRoom[Errand, HeldLease[B]] = WaitingRoom(  # stages let in no more than they have places for
+        # It needs no capacity of its own, since stages send no more requests than their limits allow.
+        self._room: WaitingRoom[Errand, HeldLease[B]] = WaitingRoom(
             self._grant, self._give_back, lets_pass=lambda errand: errand.is_suspected
         )
         self._said: Counter[str] = Counter()  # what there was to say, by kind
@@ -64,7 +67,7 @@ class Dispatcher(Generic[B]):
         """See `ServicePool.lease`."""
         errand.check()
         lease = await self._room.enter(errand)
-        if errand.is_convicted:  # by what became of its last server meanwhile
+        if errand.is_convicted:  # a server that had it before may have ended while it waited here
             self._give_back(lease)
             errand.check()
         return lease
@@ -99,13 +102,13 @@ class Dispatcher(Generic[B]):
         return HeldLease(replica, errand, now_s, self._released, grant=grant)
 
     def _give_back(self, lease: HeldLease[B]) -> None:
-        """Take back a lease that was granted, but that nobody came for."""
+        """Take back a lease that was not used."""
         lease.give_back()
         self._forgo(lease)
         self.admit()
 
     def _forgo(self, lease: HeldLease[B]) -> None:
-        """Give back the room under the rate limit of a lease in which nothing was sent."""
+        """Give back the room under the rate limit, unless the lease's request was sent."""
         if self._rate_limit is not None and lease.grant is not None:
             self._rate_limit.give_back(lease.grant)
 
@@ -120,7 +123,7 @@ class Dispatcher(Generic[B]):
     def _hold(self, replica: Replica[B], error: ThrottledError, seconds: float, now_s: float) -> None:
         longer_s = seconds - replica.held_s(now_s)
         replica.held_until_s = max(replica.held_until_s, now_s + seconds)
-        if longer_s >= LONG_PAUSE_S:  # not for each of the requests that were refused together
+        if longer_s >= LONG_PAUSE_S:  # once, and not for each of the requests that were refused together
             structlog.get_logger().warning("left alone", replica=replica.name, seconds=seconds, error=str(error))
             self._say("pause", f"{replica.name} gets nothing for {rough_time(seconds)}, as it asks: {error}")
 
@@ -129,7 +132,7 @@ class Dispatcher(Generic[B]):
         self.admit()
 
     def _released(self, lease: HeldLease[B], error: BaseException | None) -> None:
-        """Tell a replica what its request ended with, unless the request was taken back."""
+        """Note what a request ended with, and let others in. The replica learns of it unless it was taken back."""
         if isinstance(error, RequestError):
             lease.errand.failed_on.add(lease.replica)
         if not lease.was_revoked:
@@ -139,7 +142,7 @@ class Dispatcher(Generic[B]):
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:
         replica, now_s, errand = lease.holder, asyncio.get_running_loop().time(), lease.errand
-        in_flight = replica.in_flight + 1  # with this one
+        in_flight = replica.in_flight + 1  # this request included, which has just left
         lowered: Decrease | None = None
         match error:
             case None:
@@ -170,7 +173,7 @@ class Dispatcher(Generic[B]):
         log = structlog.get_logger()
         tell = log.info if lowered.by_latency else log.warning
         tell("limit lowered", replica=replica, stage=stage, **lowered._asdict())
-        if lowered.by_latency:  # normal operation, and nothing for people to do: log and report have it
+        if lowered.by_latency:  # normal operation, so people need not act; log and report have it
             return
         most = counted(lowered.after, "request")
         self._say(
@@ -181,16 +184,17 @@ class Dispatcher(Generic[B]):
 
     def _say(self, kind: str, line: str) -> None:
         self._said[kind] += 1
-        if self._said[kind] & (self._said[kind] - 1) == 0:  # an endpoint that refuses for hours would fill the screen
+        # The 1st, 2nd, 4th, 8th and so on: an endpoint that refuses for hours would fill the screen.
+        if self._said[kind] & (self._said[kind] - 1) == 0:
             self._warn(line)
 
 
 def _is_refusal(error: RequestError) -> bool:
-    """Whether the server said so itself (HTTP 500, say): then the request may be at fault, and the server lives."""
+    """Whether the server itself answered with an error (HTTP 500, say), so that it lives and the request may be bad."""
     return error.exchange is not None and (error.exchange.status or 0) >= HTTP_ERROR
 
 
 def _is_of_a_reply(error: RequestError) -> bool:
-    """Whether the error came from a reply. What a backend itself refuses says nothing of the server."""
+    """Whether the error came from a reply. A request that the backend itself refused says nothing of the server."""
     was_answered = error.exchange is not None and error.exchange.status is not None
     return was_answered or isinstance(error, PoisonedReplyError)

@@ -1,6 +1,6 @@
-"""One replica: its backend object, what is known of it, and the leases on it.
+"""Holds one replica: its backend object, what is known of it, and the leases on it.
 
-Decides nothing by itself: the pool says what may be sent, the supervisor what is done about a replica in trouble.
+It decides nothing by itself. The pool decides what may be sent, and `recovery` what is done about a replica in trouble.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Trouble(StrEnum):
 
     ENDED = "its process ended"
     SILENT = "it does not answer"
-    RESTARTED = "it must be entered again"  # it answers, but is not what was entered
+    RESTARTED = "it must be entered again"  # it answers, but is another process than was entered
     BEHIND = "it has not taken the newest weights"
 
 
@@ -49,18 +49,18 @@ class ReplicaStatus(NamedTuple):
     state: State
     in_flight: int
     limit: int
-    decreases: int  # of the limit, so far
+    decreases: int  # how often the limit was lowered so far
     restarts: int  # how often it was entered again
-    version: WeightVersion | None  # of weights that were sent to it
+    version: WeightVersion | None  # the weights that were sent to it last
     traffic: Traffic
-    requests: int = 0  # that it was leased for, whatever came of them
-    busy_s: float = 0.0  # summed over them: mean in flight = busy_s / elapsed
-    away_s: float = 0.0  # out of rotation
-    held_s: float = 0.0  # for which it still asks to be left alone
+    requests: int = 0  # how many it was leased for, however they ended
+    busy_s: float = 0.0  # seconds of all requests together; divided by the elapsed time, the mean in flight
+    away_s: float = 0.0  # seconds out of rotation
+    held_s: float = 0.0  # seconds that are left of the pause that it asked for
 
 
 class Replica(Generic[B]):
-    """A server of a role, whichever backend object stands for it at the moment."""
+    """A server of a role, whichever backend object stands for it now."""
 
     def __init__(
         self,
@@ -80,24 +80,26 @@ class Replica(Generic[B]):
         self.backend = backend
         self.offers: Capabilities | None = None  # as it was found first
         self.is_entered = False
-        self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken or catches up
+        self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken, or sent weights
         self.life = LifeCycle(now_s, moved)
         self.limit = ConcurrencyLimit(max_in_flight)
         self._max_in_flight = max_in_flight
-        self.leases: dict[HeldLease[B], None] = {}  # oldest first: a seed replays a run, whatever their addresses
+        self.leases: dict[HeldLease[B], None] = {}  # oldest first; a set's order would differ between processes
         self.last_error: SpotError | None = None
-        self.held_until_s = now_s  # it asked to be left alone until then
+        self.held_until_s = now_s  # the end of the pause that it asked for
         self.restarts = 0
-        self.occupancy = Occupancy()  # by the leases, without those that are the pool's own
+        self.occupancy = Occupancy()  # of requests; the pool's own leases do not count
         self._requests_sent = 0
         self._unanswered: dict[Errand, None] = {}  # whose connections that failed since the last answer, and since when
         self._failing_s = now_s
-        self._silence_s = 0.0  # that it had something in flight since its last sign of life, while it has nothing
-        self._silent_since_s = now_s  # that long ago, while it has something
+        # For how long it has had requests since its last sign of life. While it has none, the first counts; while it
+        # has some, the time since the second.
+        self._silence_s = 0.0
+        self._silent_since_s = now_s
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._retired = Traffic()  # of backend objects that were left
+        self._retired = Traffic()  # the traffic of backend objects that were left
         self._report: asyncio.Future[Report] = self._loop.create_future()
 
     @property
@@ -122,7 +124,7 @@ class Replica(Generic[B]):
 
     @property
     def status(self) -> ReplicaStatus:
-        """For any thread."""
+        """The replica as people and metrics see it. It may be read from any thread."""
         life, now_s = self.life, self._loop.time()
         return ReplicaStatus(
             self.name,
@@ -140,7 +142,7 @@ class Replica(Generic[B]):
         )
 
     def held_s(self, now_s: float) -> float:
-        """Seconds for which it still asks to be left alone."""
+        """Return the seconds that are left of the pause that it asked for."""
         return max(0.0, self.held_until_s - now_s)
 
     # What the leases say
@@ -170,9 +172,9 @@ class Replica(Generic[B]):
         self.life.answered(now_s)
 
     def unanswered(self, lease: HeldLease[B], error: SpotError, now_s: float) -> None:
-        """A request got no answer: its connection failed, or was never made.
+        """Note that a request got no answer, since its connection failed or was never made.
 
-        Only those that were sent before the first of these failures may be what ended the server.
+        Only requests that were sent before the first of these failures may be what ended the server.
         """
         self.last_error = error
         if not self._unanswered:
@@ -183,7 +185,7 @@ class Replica(Generic[B]):
             self._changed.set()
 
     def take_back(self, reason: str, *, is_lost: bool) -> None:
-        """Cancel everything in flight. `is_lost`: the server ended or froze by itself, and one of these may be why."""
+        """Cancel everything in flight. `is_lost`: the server ended or froze by itself, perhaps over one of these."""
         if is_lost:
             for errand in dict.fromkeys(lease.errand for lease in self.leases) | self._unanswered:
                 errand.losses += 1
@@ -191,11 +193,13 @@ class Replica(Generic[B]):
         for lease in self.leases:
             lease.revoke(reason)
 
-    # What the supervisor waits for
+    # What `recovery` waits for
 
     async def needs_ping(self, stall_s: float) -> None:
-        """Return once it is suspect, or has had something in flight for `stall_s` altogether and answered nothing:
-        requests that are given up early, such as at a shorter deadline, add up."""
+        """Return once it is suspect, or has had requests for `stall_s` in all without an answer.
+
+        Times add up over requests that are given up early, such as at a shorter deadline.
+        """
         loop = asyncio.get_running_loop()
         while self.life.state is not State.SUSPECT:
             self._changed.clear()
@@ -208,7 +212,7 @@ class Replica(Generic[B]):
                     return
 
     def showed_life(self, now_s: float) -> None:
-        """It answered something, such as a ping: it is busy, and nothing worse."""
+        """Note that it answered something, such as a ping."""
         self._silence_s = 0.0
         self._silent_since_s = now_s
 
@@ -217,17 +221,17 @@ class Replica(Generic[B]):
         await self._idle.wait()
 
     def report(self, trouble: Trouble, error: SpotError) -> None:
-        """Report trouble to the supervisor. The first report counts, and none while it is being brought back."""
+        """Report trouble. The first report counts, and none counts while the replica is being brought back."""
         if self.life.state in IN_ROTATION and not self._report.done():
             self.last_error = error
             self._report.set_result(Report(trouble, error))
 
     async def trouble(self) -> Report:
-        """Wait for the first trouble that is reported since it was last taken out of rotation."""
+        """Wait for the first trouble that is reported after the replica was last taken out of rotation."""
         return await asyncio.shield(self._report)
 
     def take_out(self, state: State, now_s: float) -> None:
-        """Take it out of rotation. Whatever else was reported until now belongs to the same incident."""
+        """Take it out of rotation. Reports until now belong to this incident, and are forgotten."""
         self.life.move(state, now_s)
         self._report = self._loop.create_future()
 
@@ -258,7 +262,7 @@ class Replica(Generic[B]):
 
 
 class HeldLease(Generic[B]):
-    """A `Lease` on a replica. Its timeout has no time of its own: it is how the request is cancelled."""
+    """A `Lease` on a replica. Its timeout is never due by itself; it is how the request is cancelled."""
 
     __slots__ = (
         "_is_entered",
@@ -285,8 +289,11 @@ class HeldLease(Generic[B]):
         is_request: bool = True,
         grant: Grant | None = None,
     ) -> None:
-        """`released` is told what the request ended with; None: it was answered. Work of the pool's own, such as a
-        weight update, is no request, and is not limited. `grant` is the room that a rate limit keeps for it."""
+        """Make a lease that is not entered yet.
+
+        `released` is told what the request ended with, which is None if it was answered. The pool's own work, such as a
+        weight update, is no request (`is_request`) and is not limited. `grant` is the room that a rate limit keeps.
+        """
         self.service = replica.backend
         self.errand = errand
         self.granted_s = now_s
@@ -313,18 +320,18 @@ class HeldLease(Generic[B]):
         return self._reason is not None
 
     def revoke(self, reason: str) -> None:
-        if self._reason is not None:  # it takes its time to end: another incident meanwhile changes nothing for it
+        if self._reason is not None:  # it was revoked before, and takes its time to end
             return
         self._reason = reason
         if self._is_entered:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def give_back(self) -> None:
-        """Give the lease back where it was granted, but nobody came for it."""
+        """Give back a lease that was not used."""
         self._replica.released(self)
 
     async def __aenter__(self) -> B:
-        if self._reason is not None:  # revoked on the way here: its service may have been left
+        if self._reason is not None:  # revoked between granting and entering, so its service may have been left
             error = self._given_up()
             self._end(error)
             raise error

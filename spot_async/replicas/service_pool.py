@@ -1,7 +1,7 @@
-"""What a stage asks of the servers it sends requests to: a lease on one of them, for one attempt.
+"""Defines what a stage asks of the servers that it sends requests to: a lease on one of them, for one attempt.
 
-`pool.ReplicaPool` is the real one. A service that is no pool (a verifier, a service of a test or of a program's own)
-is taken for the only one there is, without any limit: `pool_of`.
+`pool.ReplicaPool` is the real pool. A service that is no pool (a verifier, or one of a test or of a program) becomes a
+pool of one without any limit by `pool_of`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 from spot_async.base.waiting_room import Priority
 from spot_async.errors import PermanentError
 
-SUSPECTED = 2  # losses
+SUSPECTED = 2  # replicas lost with a request, after which it is suspected to end them
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
@@ -21,16 +21,16 @@ S_co = TypeVar("S_co", covariant=True)
 
 @dataclass(slots=True, eq=False)
 class Errand:
-    """One request on its way through a pool, all its attempts included."""
+    """A request on its way through a pool, with all its attempts."""
 
     stage: str
     priority: Priority
-    session: str | None = None  # of requests that share a prefix
-    tokens: int = 0  # that it may take of a token limit
-    kind: str = ""  # whose latencies are compared; of a stage whose requests are alike, its name
-    failed_on: set[str] = field(default_factory=set)  # replicas, by name
-    losses: int = 0  # replicas that ended or froze while they had it
-    work: int = 0  # tokens that its answer amounts to, once that is known; until then the most it may take
+    session: str | None = None  # requests of a session share a prefix
+    tokens: int = 0  # the most that it may take of a token limit
+    kind: str = ""  # latencies are compared within a kind; default: the stage
+    failed_on: set[str] = field(default_factory=set)  # names of the replicas that failed it
+    losses: int = 0  # how many replicas ended or froze while they had it
+    work: int = 0  # tokens that its answer amounts to once that is known, and until then the most it may take
 
     def __post_init__(self) -> None:
         self.kind = self.kind or self.stage
@@ -38,7 +38,7 @@ class Errand:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether it may be what ends servers: then it is sent where no other suspect is, so that a loss tells."""
+        """Whether it may be what ends servers. Then it is sent where no other suspect is, so that a loss tells."""
         return self.losses >= SUSPECTED
 
     @property
@@ -46,10 +46,10 @@ class Errand:
         return self.losses > SUSPECTED
 
     def check(self) -> None:
-        """Raises `PermanentError` once it is clear that this request ends servers.
+        """Raise `PermanentError` once it is clear that this request ends servers.
 
-        Many requests are in flight when a server ends, and at most one of them is to blame. Without a last attempt
-        alone, those beside a bad prompt would be given up with it.
+        Many requests are in flight when a server ends, and at most one of them is to blame. The last attempt without
+        other suspects saves those that were only beside a bad prompt.
         """
         if self.is_convicted:
             raise PermanentError(
@@ -59,19 +59,19 @@ class Errand:
 
 
 class Lease(Protocol[S_co]):
-    """The right to send one request to one replica, from entering to leaving. To be entered at once.
+    """The right to send one request to one replica, from entering to leaving. Enter it at once.
 
-    What the request ends with, as it leaves, is what the pool learns of the replica. A replica that is lost
-    meanwhile takes the lease back: the request is cancelled, and leaving raises a `TransientError` in its place.
+    On leaving, the pool learns how the request ended, and thus how the replica is. If the replica is lost meanwhile,
+    the lease is taken back: the request is cancelled, and leaving raises a `TransientError` instead.
     """
 
     @property
     def replica(self) -> str:
-        """Its name; empty where there is only one."""
+        """The replica's name; empty if there is only one."""
         ...
 
     async def __aenter__(self) -> S_co:
-        """The replica's service."""
+        """Return the replica's service."""
         ...
 
     async def __aexit__(
@@ -84,15 +84,15 @@ class ServicePool(Protocol[S_co]):
     """The replicas of one role."""
 
     async def lease(self, errand: Errand) -> Lease[S_co]:
-        """Wait for a replica that may take the request now. Waits for as long as it takes: it is back-pressure.
+        """Wait, without a time limit, until a replica may take the request; return a lease on it.
 
-        Raises `PermanentError` for a request that is known to end servers.
+        This is the servers' back-pressure. Raises `PermanentError` for a request that is known to end servers.
         """
         ...
 
 
 class OneService(Generic[S]):
-    """A `ServicePool` of one service that takes everything; at once its own lease, since there is nothing to keep."""
+    """A `ServicePool` of one service without limits. It is its own lease, since there is nothing to count."""
 
     replica = ""
 
@@ -112,5 +112,5 @@ class OneService(Generic[S]):
 
 
 def pool_of(service: S | ServicePool[S]) -> ServicePool[S]:
-    """The pool that it is, or one that holds nothing else."""
+    """Return a pool as it is, and any other service as a pool of one."""
     return cast("ServicePool[S]", service) if isinstance(service, ServicePool) else OneService(service)
