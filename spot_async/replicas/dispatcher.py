@@ -47,7 +47,7 @@ class Dispatcher(Generic[B]):
         rate_limit: RateLimiter | None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`warn` gets lines for people: the first of a kind and ever fewer."""
+        """`warn` gets lines for people: the first of a kind, and ever fewer of those after it."""
         self.version: WeightVersion | None = None
         self._replicas = replicas
         self._rate_limit = rate_limit
@@ -57,7 +57,7 @@ class Dispatcher(Generic[B]):
         self._room: WaitingRoom[Errand, HeldLease[B]] = WaitingRoom(
             self._grant, self._give_back, lets_pass=lambda errand: errand.is_suspected
         )
-        self._said: Counter[str] = Counter()  # what there was to say, by kind
+        self._said: Counter[str] = Counter()  # how many lines there were, by kind
         self._warn = warn
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from spot_async.protocols import Sleeper
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.replicas.dispatcher import Dispatcher
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
-from spot_async.replicas.recovery import Supervisor
+from spot_async.replicas.recovery import Recovery
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
 from spot_async.replicas.service_pool import Errand, Lease
 from spot_async.replicas.weights import Weights
@@ -159,13 +159,11 @@ class ReplicaPool(Generic[B]):
         Raises `ProcessDiedError` when the last server of ours ended too often, and `SpotError` when no server has
         served for `recovery_timeout_s`.
         """
-        supervisors = [
-            Supervisor(
-                replica, self._replicas, self._weights, self._awake, self._serving, are_ours=self._are_ours
-            ).run()
+        recoveries = [
+            Recovery(replica, self._replicas, self._weights, self._awake, self._serving, are_ours=self._are_ours).run()
             for replica in self._replicas
         ]
-        await gather([self._watch_for_none(), *supervisors])
+        await gather([self._watch_for_none(), *recoveries])
 
     @property
     def sleeps_while_training(self) -> bool:

@@ -40,8 +40,8 @@ LAST_WORDS_S = 10.0  # for a dying server to say why; SGLang takes five to find 
 RESTARTS_WITHIN_S = 3600.0
 
 
-class Supervisor(Generic[B]):
-    """Looks after one replica."""
+class Recovery(Generic[B]):
+    """Watches one replica, and brings it back whenever it is in trouble."""
 
     def __init__(
         self,

@@ -71,14 +71,15 @@ class Replica(Generic[B]):
         max_in_flight: int,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """`make` gives a new backend object each time; `backend` is the first one, not entered yet. `moved` is told of
-        every change of state."""
+        """`make` returns a new backend object each time. `backend` is the first one, not entered yet. `moved` is called
+        after every change of state.
+        """
         self._loop = asyncio.get_running_loop()
         now_s = self._loop.time()
         self.name = name
         self.make = make
         self.backend = backend
-        self.offers: Capabilities | None = None  # as it was found first
+        self.offers: Capabilities | None = None  # what its server offered when it was entered first
         self.is_entered = False
         self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken, or sent weights
         self.life = LifeCycle(now_s, moved)
@@ -90,7 +91,8 @@ class Replica(Generic[B]):
         self.restarts = 0
         self.occupancy = Occupancy()  # of requests; the pool's own leases do not count
         self._requests_sent = 0
-        self._unanswered: dict[Errand, None] = {}  # whose connections that failed since the last answer, and since when
+        # Requests whose connections failed since the last answer, and the time of the first of these failures.
+        self._unanswered: dict[Errand, None] = {}
         self._failing_s = now_s
         # For how long it has had requests since its last sign of life. While it has none, the first counts; while it
         # has some, the time since the second.
@@ -238,7 +240,7 @@ class Replica(Generic[B]):
     # Backend objects
 
     def renew(self) -> None:
-        """Make a new backend object stand for it from now on. The old one must have been left."""
+        """Make a new backend object, which stands for the server from then on. The old one must have been left."""
         self.backend = self.make()
 
     async def enter(self) -> Capabilities:
