@@ -36,7 +36,7 @@ PAID_KEYS = (
     "token_budget",
     "requests_per_minute",
     "tokens_per_minute",
-)  # of a backend that is not asked lightly
+)  # settings of a backend whose requests cost money or are counted
 
 
 @dataclass(frozen=True)
