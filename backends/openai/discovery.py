@@ -207,6 +207,7 @@ class _Discovery:
                 return False
             return True
 
+        # All at once first, which may take a single request.
         if not await takes(wanted):
             wanted = {name: value for name, value in wanted.items() if await takes({name: value})}
         return replace(dialect, untruncated=wanted)
@@ -254,6 +255,7 @@ class _Discovery:
         """Return how many of K the endpoint really gives, since some cut silently. Colliding texts are no cut."""
         choice = (await self._post(dialect.score_body(self._prompt(dialect), k))).only
         given = max(map(len, _rows(choice)))
+        # If there are fewer than K entries, one of them may be the token's own, which does not count.
         return k if given >= k or (dialect.keyed_by_text and given > k // 2) else max(1, given - 1)
 
     async def _score_temperature(self, dialect: Dialect) -> LogprobTemperature:

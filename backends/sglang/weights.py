@@ -113,7 +113,7 @@ class SglangWeights:
                 await self._control.flush(deadline)
             yield
             await self._control.post("/continue_generation", {}, deadline)
-        except BaseException as error:
+        except BaseException as error:  # a cancelled update must resume the server too
             if not self._transport.mixed:
                 with contextlib.suppress(RequestError):
                     await self._control.post("/continue_generation", {}, _soon())
@@ -192,6 +192,7 @@ class DiskTransport:
         except PermanentError as error:
             if UPDATED_BUT_NOT_FLUSHED not in str(error):
                 raise
+            # The weights are loaded. Only the flush, and the name that follows it, are left to do.
             await self._control.flush(deadline)
             await self._control.name(snapshot.version, deadline)
 
@@ -248,6 +249,7 @@ class DistributedTransport:
             "group_name": self._group,
             "backend": self._settings.backend,
         }
+        # At the same time, because each side waits for the other.
         await both(
             self._sender.join(self._group, world_size=world_size, deadline=deadline),
             self._control.post("/init_weights_update_group", body, deadline, resend=False),

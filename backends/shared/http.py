@@ -194,6 +194,7 @@ class HttpEndpoint:
             found = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
             words = self._redacted(str(found).encode()).decode()
             raise with_exchange(found.reworded(words), self.exchange(method, path, body, status=status)) from None
+        # Redact before anything is made of the content: servers may repeat the key that they were sent.
         content = self._redacted(content)
         reply = FailedReply(response.status_code, content, dict(response.headers))
         own = self._read_error(reply.status, content) if self._read_error else None
@@ -229,6 +230,7 @@ class HttpEndpoint:
         Raises `BadBodyError` if it is too large, cannot be inflated, or does not match the digest that the server
         stated.
         """
+        # The digest is of the encoded body, and parts come inflated, so it is compared only if nothing was encoded.
         encoded = "Content-Encoding" in response.headers
         stated = None if encoded else _stated_digest(response.headers.get(DIGEST_HEADER))
         digest = hashlib.sha256()

@@ -82,7 +82,7 @@ class WeightUpdater:
                 await self._replace(snapshot, layout, deadline)
                 await self._resume()
             except (RequestError, asyncio.CancelledError):
-                # Even without an answer, the server may have paused.
+                # Even without an answer, the server may have paused. With mixed weights it must stay so.
                 if not self._may_be_mixed:
                     await self._resume_after_failure()
                 raise
@@ -107,6 +107,7 @@ class WeightUpdater:
         """Load, name and check weights. The server is paused."""
         self._may_be_mixed = True
         await self._transport.send(snapshot, layout, deadline=deadline)
+        # Cached prefixes have keys and values of the old weights.
         flushed = await self._post("/reset_prefix_cache", None, deadline)
         if flushed.get("success") is False:
             raise TransientError(f"{self._server.name}/reset_prefix_cache: the server could not drop its prefix cache")
@@ -125,6 +126,7 @@ class WeightUpdater:
             await self._transport.prepare(deadline=deadline)
             await self._load(before, layout, deadline)
         except (RequestError, ConfigError, DataError) as second:
+            # A cancelled task must end as cancelled, so the failure can only be logged.
             if isinstance(error, asyncio.CancelledError):
                 structlog.get_logger().error("the server stays paused: restart it", role=name, cause=str(second))
                 return

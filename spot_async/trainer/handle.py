@@ -129,6 +129,7 @@ class TrainerProcess:
                 continue
             match answer:
                 case Accepted(iteration=batch.iteration):
+                    # From now on the trainer is at work, and `step_timeout_s` is the only limit.
                     patience_s = None
                 case Trained(iteration=batch.iteration) | Failure():
                     return answer

@@ -108,6 +108,7 @@ def ratio_statistics(
     clipped = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
     if dual_clip is not None:
         clipped |= (advantage < 0) & (ratio > dual_clip)
+    # The limit of the ratio removes a gradient too. Without an advantage there was none to remove.
     clipped |= (advantage != 0) & (log_ratio.abs() == MAX_LOG_RATIO_NATS)
     return RatioStatistics(
         tokens=mask.sum(),

@@ -129,9 +129,8 @@ class StudentTrainer:
         seed = derive_seed(self._settings.seed, "mini-batches", iteration)
         updates = mini_batches(batch.samples, training.mini_batch_size, seed)
         tally = Tally(self._device)
-        shares = [
-            self._share(mini_batch) for mini_batch in updates
-        ]  # first, since log pi_old is of the present weights
+        # All shares come before the first step, because a recomputed log pi_old is of the weights before it.
+        shares = [self._share(mini_batch) for mini_batch in updates]
         norms = []
         for number, (mini_batch, share) in enumerate(zip(updates, shares, strict=True), start=1):
             where = f"iteration {iteration + 1}, mini-batch {number} of {len(updates)}"
@@ -192,6 +191,7 @@ class StudentTrainer:
         self._strategy.reduce_gradients(self.model)
         norm = self._strategy.clip_grad_norm(self.model, self._training.max_grad_norm)
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
+        # All ranks must agree to stop. One that raised alone would leave the others waiting in a collective.
         if self._strategy.max(torch.tensor(float(not finite), device=self._device)) > 0:
             raise TrainerError(f"{where}: {self._culprits(mini_batch)}; the optimiser was not stepped")
         self._optimizer.step()
@@ -211,6 +211,7 @@ class StudentTrainer:
         )
         parts.total.backward()  # type: ignore[no-untyped-call]
         self._tally_loss(batch, logprobs, weights, parts, tally)
+        # Once the weights have moved, `logprobs` are of other weights than the server's.
         if self._training.behavior == "recomputed" or not has_moved:
             self._tally_mismatch(batch, logprobs.detach(), tally)
         return parts

@@ -91,6 +91,7 @@ class Engine:
             self._table.remove(row)
         for task in running:
             task.close_span(self.version)
+        # In order of arrival, and before those that have no token yet.
         self._waiting.extendleft(reversed(running))
         self.parameters.copy_in(tensors)
         self.version = version
@@ -184,6 +185,7 @@ class Engine:
             )
             logits = self._model.logits(hidden)[rows]
         except RuntimeError as error:
+            # All active rows are decoded together, so all of them fail. Their stages ask again.
             failed = list(table.tasks)
             for row in reversed(range(table.active)):
                 table.remove(row)
@@ -214,12 +216,14 @@ class Engine:
         )
         self.tokens_generated += len(logprobs)
         broken = table.rows[rows][~np.isfinite(logprobs)]
+        # From the last row down, because the last row moves into the place of one that is freed.
         for row in sorted({*finished.tolist(), *broken.tolist()}, reverse=True):
             self._finish(row, broken=row in broken)
 
     def _finish(self, row: int, *, broken: bool) -> None:
         task = self._table.save(row)
         if broken:
+            # NaN in the cache would reach the row's next response through the mask.
             self._cache.erase(row)
         self._free(row)
         if broken:
@@ -255,6 +259,7 @@ class Engine:
             tokens=self._settings.score_tokens,
             rows=self._settings.score_tokens,
         )
+        # Checked now and not when the request came, because the weights may have changed while it waited.
         group = [task for task in group if not self._refuse_version(task)]
         if not group:
             return

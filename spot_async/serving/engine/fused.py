@@ -113,9 +113,8 @@ class FusedModel(CausalModel):
         cos, sin = base.rotary_emb(self._embedding, positions[None])  # (1, positions, d) each
         half = self._dim // 2
         self._cos: torch.Tensor = cos[0, :, None]  # (positions, 1, d)
-        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[
-            :, None
-        ]  # multiplied with the halves of each head swapped
+        # This is multiplied with a head whose halves are swapped.
+        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]
         self._never = torch.finfo(self._dtype).min
         self._norm_of_head = torch.tensor([0] * self._query_heads + [1] * self._kv_heads, device=self.device)
 
