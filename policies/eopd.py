@@ -27,7 +27,9 @@ class EopdSettings(PluginSettings):
     kind: str = "eopd"
     top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
     alpha: NonNegativeFloat = Field(1.0, description="alpha: weight of the forward KL")
-    tau_nats: NonNegativeFloat = Field(0.8, description="tau: entropy above which the forward KL is on, nats")
+    tau_nats: NonNegativeFloat = Field(
+        0.8, description="tau: teacher entropy, in nats, above which there is a forward KL"
+    )
 
 
 class EopdPolicy:

@@ -35,7 +35,7 @@ STANDARD_DEVIATION_FLOOR = 1e-6
 
 class GrpoSettings(PluginSettings):
     kind: str = "grpo"
-    samples: int = Field(8, ge=2, description="responses per prompt: the group")
+    samples: int = Field(8, ge=2, description="responses per prompt, which are its group")
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ class KdSettings(PluginSettings):
     top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
     forward_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5,
-        description="weight of the forward KL; the cross-entropy on the teacher's tokens has the rest. "
-        "0 asks the teacher for no log-probabilities",
+        description="weight of the forward KL; cross-entropy on the teacher's tokens has the rest. With 0 the teacher "
+        "is asked for no log-probabilities",
     )
     save: str | None = Field(
         None,
-        description="file that the teacher's responses and scores are written to; one that a run like this left "
-        "behind is continued",
+        description="file to write the teacher's responses and scores to; continues the file of a run with the same "
+        "settings",
     )
     load: str | None = Field(None, description="file written by `save`: train from it, without a teacher")
 

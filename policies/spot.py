@@ -61,7 +61,9 @@ class SpotSettings(PluginSettings):
     probes: PositiveInt = Field(1, description="N_p: continuations per candidate")
     lambda_mass: Lambda = Field(0.5, description="weight of the student's missing mass in the gap G")
     lambda_shape: Lambda = Field(0.5, description="weight of the shape mismatch (JS) in the gap G")
-    score_variant: ScoreVariant = Field("Full", description="acquisition score; the others are its ablations")
+    score_variant: ScoreVariant = Field(
+        "Full", description="acquisition score; those other than Full are its ablations"
+    )
     selection: Literal["score", "random", "entropy"] = Field(
         "score", description="positions by acquisition score or, as controls, at random or by teacher entropy alone"
     )
@@ -70,11 +72,11 @@ class SpotSettings(PluginSettings):
     )
     served_top_k: PositiveInt = Field(
         20,
-        description="log-probabilities a token that are asked of servers without whole distributions, as far as they "
-        "serve so many: of the teacher's scores (k_s at least) and of the student's rollouts",
+        description="log-probabilities per token to ask of servers that give no whole distributions: in the teacher's "
+        "scores (at least k_s) and in the student's rollouts; fewer if the server's limit is lower",
     )
     refine_positions: int = Field(
-        32, ge=0, description="positions per rollout that such servers are asked for again, to make the choice certain"
+        32, ge=0, description="positions per rollout to ask such servers about again, to make the selection certain"
     )
     gamma: NonNegativeFloat = Field(1.0, description="inverse temperature of the outcome tilt")
     beta: NonNegativeFloat = Field(0.1, description="weight of the branch loss")

@@ -44,10 +44,10 @@ class LocalSettings(EngineSettings, PluginSettings):
     )
     url: OneOrMore[Url] | None = Field(
         None,
-        description="of a `spot-async serve` that runs already, with options of its own, such as "
-        "http://10.0.0.5:8000; a list for several; its key is $SPOT_ASYNC_API_KEY",
+        description="address of a running `spot-async serve`, such as http://10.0.0.5:8000; a list for several; "
+        "its key is $SPOT_ASYNC_API_KEY",
     )
-    start_timeout_s: PositiveFloat = Field(600.0, description="longest time loading the model may take")
+    start_timeout_s: PositiveFloat = Field(600.0, description="longest time that loading the model may take")
 
     def servers(self) -> Sequence[Self]:
         if self.url is not None:

@@ -67,7 +67,7 @@ class OpenAIBackend(RemoteBackend):
     class Settings(AttachedSettings):
         kind: str = "openai"
         url: OneOrMore[Url] = Field(
-            description="of an endpoint, such as https://models.example.org/v1; a list for several"
+            description="address of an endpoint, such as https://models.example.org/v1; a list for several"
         )
         request_fields: dict[str, Any] = Field(
             {}, description="further fields of every request, as the endpoint spells them"

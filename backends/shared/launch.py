@@ -78,9 +78,11 @@ class LaunchSettings(Section):
     dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
     arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
     environment: dict[str, str] = Field(
-        {}, description="further environment variables; no secrets: what this process has is passed on, and not saved"
+        {},
+        description="further environment variables; no secrets, since these are saved: variables of this process are "
+        "passed on and not saved",
     )
-    start_timeout_s: PositiveFloat = Field(600.0, description="longest time until it answers")
+    start_timeout_s: PositiveFloat = Field(600.0, description="longest time until the server answers")
 
     @pydantic.model_validator(mode="after")
     def _check_devices(self) -> Self:

@@ -31,11 +31,11 @@ class MeteredSettings(PluginSettings):
     """The settings of an account, with its limits and prices. All servers of a role share the account."""
 
     requests_per_minute: PositiveFloat | None = Field(
-        None, description="sent at most, by all stages and servers of the role together"
+        None, description="most requests that all stages and servers of the role may send together"
     )
     tokens_per_minute: PositiveFloat | None = Field(
         None,
-        description="of prompts and responses together, likewise; a response counts as its limit until it is there",
+        description="the same in tokens, of prompts and responses; until it is there, a response counts as its limit",
     )
     prices: Prices | None = Field(
         None, description="what requests cost, for spending.jsonl, the estimate and the budget"
@@ -43,7 +43,7 @@ class MeteredSettings(PluginSettings):
     budget: PositiveFloat | None = Field(
         None, description="money that the run may spend here; it ends cleanly before a request that might cost more"
     )
-    token_budget: PositiveInt | None = Field(None, description="the same in tokens, of prompts and responses together")
+    token_budget: PositiveInt | None = Field(None, description="the same in tokens, of prompts and responses")
 
     @pydantic.model_validator(mode="after")
     def _check_budget(self) -> Self:

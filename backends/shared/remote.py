@@ -48,14 +48,16 @@ class AttachedSettings(MeteredSettings):
     """The settings of remote servers that are already running, for any API."""
 
     url: OneOrMore[Url] | None = Field(
-        None, description="of a server that runs already, such as http://10.0.0.5:8000; a list for several"
+        None, description="address of a running server, such as http://10.0.0.5:8000; a list for several"
     )
-    served_model: str | None = Field(None, description="model name that requests carry; default: the one it serves")
+    served_model: str | None = Field(None, description="model name in requests; default: the only model that it serves")
     api_key_env: str | None = Field(
         None, description="environment variable with the server's key; default under launch: a random one"
     )
     headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
-    secret_headers: dict[str, str] = Field({}, description="request headers whose values are environment variables")
+    secret_headers: dict[str, str] = Field(
+        {}, description="request headers, each with the environment variable that holds its value"
+    )
     proxy: str | None = Field(None, description="proxy's URL; default: that of HTTPS_PROXY or HTTP_PROXY")
     ca_certificates: str | None = Field(
         None, description="file of the certificates to trust; default: SSL_CERT_FILE, else the usual ones"

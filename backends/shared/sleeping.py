@@ -18,7 +18,7 @@ class SleepSettings(RemoteSettings):
 
     sleep_while_training: bool = Field(
         False,
-        description="of a student on the trainer's devices: its server gives their memory back while that trains",
+        description="the student's server frees its device memory while the trainer, on the same devices, trains",
     )
 
 

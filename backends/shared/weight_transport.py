@@ -52,10 +52,14 @@ class WeightSettings(Section):
     transport: Literal["disk", "distributed"] = Field(
         "disk", description="disk: servers read the published directory; distributed: they receive its tensors"
     )
-    backend: Literal["nccl", "gloo"] = Field("nccl", description="of the distributed transport: between GPUs or CPUs")
-    address: str = Field("127.0.0.1", description="of this machine as servers reach it; distributed listens there")
-    port: int | None = Field(None, ge=1, le=65535, description="where distributed listens; default: a free one")
-    device: str | None = Field(None, description="of the sending process; default: `cuda:0` for nccl, `cpu` for gloo")
+    backend: Literal["nccl", "gloo"] = Field(
+        "nccl", description="for distributed: nccl between GPUs, gloo between CPUs"
+    )
+    address: str = Field("127.0.0.1", description="for distributed: this machine's address, as servers reach it")
+    port: int | None = Field(
+        None, ge=1, le=65535, description="for distributed: the port to listen on; default: a free one"
+    )
+    device: str | None = Field(None, description="for distributed: the sender's device; default: `cuda:0` or `cpu`")
 
 
 def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: int) -> None:

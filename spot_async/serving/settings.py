@@ -18,23 +18,23 @@ class EngineSettings(Section):
 
     slots: PositiveInt = Field(64, description="responses decoded together")
     max_context_tokens: PositiveInt | None = Field(
-        None, description="longest prompt + response; default: what the model was made for"
+        None, description="longest prompt + response; default: the model's own limit"
     )
     prefill_tokens: PositiveInt = Field(4096, description="padded prompt tokens read between two decode steps")
     score_tokens: PositiveInt = Field(8192, description="padded tokens of one scoring forward")
     score_logits: PositiveInt = Field(
-        1 << 24, description="logits held at a time when scoring: rows of a chunk times the vocabulary"
+        1 << 24, description="logits in memory at a time when scoring: rows of a chunk times the vocabulary"
     )
     threads: PositiveInt = Field(1, description="CPU threads of the engine")
     device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1, ...")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights and activations")
     fast_path: bool = Field(
-        True, description="use the engine's own forward where it gives the model's log-probabilities (float32)"
+        True, description="use the engine's own forward pass if it gives the model's log-probabilities (float32)"
     )
     deterministic: bool | None = Field(
         None,
-        description="a seed repeats bit for bit, whatever runs beside it; by default where that is possible: on a CPU "
-        "with one thread",
+        description="a seed gives the same bits, whatever runs beside it; default: true where possible, which is on a "
+        "CPU with one thread",
     )
 
     @property
@@ -63,7 +63,7 @@ class ServeSettings(EngineSettings):
     host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs SPOT_ASYNC_API_KEY")
     port: int | None = Field(None, ge=0, le=65535, description="TCP port to listen on")
     max_waiting: PositiveInt = Field(
-        1024, description="choices of /v1/completions beyond the slots that may wait; more are told to come back"
+        1024, description="choices of /v1/completions that may wait for a slot; more are refused with 503"
     )
 
     @pydantic.model_validator(mode="after")

@@ -16,11 +16,15 @@ class TrainerSettings(Section):
     training: TrainingConfig
     model_directory: str = Field(description="Hugging Face directory of the initial student, with its tokenizer")
     run_directory: str = Field(description="weights go to weights/, the log to logs/trainer.log")
-    temperature: PositiveFloat = Field(description="of the rollouts: log-probabilities are those of the sampled policy")
+    temperature: PositiveFloat = Field(
+        description="that of the rollouts, so that log-probabilities are the sampled policy's"
+    )
     seed: int = Field(ge=0, description="the run's seed: mini-batch orders derive from it")
-    iterations: PositiveInt = Field(description="of the whole run: the learning rate reaches 0 after the last")
+    iterations: PositiveInt = Field(description="iterations of the whole run; the learning rate is 0 after the last")
 
-    shares_devices: bool = Field(False, description="with the student's server, which needs their memory in between")
+    shares_devices: bool = Field(
+        False, description="the student's server is on the same devices, and needs their memory"
+    )
     end_token_ids: tuple[int, ...] = Field((), description="what ends a response; published as the eos tokens")
 
     @property

@@ -51,8 +51,8 @@ class MathVerify:
         relative_tolerance: NonNegativeFloat = Field(
             0.0,
             lt=1,
-            description="numbers that differ from the gold by at most this share of it are right too, such as 0.01 for "
-            "Minerva; figures with one are no Math-Verify figures. Default: Math-Verify's own 1e-6",
+            description="a number that differs from the gold by at most this share of it is right too, such as 0.01 "
+            "for Minerva; results are then not comparable with Math-Verify's. Default: Math-Verify's own 1e-6",
         )
 
     def __init__(self, settings: Settings) -> None:
