@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import numpy as np
 import pytest
+import structlog
 from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: F401 - fixtures
 
 from spot_async.config import TrainingConfig
@@ -313,6 +314,13 @@ def dense_loss() -> Callable[..., torch.Tensor]:
         return loss
 
     return loss_of
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Nothing that is logged is shown."""
+    with structlog.testing.capture_logs():
+        yield
 
 
 @pytest.fixture(scope="session")

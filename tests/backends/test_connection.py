@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import soon
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.shared.connection import access, proxy_for, tls_context
@@ -46,10 +47,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *paths]
     subprocess.run(argv, check=True, capture_output=True)
     return folder / "certificate.pem"
-
-
-def soon() -> float:
-    return asyncio.get_running_loop().time() + 60
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ import re
 import msgspec
 import numpy as np
 import pytest
+from deadlines import soon
 
 from spot_async.backends.shared.failures import error_message
 from spot_async.backends.shared.http import HttpEndpoint
@@ -25,10 +26,6 @@ from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVe
 
 VOCAB = 53
 RESPONSE = np.array([7, 30], np.int32)
-
-
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 async def reply_once(status: int, headers: str, body: bytes) -> asyncio.Server:

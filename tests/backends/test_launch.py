@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
+from deadlines import soon
 
 from spot_async.backends.shared.launch import Command, LaunchedServer, LaunchSettings, free_port
 from spot_async.backends.shared.remote import RemoteServer, RemoteSettings
@@ -77,10 +78,6 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def soon():
-    return asyncio.get_running_loop().time() + 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from deadlines import soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -45,10 +45,6 @@ VOCAB = 512
 TEXTS = TokenTexts(TOKENIZER, VOCAB)
 PROMPT: list[int] = VLLM["ids_echo"]["request"]["prompt"]
 SAMPLING = SamplingSettings(max_tokens=4, stop_token_ids=(2,), seed=3)
-
-
-def soon() -> float:
-    return asyncio.get_running_loop().time() + 60
 
 
 def choice(recorded: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import pydantic
 import pytest
 from aiohttp import web
+from deadlines import soon
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
@@ -99,10 +100,6 @@ async def connected(endpoint: Endpoint, **settings: Any) -> AsyncIterator[OpenAI
             yield backend
     finally:
         await runner.cleanup()
-
-
-def soon() -> float:
-    return asyncio.get_running_loop().time() + 60
 
 
 async def test_a_response_ends_at_its_stop_tokens_and_is_not_truncated_by_a_servers_own_defaults(endpoint: Any) -> None:

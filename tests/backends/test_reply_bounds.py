@@ -11,6 +11,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from deadlines import soon
 
 from spot_async.backends.shared.bodies import ANSWER_BYTES, ERROR_BYTES, STEP_BYTES, largest_reply_bytes
 from spot_async.backends.shared.http import LONG_BODY_BYTES, HttpEndpoint
@@ -21,10 +22,6 @@ MIB = 1 << 20
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
-
-
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 @contextlib.asynccontextmanager

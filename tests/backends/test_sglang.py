@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import soon
 from sglang_stand_in import (
     PROMPT,
     RESPONSE,
@@ -26,7 +27,6 @@ from sglang_stand_in import (
     ok,
     recorded,
     recorded_bytes,
-    soon,
 )
 
 from spot_async.backends.local.backend import LocalBackend

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import soon
 from sglang_stand_in import (
     PROMPT,
     V0,
@@ -22,7 +23,6 @@ from sglang_stand_in import (
     ok,
     recorded,
     recorded_bytes,
-    soon,
 )
 
 from spot_async.backends.sglang.backend import SglangBackend

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import soon
 from vllm_stand_in import (
     PROMPT,
     RESPONSE,
@@ -20,7 +21,6 @@ from vllm_stand_in import (
     V1,
     Connect,
     connecting,
-    soon,
 )
 
 from spot_async.backends.shared.launch import Doorway, LaunchSettings

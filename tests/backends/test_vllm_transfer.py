@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from deadlines import soon
 
 from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.backends.shared.remote import RemoteServer
@@ -35,10 +36,6 @@ JOIN = ["/get_world_size", "/init_weight_transfer_engine"]
 SESSION = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 CONFIRM = ["/reset_prefix_cache", "/weight_info"]
 LEAVE = "/shutdown_weight_transfer_engine"
-
-
-def soon() -> float:
-    return asyncio.get_running_loop().time() + 60.0
 
 
 class StandIn:

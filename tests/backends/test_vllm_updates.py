@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import structlog
+from deadlines import soon
 from vllm_stand_in import (
     PROMPT,
     V0,
     V1,
     Connect,
     connecting,
-    soon,
 )
 
 from spot_async.errors import (

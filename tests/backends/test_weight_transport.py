@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deadlines import soon
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,10 +39,6 @@ for shape in shapes:
     dist.broadcast(tensor, 0, group=pg)
     print(float(tensor.double().sum()), flush=True)
 """
-
-
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from deadlines import soon
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.base import wire
@@ -75,10 +76,6 @@ def attached(server: tuple[str, int], faults: ModuleType, tmp_path: Path) -> Att
                 yield backend, proxy
 
     return attach
-
-
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 class LengthIsRight:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import structlog
 from simulated_replicas import BATCH, ITERATIONS, at_random, pool_of_servers, servers, train
 
 from spot_async.base.concurrency import gather, leaves, watched
@@ -23,11 +22,7 @@ from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import WeightSnapshot, WeightVersion
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with structlog.testing.capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def assert_trained_once_with_the_right_weights(outcome):

@@ -7,7 +7,6 @@ import contextlib
 
 import msgspec
 import pytest
-import structlog
 from replica_incidents import OFFERS, Server, ask, incident
 
 from spot_async.errors import (
@@ -20,11 +19,7 @@ from spot_async.errors import (
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.service_pool import Errand
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with structlog.testing.capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 async def reset(server):

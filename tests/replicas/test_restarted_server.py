@@ -5,7 +5,6 @@ The same for vLLM and SGLang is in `tests/backends/` and `tests/servers/`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import soon
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.errors import DeadlineExceededError, RequestError, ServerRestartedError
@@ -25,10 +25,6 @@ from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, Weig
 PROMPT = np.array([5, 6, 7], np.int32)
 SAMPLING = SamplingSettings(max_tokens=4, stop_token_ids=(), seed=1)
 V7 = WeightVersion(0, 7)
-
-
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import structlog
 from replica_incidents import Server, ask, incident
 
 from spot_async.errors import (
@@ -19,11 +18,7 @@ from spot_async.errors import (
 from spot_async.replicas.life_cycle import State
 from spot_async.types import WeightSnapshot, WeightVersion
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with structlog.testing.capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("error", [ProcessDiedError("it must be restarted"), DataError("not its weights")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import structlog
 from replica_incidents import OFFERS
 
 from spot_async.config import ServingConfig
@@ -13,11 +12,7 @@ from spot_async.errors import ConfigError, Exchange, UnreachableError
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.testing.virtual_time import run_on_virtual_time
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with structlog.testing.capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Attached:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from deadlines import soon
 from safetensors.torch import load_file, save_file
 
 import spot_async
@@ -34,10 +34,6 @@ ATTACKER = Path(__file__).parents[1] / "support" / "attacker.py"
 PROMPT, RESPONSE = np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)
 NATIVE = {"content-type": api.CONTENT_TYPE}
 KEY = {"authorization": "Bearer secret"}
-
-
-def soon() -> float:
-    return asyncio.get_running_loop().time() + 60.0
 
 
 def snapshot(directory: Path | str, version: WeightVersion) -> WeightSnapshot:

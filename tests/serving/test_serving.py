@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from deadlines import soon
 from transformers import AutoModelForCausalLM
 
 from spot_async import stages_for
@@ -70,10 +71,6 @@ async def backend(model_directory: Path, tmp_path_factory: pytest.TempPathFactor
     run_directory = tmp_path_factory.mktemp("run")
     async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=run_directory) as it:
         yield it
-
-
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 def sampling(**changes: object) -> SamplingSettings:

@@ -32,10 +32,6 @@ def recorded_bytes(name: str) -> bytes:
     return json.dumps(recorded(name)).encode()
 
 
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
-
-
 @dataclass
 class StandIn:
     """Answers each path with the next of a list of (status, body), whose last one repeats. Notes what it was asked."""

@@ -33,10 +33,6 @@ def recorded(name: str) -> Any:
     return json.loads(RECORDED.read_text())[name]["reply"]
 
 
-def soon(seconds: float = 60.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
-
-
 class Raw(str):
     """A reply that is not JSON."""
 
