@@ -201,7 +201,7 @@ def show_evaluation_plan(
     config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles, *, brief: bool
 ) -> None:
     """Print what `eval --dry-run` shows."""
-    from spot_async.checks.diagnosis import evaluation_warnings
+    from spot_async.checks.prompt_warnings import evaluation_warnings
     from spot_async.tools.estimate.endpoints import evaluation_estimate
 
     if not brief:
@@ -223,7 +223,7 @@ def show_evaluation_plan(
 
 def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> None:
     """Print what `train --dry-run` shows."""
-    from spot_async.checks.diagnosis import plan_warnings
+    from spot_async.checks.prompt_warnings import plan_warnings
 
     first = next(iter(plan.schedule))
     if not brief:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spot_async.base.concurrency import alongside, budget_error
-from spot_async.checks.diagnosis import evaluation_warnings
+from spot_async.checks.prompt_warnings import evaluation_warnings
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
