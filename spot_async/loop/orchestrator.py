@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import structlog
 
@@ -23,23 +22,15 @@ from spot_async.base.retry import RetryPolicy
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState
+from spot_async.loop.events import IterationFinished, Phase, PhaseBegan, PhaseEnded, PhaseTimes, PromptEnded
 from spot_async.loop.sizes import held_bytes, worst_case_bytes
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.plugin_contract import is_ours, supervise
 from spot_async.stages.stages import Stages
-from spot_async.stages.timeline import (
-    Phase,
-    PhaseSpan,
-    PromptSpan,
-    Timeline,
-    Timelines,
-    Wait,
-    WaitClock,
-    seconds_by_stage,
-)
+from spot_async.stages.wait_clock import Wait, WaitClock, seconds_by_stage
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
-from spot_async.types import Prompt, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import Prompt, Supervision, WeightSnapshot, WeightVersion
 
 LAST_WAKE_TIMEOUT_S = 30.0  # for waking servers that sleep when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
@@ -61,43 +52,8 @@ class OrchestratorSettings:
     max_dead_share: float  # of the prompts finished so far, once there are a batch of them
 
 
-@dataclass
-class PhaseTimes:
-    """Seconds of one iteration, on the loop's clock."""
-
-    wait_for_batch: float = 0.0  # the trainer waits for supervision
-    train: float = 0.0
-    update_weights: float = 0.0
-    evaluate: float = 0.0
-    waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for
-
-
-@dataclass(frozen=True)
-class IterationResult:
-    """One finished iteration, as observers see it."""
-
-    iteration: int  # the first one is 1
-    samples: Sequence[Sample]
-    report: TrainReport
-    times_s: PhaseTimes
-    evaluation: EvaluationResult | None = None  # of the new weights, where one was due
-
-    @property
-    def made_no_step(self) -> bool:
-        """Whether all of its samples were left out of training, so that its weights are those before it."""
-        return all(sample.supervision is None for sample in self.samples)
-
-
 # Measures the live weights after an iteration (the first one is 1), or returns None when no evaluation is due.
 LiveEvaluation = Callable[[int], Awaitable[EvaluationResult | None]]
-
-
-class RunObserver(Protocol):
-    """Told what happened; never asked. Must return quickly."""
-
-    def iteration_finished(self, result: IterationResult) -> None: ...
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None: ...
 
 
 @dataclass
@@ -105,13 +61,15 @@ class OrchestratorState:
     """What a console may read at any time."""
 
     iteration: int = 0  # finished ones
-    phase: Phase = "wait for batch"  # of the iteration that goes on
     spent: BudgetSpentError | None = None  # why nothing is admitted any more
     running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
 
 class Orchestrator:
-    """One run of a policy. `run` returns when all iterations are done, or the prompts or the money ran out."""
+    """One run of a policy. `run` returns when all iterations are done, or the prompts or the money ran out.
+
+    What happens is published on the channel of its stages.
+    """
 
     def __init__(
         self,
@@ -122,7 +80,6 @@ class Orchestrator:
         stages: Stages,
         trainer: Trainer,
         weight_sinks: Sequence[WeightSink],
-        observer: RunObserver,
         evaluate: LiveEvaluation | None = None,
         sleepers: Sequence[Sleeper] = (),
     ) -> None:
@@ -139,7 +96,6 @@ class Orchestrator:
         self._policy = policy
         self._trainer = trainer
         self._weight_sinks = weight_sinks
-        self._observer = observer
         self._evaluate = evaluate
         self._sleepers = sleepers
         self._version = WeightVersion(lineage=0, step=0)
@@ -148,13 +104,8 @@ class Orchestrator:
         self._unanswered_in_a_row = 0
         self._last_death = ""
         self._waits = WaitClock(stages.all)
-        self._timelines = Timelines()
-        self._timelines.add(self._waits)
-        stages.report_to(self._timelines)
-
-    def report_to(self, timeline: Timeline) -> None:
-        """Tell one more listener of every request, prompt and phase as it ends."""
-        self._timelines.add(timeline)
+        self._events = stages.events
+        self._events.subscribe(self._waits)
 
     async def run(self) -> None:
         """Raises the failure that ended the run (an ExceptionGroup when several tasks failed)."""
@@ -190,46 +141,44 @@ class Orchestrator:
         await self._changed.wait()
 
     async def _supervise(self, prompt: Prompt) -> None:
-        """From admission to the queue. A prompt whose request fails for good is given up instead."""
+        """From admission until its samples are queued. A prompt whose request fails for good is given up instead."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self.state.running[prompt.ordinal] = prompt
+        error: RequestError | BudgetSpentError | None = None
         try:
             samples = await supervise(self._policy, prompt, self.stages.for_prompt(prompt))
-        except RequestError as error:
-            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "dead"))
-            self._give_up(prompt, error)
-            return
-        except BudgetSpentError as error:
-            self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "unpaid"))
-            self._stop_admitting(prompt, error)
-            return
+        except (RequestError, BudgetSpentError) as failure:
+            error = failure
         finally:
             del self.state.running[prompt.ordinal]
-            self._changed.set()
-        self._timelines.prompt_ended(PromptSpan(prompt.ordinal, started, loop.time(), "queued"))
-        self.book.finish(prompt.ordinal, samples, held_bytes(samples))
-        self._unanswered_in_a_row = 0
+        match error:
+            case None:
+                self.book.finish(prompt.ordinal, samples, held_bytes(samples))
+                outcome, self._unanswered_in_a_row = PromptState.QUEUED, 0
+            case RequestError():  # another prompt takes its place in the batch
+                self.book.give_up(prompt.ordinal)
+                outcome = PromptState.DEAD
+            case BudgetSpentError():  # others under way finish, and no new one begins
+                self.book.leave_unpaid(prompt.ordinal)
+                outcome = PromptState.UNPAID
+                if self.state.spent is None:
+                    structlog.get_logger().warning("budget spent", error=str(error))
+                self.state.spent = error
+        self._changed.set()
+        self._events.publish(PromptEnded(prompt, outcome, started, loop.time(), error))
+        if isinstance(error, RequestError):
+            self._check_deaths(error)
 
-    def _stop_admitting(self, prompt: Prompt, error: BudgetSpentError) -> None:
-        """The budget has no money for what this prompt needs: others under way finish, and no new one begins."""
-        if self.state.spent is None:
-            structlog.get_logger().warning("budget spent", error=str(error))
-        self.state.spent = error
-        self.book.leave_unpaid(prompt.ordinal)
-
-    def _give_up(self, prompt: Prompt, error: RequestError) -> None:
-        """Give up a prompt whose request fails for good; another takes its place in the batch.
-
-        Raises `SpotError` when so many fail that it is not the prompts' fault.
-        """
-        reason = self._last_death = str(error)
-        self.book.give_up(prompt.ordinal)
-        self._observer.prompt_died(prompt, error)
-        if isinstance(error, TransientError | ThrottledError):
+    def _check_deaths(self, last: RequestError) -> None:
+        """Raises `SpotError` where so many prompts were given up that it is not their fault."""
+        self._last_death = str(last)
+        if isinstance(last, TransientError | ThrottledError):
             self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW:
-                raise SpotError(f"{self._unanswered_in_a_row} prompts in a row went unanswered, the last one: {reason}")
+                raise SpotError(
+                    f"{self._unanswered_in_a_row} prompts in a row went unanswered, the last one: {self._last_death}"
+                )
         self._check_dead_share()
 
     def _check_dead_share(self) -> None:
@@ -243,46 +192,46 @@ class Orchestrator:
             )
 
     async def _train_batches(self) -> None:
-        for iteration in range(self._settings.iterations):
+        for number in range(1, self._settings.iterations + 1):
             times = PhaseTimes()
-            started = self._phase_began("wait for batch")
+            phase = self._phase_began(number, "wait for batch")
             batch = await self._next_batch()
             self._check_dead_share()
             if batch is None:
                 return
             ordinals = [ordinal for ordinal, _ in batch]
-            waits = self._waits.take(started, asyncio.get_running_loop().time())
+            waits = self._waits.take(phase.at_s, asyncio.get_running_loop().time())
             times.waited_for = seconds_by_stage(waits)
-            times.wait_for_batch = self._phase_ended(iteration, started, ordinals, waits)
+            times.wait_for_batch = self._phase_ended(phase, ordinals, waits)
             samples = [sample for _, group in batch for sample in group]
 
-            started = self._phase_began("train")
+            phase = self._phase_began(number, "train")
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
             if not trained:
-                structlog.get_logger().warning("no step", iteration=iteration + 1, left_out=len(samples))
+                structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
             async with self._asleep():
-                report = await self._trainer.train(iteration, trained)
-            times.train = self._phase_ended(iteration, started, ordinals)
+                report = await self._trainer.train(number - 1, trained)
+            times.train = self._phase_ended(phase, ordinals)
 
-            started = self._phase_began("update weights")
-            deadline = started + self._settings.weight_update_timeout_s
+            phase = self._phase_began(number, "update weights")
+            deadline = phase.at_s + self._settings.weight_update_timeout_s
             await gather(self._update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
-            times.update_weights = self._phase_ended(iteration, started, ordinals)
+            times.update_weights = self._phase_ended(phase, ordinals)
 
             evaluation = None
-            if self._evaluate is not None:  # before the gate opens: nothing else is asked of the student meanwhile
-                started = self._phase_began("evaluate")
-                evaluation = await self._evaluate(iteration + 1)
-                times.evaluate = asyncio.get_running_loop().time() - started
+            if self._evaluate is not None:  # before more is admitted: nothing else is asked of the student meanwhile
+                phase = self._phase_began(number, "evaluate")
+                evaluation = await self._evaluate(number)
+                times.evaluate = asyncio.get_running_loop().time() - phase.at_s
                 if evaluation is not None:  # there was one due
-                    self._phase_ended(iteration, started, ordinals)
+                    self._phase_ended(phase, ordinals)
 
             self.book.trained(batch)
             self._version = report.snapshot.version
-            self.state.iteration = iteration + 1
+            self.state.iteration = number
             self._changed.set()
-            self._observer.iteration_finished(IterationResult(iteration + 1, samples, report, times, evaluation))
+            self._events.publish(IterationFinished(number, samples, report, times, evaluation))
 
     async def _update_weights(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
         """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
@@ -325,18 +274,16 @@ class Orchestrator:
         deadline = loop.time() + self._settings.weight_update_timeout_s
         await gather(each.wake(deadline=deadline) for each in self._sleepers)
 
-    def _phase_began(self, phase: Phase) -> float:
-        """Returns the time."""
-        self.state.phase = phase
-        return asyncio.get_running_loop().time()
+    def _phase_began(self, iteration: int, name: Phase) -> PhaseBegan:
+        began = PhaseBegan("train", iteration, name, asyncio.get_running_loop().time())
+        self._events.publish(began)
+        return began
 
-    def _phase_ended(
-        self, iteration: int, started: float, ordinals: Sequence[int], waits: Sequence[Wait] = ()
-    ) -> float:
-        """Report the phase, which ends now; returns its seconds."""
-        ended = asyncio.get_running_loop().time()
-        self._timelines.phase_ended(PhaseSpan(iteration + 1, self.state.phase, started, ended, ordinals, waits))
-        return ended - started
+    def _phase_ended(self, began: PhaseBegan, ordinals: Sequence[int], waits: Sequence[Wait] = ()) -> float:
+        """The phase ends now; returns its seconds."""
+        ended_s = asyncio.get_running_loop().time()
+        self._events.publish(PhaseEnded(began.pump, began.iteration, began.name, began.at_s, ended_s, ordinals, waits))
+        return ended_s - began.at_s
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)

@@ -1,18 +1,20 @@
-"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, trainer settings.
+"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, verdict, trainer settings.
 
 Nothing is started here. `services.py` opens the servers, `training.py` enters the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.plan import TrainPlan, sleeps_while_training
 from spot_async.config import Config
-from spot_async.loop.orchestrator import LiveEvaluation, Orchestrator, OrchestratorSettings, RunObserver
+from spot_async.loop.orchestrator import LiveEvaluation, Orchestrator, OrchestratorSettings
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.services import OpenServices
@@ -20,6 +22,8 @@ from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.stages import Services, Stages
+from spot_async.telemetry.live_verdict import LiveVerdict, replica_states
+from spot_async.telemetry.totals import roles_with_room, stage_slots
 from spot_async.trainer.settings import TrainerSettings
 
 
@@ -38,6 +42,7 @@ def make_stages(
     services: OpenServices,
     verifier: Verifier,
     retry: Callable[[int], RetryPolicy] = RetryPolicy,
+    events: Channel | None = None,
 ) -> Stages:
     """The stages of a run, of which the servers have answered."""
     student, teacher, needs = services.student, services.teacher, plan.policy.needs
@@ -62,6 +67,7 @@ def make_stages(
         common=plan.common,
         capabilities=services.capabilities,
         kept_scores=services.kept_scores,
+        events=events,
     )
 
 
@@ -71,7 +77,6 @@ def make_orchestrator(
     stages: Stages,
     trainer: Trainer,
     weight_sinks: Sequence[WeightSink],
-    observer: RunObserver,
     evaluate: LiveEvaluation,
 ) -> Orchestrator:
     return Orchestrator(
@@ -91,9 +96,28 @@ def make_orchestrator(
         stages=stages,
         trainer=trainer,
         weight_sinks=weight_sinks,
-        observer=observer,
         evaluate=evaluate,
         sleepers=[each for each in weight_sinks if isinstance(each, Sleeper) and each.sleeps_while_training],
+    )
+
+
+def make_live_verdict(
+    config: Config,
+    orchestrator: Orchestrator,
+    backends: Mapping[str, object],
+    say: Callable[[str], None],
+    cores: int | None,
+) -> LiveVerdict:
+    """The live verdict of a run that is about to begin; `backends` by role, `cores` that the run may use."""
+    tree = config.model_dump()
+    return LiveVerdict(
+        orchestrator,
+        say,
+        every_s=config.run.verdict_every_s,
+        batch_size=config.training.batch_size,
+        replicas=partial(replica_states, backends),
+        slots=partial(stage_slots, tree),
+        roles_with_room=roles_with_room(tree, cores),
     )
 
 

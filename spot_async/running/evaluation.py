@@ -9,15 +9,16 @@ from rich.console import Console
 from rich.text import Text
 
 from spot_async.base.concurrency import alongside, budget_error
+from spot_async.base.events import Channel
 from spot_async.checks.prompt_warnings import evaluation_warnings
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.events import StepBegan
 from spot_async.models.files import ModelFiles
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.measuring import measure
-from spot_async.running.monitoring import Phases
 from spot_async.running.services import StartListener, open_services
 from spot_async.running.summary import evaluation_summary
 from spot_async.spending.records import spending_words, summarize_spending
@@ -47,12 +48,13 @@ async def evaluate_student(
     watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
     served = {"student": config.student}
     spending = RunSpending(served)
-    ledger_file = SpendingLog(directory, spending.accounts)
+    ledger_file = SpendingLog(directory, spending.accounts, trains=False)
     ledger_file.go_on()
-    phases = Phases(screen, watchdog, ledger_file.response_judged)
+    events = Channel()
+    events.subscribe(screen, watchdog, ledger_file)
     listener = StartListener(
-        starting=lambda backends: phases.begin("starting the student"),
-        step=phases.begin,
+        starting=lambda backends: events.publish(StepBegan("starting the student")),
+        step=lambda name: events.publish(StepBegan(name)),
         warn=screen.warn,
         waiting=screen.say,
     )
@@ -71,8 +73,8 @@ async def evaluate_student(
                 ledger_file.write(0)  # what the start asked
                 vocabulary, weights = student_files.vocabulary, student_files.directory
                 student = services.student
-                result = await measure(config, benchmarks, vocabulary, student, directory, phases, "", weights)
-                watchdog.phase_began("stopping")
+                result = await measure(config, benchmarks, vocabulary, student, directory, events, "", weights)
+                watchdog.on(StepBegan("stopping"))
         except* BudgetSpentError as errors:
             spent = budget_error(errors)
     summary = summarize_spending(spending.accounts)

@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from spot_async.base import registry
+from spot_async.base.events import Channel
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
@@ -19,11 +20,11 @@ from spot_async.evaluation.identity import identity_of, settings_fingerprint
 from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, write_whole
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import collected, evaluate, keys_of, reported_k
+from spot_async.loop.events import EvaluationBegan, ResponseJudged, StepBegan
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.monitoring import Phases
 
 
 async def measure(
@@ -32,7 +33,7 @@ async def measure(
     vocabulary: Vocabulary,
     generator: Generator | ServicePool[Generator],
     directory: RunDirectory,
-    phases: Phases,
+    events: Channel,
     when: str,
     weights: Path,
 ) -> EvaluationResult | None:
@@ -42,7 +43,7 @@ async def measure(
     """
     if config.evaluation is None:
         return None
-    phases.begin(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip())
+    events.publish(StepBegan(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip()))
     identity = identity_of(config, benchmarks, weights)
     log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
     known = log.open()
@@ -53,8 +54,8 @@ async def measure(
             generator=generator,
             verifiers=await open_verifiers(benchmarks, stack),
             vocabulary=vocabulary,
-            on_progress=phases.judged,
-            on_stages=phases.evaluates_with,
+            on_progress=lambda finished, total: events.publish(ResponseJudged(finished, total)),
+            on_stages=lambda stages: events.publish(EvaluationBegan(stages)),
             known=known,
             keep=log.append,
         )

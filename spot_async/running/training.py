@@ -19,18 +19,25 @@ from rich.console import Console
 
 from spot_async.base import registry
 from spot_async.base.concurrency import alongside, budget_error
+from spot_async.base.events import Channel
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
-from spot_async.errors import BudgetSpentError, RequestError, StorageError
+from spot_async.errors import BudgetSpentError, StorageError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.orchestrator import IterationResult, Orchestrator, OrchestratorState, RunObserver
+from spot_async.loop.events import ServersStarting, StepBegan
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.assembly import make_orchestrator, make_spending, make_stages, trainer_settings
+from spot_async.running.assembly import (
+    make_live_verdict,
+    make_orchestrator,
+    make_spending,
+    make_stages,
+    trainer_settings,
+)
 from spot_async.running.measuring import measure, write_evaluation
-from spot_async.running.monitoring import Phases, make_live_verdict
 from spot_async.running.servers import core_shares
 from spot_async.running.services import OpenServices, StartListener, open_services
 from spot_async.running.summary import TrainOutcome, summarize
@@ -38,31 +45,16 @@ from spot_async.stages.stage import Stage
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
+from spot_async.telemetry.live_verdict import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import MetricSink, open_sinks
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
-from spot_async.types import Prompt
 from spot_async.watchdog.monitor import Watchdog
 
 Student: TypeAlias = Generator | ServicePool[Generator]
-
-
-class Observers:
-    """Passes each event on, in the order given: the files first, then the screen."""
-
-    def __init__(self, *observers: RunObserver) -> None:
-        self._observers = observers
-
-    def iteration_finished(self, result: IterationResult) -> None:
-        for observer in self._observers:
-            observer.iteration_finished(result)
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        for observer in self._observers:
-            observer.prompt_died(prompt, error)
 
 
 @dataclass
@@ -136,13 +128,14 @@ class TrainingRun:
         self._ledger_file = SpendingLog(directory, self._spending.accounts)
         self._cores = core_shares(plan.served)
         self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
-        self._phases = Phases(self._screen, self._watchdog)
+        self._history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
+        self._events = Channel()
+        self._events.subscribe(self._ledger_file, self._history, self._screen, self._watchdog)
         self._lag = LoopLag()
         self._trainer = TrainerProcess(
             trainer_settings(config, plan, directory), cores=self._cores.available if self._cores.own else None
         )
         self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
-        self._history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
         self._vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)  # of evaluations
         self._results = RunResults()
 
@@ -165,7 +158,7 @@ class TrainingRun:
             async with alongside(self._watchdog.watch), self._open_services() as services:
                 self._ledger_file.write(iteration=0)  # what the start asked
                 await self._work(services, sinks)
-                self._watchdog.phase_began("stopping")
+                self._watchdog.on(StepBegan("stopping"))
         except* BudgetSpentError as spent:
             self._results.is_out_of_money(spent)
         return self._results.outcome(self._directory.path, self._history.best, self._spending.summary())
@@ -180,27 +173,30 @@ class TrainingRun:
             cores=self._cores,
             beside=[self._trainer, self._verifier],
             watches=[self._trainer.watch],
-            listener=StartListener(self._servers_starting, self._phases.begin, self._screen.warn, self._screen.say),
+            listener=StartListener(self._servers_starting, self._begin, self._screen.warn, self._screen.say),
         )
 
     def _servers_starting(self, backends: Mapping[str, Backend]) -> None:
-        self._phases.servers_starting(backends)
-        self._phases.begin(f"starting {', '.join(self._plan.served)} and trainer")
+        self._events.publish(ServersStarting(partial(replica_lines, backends)))
+        self._begin(f"starting {', '.join(self._plan.served)} and trainer")
 
     async def _work(self, services: OpenServices, sinks: Sequence[MetricSink]) -> None:
         """What the run does while its servers live."""
         config, plan, directory = self._config, self._plan, self._directory
-        stages = make_stages(config, plan, services, self._verifier)
+        stages = make_stages(config, plan, services, self._verifier, events=self._events)
         self._results.stages = stages.all
         self._results.before = await self._evaluate(services.student, "before", plan.student.directory)
         orchestrator = self._results.orchestrator = self._make_orchestrator(services, stages, sinks)
-        self._phases.begin(f"training with {config.policy.kind}", orchestrator)
-        verdicts = make_live_verdict(config, orchestrator, services.backends, self._screen, directory.cores)
+        self._begin(f"training with {config.policy.kind}", orchestrator)
+        verdicts = make_live_verdict(config, orchestrator, services.backends, self._screen.say, directory.cores)
         trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
         with trace:
             async with alongside(verdicts.speak):
                 await orchestrator.run()
         self._results.after = await self._evaluate_after(services.student, orchestrator.state.iteration)
+
+    def _begin(self, step: str, orchestrator: Orchestrator | None = None) -> None:
+        self._events.publish(StepBegan(step, orchestrator))
 
     def _make_orchestrator(self, services: OpenServices, stages: Stages, sinks: Sequence[MetricSink]) -> Orchestrator:
         """The orchestrator, with all that watches it."""
@@ -213,12 +209,10 @@ class TrainingRun:
             loop_lag=self._lag,
             spending=self._spending.metrics(),
         )
-        observer = Observers(log, self._ledger_file, self._history, self._screen)
+        self._events.subscribe(log)
         student = services.student
         evaluate = partial(self._evaluate_live, student)
-        orchestrator = make_orchestrator(self._config, self._plan, stages, self._trainer, [student], observer, evaluate)
-        orchestrator.report_to(self._watchdog)
-        return orchestrator
+        return make_orchestrator(self._config, self._plan, stages, self._trainer, [student], evaluate)
 
     async def _evaluate(self, student: Student, when: str, weights: Path) -> EvaluationResult | None:
         """See `measure`; None also where the budget ran out meanwhile."""
@@ -230,7 +224,7 @@ class TrainingRun:
                 self._vocabulary,
                 student,
                 self._directory,
-                self._phases,
+                self._events,
                 when,
                 weights,
             )
@@ -244,7 +238,7 @@ class TrainingRun:
             return None
         result = await self._evaluate(student, f"{iteration:06d}", self._directory.weights_after(iteration))
         if iteration < self._plan.schedule.iterations:  # otherwise training is over
-            self._phases.begin(f"training with {self._config.policy.kind}", self._results.orchestrator)
+            self._begin(f"training with {self._config.policy.kind}", self._results.orchestrator)
         return result
 
     async def _evaluate_after(self, student: Student, iterations: int) -> EvaluationResult | None:

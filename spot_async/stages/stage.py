@@ -16,11 +16,12 @@ from typing import Generic, Literal, TypeVar
 
 import structlog
 
+from spot_async.base.events import Channel
 from spot_async.base.retry import RETRY_AFTER_SPREAD, RetryPolicy
 from spot_async.base.waiting_room import Priority, WaitingRoom
 from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
 from spot_async.replicas.service_pool import Errand, Lease, ServicePool
-from spot_async.stages.timeline import RequestSpan, Timeline, Timelines
+from spot_async.stages.events import RequestAsked, RequestEnded
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -78,17 +79,19 @@ class Stage(Generic[S]):
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
+        events: Channel | None = None,
     ) -> None:
+        """`events`: where it publishes its requests; None: nowhere."""
         self.name = name
         self.concurrency = concurrency
         self.counters = StageCounters()
-        self.timeline: Timeline = Timelines()
         self.open: dict[OpenRequest, None] = {}  # waiting or in flight, as they were asked
         self._pool = pool
         self._askers: Counter[int] = Counter()  # requests here, by prompt
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
+        self._events = events or Channel()
         self._slots_taken = 0
         self._room: WaitingRoom[OpenRequest, Literal[True]] = WaitingRoom(
             self._take_slot, self._free_slot, capacity=mailbox_capacity
@@ -132,7 +135,7 @@ class Stage(Generic[S]):
         Raises the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline.
         """
         asked_s = asyncio.get_running_loop().time()
-        self.timeline.request_asked(asked_s)
+        self._events.publish(RequestAsked(asked_s))
         self._askers[priority[0]] += 1
         pending = OpenRequest(self.name, priority, session, tokens, kind, asked_s=asked_s)
         self.open[pending] = None
@@ -160,10 +163,11 @@ class Stage(Generic[S]):
         finally:
             ended = loop.time()
             started = ended if pending.started_s is None else pending.started_s
-            span = RequestSpan(
-                self.name, pending.priority, pending.asked_s, started, ended, outcome, pending.replica or ""
+            self._events.publish(
+                RequestEnded(
+                    self.name, pending.priority, pending.asked_s, started, ended, outcome, pending.replica or ""
+                )
             )
-            self.timeline.request_ended(span)
             self._free_slot()
             self.counters.ended += 1
             self.counters.busy_s += ended - started

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 
+from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.base.timeouts import VERIFY_ATTEMPTS
@@ -31,7 +32,6 @@ from spot_async.replicas.service_pool import ServicePool, pool_of
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.plugin_contract import verify
 from spot_async.stages.stage import Stage
-from spot_async.stages.timeline import Timeline
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -106,6 +106,7 @@ class Stages:
         common: CommonVocabulary | None = None,
         capabilities: Mapping[str, Capabilities] | None = None,
         kept_scores: KeptScores | None = None,
+        events: Channel | None = None,
     ) -> None:
         """Make the stages of a run whose services are known.
 
@@ -113,6 +114,7 @@ class Stages:
         * `common`: None where all softmaxes are equally wide.
         * `capabilities`: what the servers offer, by role. Of a role that is missing everything may be asked for.
         * `kept_scores`: where the teacher's scores are kept, if they are.
+        * `events`: the run's channel, where somebody listens already.
         """
         self.services = services
         self.sampling = sampling
@@ -121,6 +123,7 @@ class Stages:
         self.common = common or CommonVocabulary()
         self.capabilities = capabilities or {}
         self.kept_scores = kept_scores
+        self.events = events or Channel()
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
         self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
@@ -137,6 +140,7 @@ class Stages:
                 retry=retry(stage_config.attempts),
                 mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,
+                events=self.events,
             )
 
         self.rollout = stage("rollout", services.generator, config.rollout)
@@ -150,11 +154,6 @@ class Stages:
         used += [self.teacher_response] if services.teacher_generator is not None else []
         used += [self.reference] if services.reference is not None else []
         self.all = tuple(used)
-
-    def report_to(self, timeline: Timeline) -> None:
-        """Let every stage tell `timeline` of its requests."""
-        for stage in self.all:
-            stage.timeline = timeline
 
     def for_prompt(self, prompt: Prompt) -> BoundStages:
         return BoundStages(self, prompt)

@@ -18,15 +18,27 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.base.events import Event
 from spot_async.base.text import counted, rough_time, visible, with_error
 from spot_async.errors import RequestError
 from spot_async.evaluation.results import EvaluationResult, paired_change
-from spot_async.loop.orchestrator import IterationResult, Orchestrator
-from spot_async.stages.timeline import WAITS_FOR, busiest
+from spot_async.loop.events import (
+    WAITS_FOR,
+    IterationFinished,
+    Phase,
+    PhaseBegan,
+    PromptEnded,
+    ResponseJudged,
+    ServersStarting,
+    StepBegan,
+)
+from spot_async.loop.orchestrator import Orchestrator
+from spot_async.stages.stages import Stages
+from spot_async.stages.wait_clock import busiest
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
 from spot_async.telemetry.run_log import mean_metrics
-from spot_async.types import Prompt, Verdict
+from spot_async.types import Verdict
 
 REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
@@ -35,16 +47,17 @@ REASONS_SHOWN = 3
 
 
 class RunConsole:
-    """Shows phases and, as a `RunObserver`, iterations."""
+    """The listener that shows where a run is, and what came of each iteration."""
 
     def __init__(self, console: Console, iterations: int) -> None:
         self.console = console
         self._replicas: Callable[[], Sequence[str]] = tuple  # a line on each that there is
         self._iterations = iterations
-        self._phase = "starting"
+        self._step = "starting"
+        self._phase: Phase = "wait for batch"  # while it trains
         self._progress: tuple[int, int] | None = None
         self._training_pace: Pace | None = None  # evaluations in between included
-        self._pace = Pace(time.monotonic())  # of the phase
+        self._pace = Pace(time.monotonic())  # of the step
         self._left = ""
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
@@ -63,9 +76,24 @@ class RunConsole:
         ):
             yield
 
-    def phase(self, name: str, orchestrator: Orchestrator | None = None) -> None:
-        """A new phase of the run begins."""
-        self._phase, self._orchestrator = name, orchestrator
+    def on(self, event: Event) -> None:
+        match event:
+            case ServersStarting():
+                self._replicas = event.replicas
+            case StepBegan():
+                self._show_step(event.name, event.orchestrator)
+            case PhaseBegan():
+                self._phase = event.name
+            case ResponseJudged():
+                self._show_progress(event.finished, event.total)
+            case IterationFinished():
+                self._show_iteration(event)
+            case PromptEnded(error=RequestError()):
+                line = f"prompt {event.prompt.ordinal} ({event.prompt.problem.id}) given up: {event.error}"
+                self.console.print(Text(visible(line), style="yellow"))
+
+    def _show_step(self, name: str, orchestrator: Orchestrator | None) -> None:
+        self._step, self._orchestrator = name, orchestrator
         self._progress = None if orchestrator is None else (orchestrator.state.iteration, self._iterations)
         self._left, self._pace = "", Pace(time.monotonic())
         if orchestrator is not None:
@@ -73,17 +101,13 @@ class RunConsole:
         if not self.console.is_terminal:
             self.say(name)
 
-    def servers_starting(self, replicas: Callable[[], Sequence[str]]) -> None:
-        """Servers are about to be started; `replicas` has a line on each, for the panel of the training."""
-        self._replicas = replicas
-
-    def progress(self, finished: int, total: int) -> None:
+    def _show_progress(self, finished: int, total: int) -> None:
         self._see_progress(finished, total)
         if not self.console.is_terminal and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
-            line = f"{self._phase}: {finished:,} of {total:,} responses"
+            line = f"{self._step}: {finished:,} of {total:,} responses"
             self.say(f"{line} · {self._left}" if self._left else line)
 
-    def iteration_finished(self, result: IterationResult) -> None:
+    def _show_iteration(self, result: IterationFinished) -> None:
         means = mean_metrics(result.samples)
         self._accuracy = accuracy_words(means)
         self._see_progress(result.iteration, self._iterations)
@@ -107,10 +131,6 @@ class RunConsole:
         self._progress = (finished, total)
         self._left = self._pace.left(time.monotonic(), finished, total)
 
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        line = f"prompt {prompt.ordinal} ({prompt.problem.id}) given up: {error}"
-        self.console.print(Text(visible(line), style="yellow"))
-
     def warn(self, line: str) -> None:
         self.console.print(Text(visible(f"warning: {line}"), style="yellow"), soft_wrap=True)
 
@@ -124,7 +144,7 @@ class RunConsole:
         return f"{seconds // 60:02d}:{seconds % 60:02d}"
 
     def _render(self) -> RenderableType:
-        head = Text.assemble((f"{self._elapsed()}  ", "dim"), (self._phase, "bold"))
+        head = Text.assemble((f"{self._elapsed()}  ", "dim"), (self._step, "bold"))
         rows: list[RenderableType] = [head]
         if self._progress is not None:
             finished, total = self._progress
@@ -139,10 +159,11 @@ class RunConsole:
 
     def _status(self, orchestrator: Orchestrator) -> Text:
         rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
-        return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {describe_wait(orchestrator)}"]))
+        waits_for = describe_wait(self._phase, orchestrator.stages)
+        return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {waits_for}"]))
 
 
-def no_step_words(result: IterationResult) -> str:
+def no_step_words(result: IterationFinished) -> str:
     """Why an iteration changed no weights, with what the policy says of the samples that it left out."""
     if not result.samples:
         return f"iteration {result.iteration} made no step: its prompts gave no samples; the weights stay as they are"
@@ -155,7 +176,7 @@ def no_step_words(result: IterationResult) -> str:
 
 
 class Pace:
-    """How long a phase will still take if the rest goes as what it has done so far."""
+    """How long a step will still take if the rest goes as what it has done so far."""
 
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
@@ -185,10 +206,9 @@ class TokenRate:
         return (total - first) / (now_s - first_s) if now_s > first_s else 0.0
 
 
-def describe_wait(orchestrator: Orchestrator) -> str:
+def describe_wait(phase: Phase, stages: Stages) -> str:
     """What holds the trainer up, the stage that most prompts are at named."""
-    phase = orchestrator.state.phase
-    stage = busiest(orchestrator.stages.all) if phase == "wait for batch" else ""
+    stage = busiest(stages.all) if phase == "wait for batch" else ""
     return f"{WAITS_FOR[phase]}: {stage}" if stage else WAITS_FOR[phase]
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from spot_async.errors import RequestError
+from spot_async.base.events import Event
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.orchestrator import IterationResult
+from spot_async.loop.events import IterationFinished
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.types import Prompt
 
 Criterion = Literal["avg", "pass"]
 
@@ -32,7 +31,7 @@ class BestCheckpoint:
 
 
 class EvaluationHistory:
-    """`RunObserver` that follows the evaluations of a run. `best` is None before the first."""
+    """Follows the evaluations of a run, as a listener. `best` is None before the first."""
 
     def __init__(self, directory: RunDirectory, criterion: Criterion) -> None:
         self.best: BestCheckpoint | None = None
@@ -40,12 +39,9 @@ class EvaluationHistory:
         self._directory = directory
         self._criterion = criterion
 
-    def iteration_finished(self, result: IterationResult) -> None:
-        if result.evaluation is not None:
-            self.add(result.iteration, result.evaluation, Path(result.report.snapshot.directory))
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        pass
+    def on(self, event: Event) -> None:
+        if isinstance(event, IterationFinished) and event.evaluation is not None:
+            self.add(event.iteration, event.evaluation, Path(event.report.snapshot.directory))
 
     def result_after(self, iteration: int) -> EvaluationResult | None:
         """Return the newest evaluation if it was made after `iteration`, else None."""

@@ -14,14 +14,16 @@ from typing import Any
 
 import structlog
 
+from spot_async.base.events import Event
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
+from spot_async.loop.events import Phase, PhaseBegan, PhaseEnded
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.stages.stage import Stage
 from spot_async.stages.stages import STAGE_SERVERS
-from spot_async.stages.timeline import Phase, PhaseSpan, PromptSpan, RequestSpan, WaitClock, seconds_by_stage
+from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.telemetry.replica_metrics import Pool
 
@@ -45,32 +47,27 @@ def replica_lines(backends: Mapping[str, object]) -> list[str]:
 
 
 class TrainerClock:
-    """Measures what the trainer does and what it waits for, including the phase that goes on. It is a `Timeline`."""
+    """Measures what the trainer does and what it waits for, including the phase that goes on. It is a listener."""
 
     def __init__(self, stages: Sequence[Stage[Any]], now_s: float) -> None:
         self._waits = WaitClock(stages)
         self._since_s = now_s  # everything before is counted
+        self._phase: Phase = "wait for batch"  # that goes on
         self._phases: dict[Phase, float] = defaultdict(float)
         self._waited_for: dict[str, float] = defaultdict(float)
 
-    def request_asked(self, asked_s: float) -> None:
-        self._waits.request_asked(asked_s)
+    def on(self, event: Event) -> None:
+        match event:
+            case PhaseBegan():
+                self._phase = event.name
+            case PhaseEnded():
+                self._count(event.name, max(event.started_s, self._since_s), event.ended_s)
+            case _:
+                self._waits.on(event)
 
-    def request_ended(self, span: RequestSpan) -> None:
-        self._waits.request_ended(span)
-
-    def prompt_ended(self, span: PromptSpan) -> None:
-        pass
-
-    def phase_ended(self, span: PhaseSpan) -> None:
-        self._count(span.name, max(span.started_s, self._since_s), span.ended_s)
-
-    def take(self, phase: Phase, now_s: float) -> tuple[Mapping[Phase, float], Mapping[str, float]]:
-        """Return the seconds since the last call: by phase, and those of the wait by stage.
-
-        `phase` is the one that goes on.
-        """
-        self._count(phase, self._since_s, now_s)
+    def take(self, now_s: float) -> tuple[Mapping[Phase, float], Mapping[str, float]]:
+        """Return the seconds since the last call: by phase, and those of the wait by stage."""
+        self._count(self._phase, self._since_s, now_s)
         phases, waited_for = self._phases, self._waited_for
         self._phases, self._waited_for, self._since_s = defaultdict(float), defaultdict(float), now_s
         return phases, waited_for
@@ -144,7 +141,7 @@ class LiveVerdict:
         self._clock = TrainerClock(orchestrator.stages.all, now_s)
         self._read_s = now_s
         self._readings = self._read(now_s)
-        orchestrator.report_to(self._clock)
+        orchestrator.stages.events.subscribe(self._clock)
 
     async def speak(self) -> None:
         """Run beside the run; return at once if `every_s` is 0."""
@@ -158,7 +155,7 @@ class LiveVerdict:
     def judge(self) -> BottleneckVerdict:
         """Return what held the run up since the last call."""
         now_s = asyncio.get_running_loop().time()
-        phases, waited_for = self._clock.take(self._orchestrator.state.phase, now_s)
+        phases, waited_for = self._clock.take(now_s)
         before, after = self._readings, self._read(now_s)
         elapsed_s, self._read_s, self._readings = now_s - self._read_s, now_s, after
         servers = {role: server_use(states) for role, states in self._replicas().items() if states}

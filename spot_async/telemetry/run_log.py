@@ -19,9 +19,10 @@ import msgspec
 import structlog
 
 from spot_async.base.concurrency import error_words, first_error, leaves, root_cause
+from spot_async.base.events import Event
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.orchestrator import IterationResult
+from spot_async.loop.events import IterationFinished, PromptEnded
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
@@ -34,7 +35,7 @@ from spot_async.types import Prompt, Sample
 
 
 class RunLog:
-    """`RunObserver` that keeps the files of a run directory up to date."""
+    """The listener that keeps the files of a run directory up to date."""
 
     def __init__(
         self,
@@ -64,7 +65,14 @@ class RunLog:
         self._last_tokens = stages.tokens_generated
         self._iteration_started_s = time.monotonic()
 
-    def iteration_finished(self, result: IterationResult) -> None:
+    def on(self, event: Event) -> None:
+        match event:
+            case IterationFinished():
+                self._write_iteration(event)
+            case PromptEnded(prompt=prompt, error=RequestError() as error):
+                self._write_dead_letter(prompt, error)
+
+    def _write_iteration(self, result: IterationFinished) -> None:
         now_s = time.monotonic()
         elapsed_s = now_s - self._iteration_started_s
         metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
@@ -80,7 +88,7 @@ class RunLog:
             sink.write(result.iteration, metrics)
         self._directory.point_student_to(Path(result.report.snapshot.directory))
 
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
+    def _write_dead_letter(self, prompt: Prompt, error: RequestError) -> None:
         self._directory.append(FILE_NAME, [dead_letter(prompt, error)])
         structlog.get_logger().warning(
             "prompt died", problem_id=prompt.problem.id, failure=error.failure_class.value, reason=str(error)
@@ -128,7 +136,7 @@ def sample_line(iteration: int, sample: Sample) -> dict[str, Any]:
     return {"iteration": iteration, **problem, **sample.record}
 
 
-def iteration_metrics(result: IterationResult, elapsed_s: float) -> dict[str, float]:
+def iteration_metrics(result: IterationFinished, elapsed_s: float) -> dict[str, float]:
     """One iteration as `area/name` figures: what `metrics.jsonl` and every other sink get."""
     means = mean_metrics(result.samples)
     return {

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from spot_async.base.events import Event
 from spot_async.base.text import first_line
-from spot_async.errors import DataError, RequestError
-from spot_async.loop.orchestrator import IterationResult
+from spot_async.errors import DataError
+from spot_async.loop.events import IterationFinished, ResponseJudged
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.spending.account import FREE, Account, Spending
 from spot_async.spending.records import metered
-from spot_async.types import Prompt
 
 FILE = "spending.jsonl"
 RESPONSES = 64  # between two rows of a stand-alone evaluation
@@ -32,22 +32,20 @@ class _Row(Spending, kw_only=True):
 
 
 class SpendingLog:
-    """`RunObserver` that keeps `spending.jsonl`."""
+    """The listener that keeps `spending.jsonl`."""
 
-    def __init__(self, directory: RunDirectory, accounts: Mapping[str, Account]) -> None:
+    def __init__(self, directory: RunDirectory, accounts: Mapping[str, Account], *, trains: bool = True) -> None:
+        """`trains`: False for a stand-alone evaluation."""
+        self._trains = trains
         self._directory = directory
         self._accounts = metered(accounts)
 
-    def iteration_finished(self, result: IterationResult) -> None:
-        self.write(result.iteration)
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        pass
-
-    def response_judged(self, finished: int, total: int) -> None:
-        """Count a judged response of a stand-alone evaluation."""
-        if finished % RESPONSES == 0:
-            self.write(0)
+    def on(self, event: Event) -> None:
+        match event:
+            case IterationFinished(iteration=iteration):
+                self.write(iteration)
+            case ResponseJudged(finished=finished) if not self._trains and finished % RESPONSES == 0:
+                self.write(0)
 
     def go_on(self) -> None:
         """Continue the counts of a run that was stopped. Raises DataError for a damaged file."""

@@ -1,4 +1,4 @@
-"""Writes a run's timeline as `trace.json`, in Chrome's trace-event format: open it in ui.perfetto.dev.
+"""Writes what happened in a run as `trace.json`, in Chrome's trace-event format: open it in ui.perfetto.dev.
 
 Tracks: the trainer (iterations; its phases, with the stage it waited for), the prompts' coroutines, each
 server (requests in flight, of all stages), and each stage's requests, on as many lanes as were busy at once;
@@ -24,11 +24,13 @@ from typing import Any
 import msgspec
 import structlog
 
-from spot_async.loop.admission import AdmissionBook
+from spot_async.base.events import Event
+from spot_async.loop.admission import AdmissionBook, PromptState
+from spot_async.loop.events import PhaseEnded, PromptEnded
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import append_whole
+from spot_async.stages.events import RequestAsked, RequestEnded
 from spot_async.stages.stages import STAGE_SERVERS, Stages
-from spot_async.stages.timeline import PhaseSpan, PromptSpan, RequestSpan
 
 SHARE_BYTES = 16 << 20
 BUFFER_BYTES = 1 << 18
@@ -45,7 +47,7 @@ def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
     """Record `orchestrator` while inside."""
     file = TraceFile(path)
     try:
-        orchestrator.report_to(TraceRecorder(file, orchestrator.stages, orchestrator.book))
+        orchestrator.stages.events.subscribe(TraceRecorder(file, orchestrator.stages, orchestrator.book))
         file.flush()  # an empty file would not open
         yield
     finally:
@@ -115,7 +117,7 @@ class Lanes:
 
 
 class TraceRecorder:
-    """The `Timeline` that makes events of what ended. Times in the file are the loop's."""
+    """The listener that writes what ended. Times in the file are the loop's."""
 
     def __init__(self, file: TraceFile, stages: Stages, book: AdmissionBook) -> None:
         self._file = file
@@ -136,14 +138,19 @@ class TraceRecorder:
         self._name_thread(TRAINER, PHASES, "trainer")
         self._name_process(PROMPTS, "prompts")
 
-    def request_asked(self, asked_s: float) -> None:
-        if self._recorded:
-            self._load_changes(asked_s)
+    def on(self, event: Event) -> None:
+        match event:
+            case RequestAsked() if self._recorded:
+                self._load_changes(event.at_s)
+            case RequestEnded() if self._recorded:
+                self._load_changes(event.ended_s)
+                self._add_request(event)
+            case PromptEnded() if self._recorded:
+                self._add_prompt(event)
+            case PhaseEnded():
+                self._add_phase(event)
 
-    def request_ended(self, span: RequestSpan) -> None:
-        if not self._recorded:
-            return
-        self._load_changes(span.ended_s)
+    def _add_request(self, span: RequestEnded) -> None:
         ordinal, *rest = span.priority
         args: dict[str, Any] = {"prompt": ordinal, "waited_ms": round(1e3 * (span.started_s - span.asked_s), 3)}
         if rest:
@@ -161,18 +168,17 @@ class TraceRecorder:
         if last_s is not None and last_s < at_s and self._counters.due(at_s):
             self._count(last_s)
 
-    def prompt_ended(self, span: PromptSpan) -> None:
-        if not self._recorded:
-            return
+    def _add_prompt(self, span: PromptEnded) -> None:
         started, ended = microseconds(span.started_s), microseconds(span.ended_s)
-        args = {"prompt": span.ordinal, "outcome": span.outcome}
+        ordinal = span.prompt.ordinal
+        args = {"prompt": ordinal, "outcome": span.outcome}
         lane = self._slice(PROMPTS, None, "prompt", span.started_s, span.ended_s, args)
-        if span.outcome == "queued":
+        if span.outcome is PromptState.QUEUED:
             # An arrow belongs to the slice that is open at its time, so it leaves just before the end.
-            self._arrow("s", span.ordinal, PROMPTS, lane, max(started, ended - 1))
-            self._arrows.add(span.ordinal)
+            self._arrow("s", ordinal, PROMPTS, lane, max(started, ended - 1))
+            self._arrows.add(ordinal)
 
-    def phase_ended(self, span: PhaseSpan) -> None:
+    def _add_phase(self, span: PhaseEnded) -> None:
         args = {"iteration": span.iteration}
         self._slice(TRAINER, PHASES, span.name, span.started_s, span.ended_s, args)
         if span.name == "wait for batch":
@@ -190,7 +196,7 @@ class TraceRecorder:
             self._count(span.ended_s)
         self._file.flush()
 
-    def _finish_iteration(self, span: PhaseSpan) -> None:
+    def _finish_iteration(self, span: PhaseEnded) -> None:
         args: dict[str, Any] = {"prompts": len(span.ordinals)}
         if not self._recorded:
             args["requests"] = f"not recorded: by now the file keeps those of one iteration in {self._stride}"

@@ -15,19 +15,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from spot_async.base.events import Event
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import RequestError
-from spot_async.loop.orchestrator import (
-    IterationResult,
-    LiveEvaluation,
-    Orchestrator,
-    OrchestratorSettings,
-    RunObserver,
-)
+from spot_async.loop.events import IterationFinished, PromptEnded
+from spot_async.loop.orchestrator import LiveEvaluation, Orchestrator, OrchestratorSettings
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Scorer, Sleeper, Trainer, WeightSink
 from spot_async.running.library import stages_for
-from spot_async.running.training import Observers
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import (
     END_TOKEN,
@@ -94,16 +89,17 @@ def same_limits(**limits: Any) -> StagesConfig:
 
 @dataclass
 class Journal:
-    """An observer that keeps what it is told."""
+    """A listener that keeps what came of iterations and which prompts were given up."""
 
-    results: list[IterationResult] = field(default_factory=list)
+    results: list[IterationFinished] = field(default_factory=list)
     dead: dict[int, RequestError] = field(default_factory=dict)  # by the prompt's ordinal
 
-    def iteration_finished(self, result: IterationResult) -> None:
-        self.results.append(result)
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        self.dead[prompt.ordinal] = error
+    def on(self, event: Event) -> None:
+        match event:
+            case IterationFinished():
+                self.results.append(event)
+            case PromptEnded(prompt=prompt, error=RequestError() as error):
+                self.dead[prompt.ordinal] = error
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,7 +145,6 @@ def make_run(
     verifier: Any = None,
     trainer: Trainer | None = None,
     weight_sinks: Sequence[WeightSink] | None = None,
-    observe: Callable[[Stages], RunObserver] | None = None,
     evaluate: LiveEvaluation | None = None,
     sleepers: Sequence[Sleeper] = (),
     prompts: Iterable[Prompt] | None = None,
@@ -165,7 +160,7 @@ def make_run(
     """Make a run that has not begun. With real services it runs in real time: `await run.orchestrator.run()`.
 
     `settings` are fields of `OrchestratorSettings`. Teacher and reference are there where the policy needs them, and
-    the student is the weight sink. What `observe` makes is told what the journal is told.
+    the student is the weight sink. Others listen too after `run.stages.events.subscribe(listener)`.
     """
     needs, journal = policy.needs, Journal()
     student = SimulatedStudent() if student is None else student
@@ -201,6 +196,7 @@ def make_run(
         seed=seed,
         max_prompts=numbers.capacity_prompts,
     )
+    stages.events.subscribe(journal)
     orchestrator = Orchestrator(
         numbers,
         prompts=simulated_prompts() if prompts is None else prompts,
@@ -208,7 +204,6 @@ def make_run(
         stages=stages,
         trainer=trainer,
         weight_sinks=[student] if weight_sinks is None else weight_sinks,
-        observer=journal if observe is None else Observers(journal, observe(stages)),
         evaluate=evaluate,
         sleepers=sleepers,
     )

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
+from spot_async.loop.events import Phase
 from spot_async.stages.stage import OpenRequest
 from spot_async.stages.stages import STAGE_SERVERS
-from spot_async.stages.timeline import Phase
 from spot_async.watchdog.stacks import TaskView
 
 SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}

@@ -19,7 +19,7 @@ from typing import Any
 from spot_async.base.timeouts import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import Config, StagesConfig
 from spot_async.errors import ConfigError
-from spot_async.stages.timeline import Phase
+from spot_async.loop.events import Phase
 from spot_async.types import PolicyNeeds
 
 MARGIN_S = 60.0  # how much later than a deadline the watchdog comes

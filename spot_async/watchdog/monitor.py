@@ -17,11 +17,22 @@ from typing import Any, Self
 
 import structlog
 
+from spot_async.base.events import Event
 from spot_async.errors import StalledError
+from spot_async.loop.admission import PromptState
+from spot_async.loop.events import (
+    EvaluationBegan,
+    Phase,
+    PhaseBegan,
+    PhaseEnded,
+    PromptEnded,
+    ResponseJudged,
+    ServersStarting,
+    StepBegan,
+)
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
-from spot_async.stages.timeline import PhaseSpan, PromptSpan, RequestSpan
 from spot_async.watchdog.culprit import RunLook, name_culprit
 from spot_async.watchdog.limits import SilenceLimits
 from spot_async.watchdog.progress import Commit, Progress
@@ -34,11 +45,11 @@ BLOCKED_AFTER_S = 10.0  # without a sign of life the event loop is blocked
 COME_DOWN_S = 60.0  # what a stalled run gets to end in order
 FROZEN_S = 5.0  # late by more than this: it was the process that did not run
 
-_COMMIT_OF_PHASE = {"train": Commit.BATCH_TRAINED, "update weights": Commit.WEIGHTS_CONFIRMED}
+_COMMIT_OF_PHASE: dict[Phase, Commit] = {"train": Commit.BATCH_TRAINED, "update weights": Commit.WEIGHTS_CONFIRMED}
 
 
 class Watchdog:
-    """Enter it on the loop that it watches, run `watch` there; it is a `Timeline` of the orchestrator.
+    """Enter it on the loop that it watches, run `watch` there, and let it listen to the run's events.
 
     `exit_process(message)` ends this process at once, with the code of a stalled run; None where it is not ours to end.
     """
@@ -52,8 +63,9 @@ class Watchdog:
     ) -> None:
         """`limits`: None watches nothing, and writes reports only when asked to."""
         self.report_path = directory / REPORT
-        self.orchestrator: Orchestrator | None = None
-        self._evaluation_stages: Sequence[Stage[Any]] = ()  # of the evaluation that is going on
+        self._orchestrator: Orchestrator | None = None  # while it trains
+        self._phase: Phase = "wait for batch"  # of the iteration that goes on
+        self._evaluation_stages: Sequence[Stage[Any]] = ()  # of the evaluation that goes on
         self._limits = limits
         self._logs = directory / "logs"
         self._exit_process = exit_process
@@ -84,35 +96,24 @@ class Watchdog:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def phase_began(self, name: str, orchestrator: Orchestrator | None = None) -> None:
-        """A step of the run, as the console names it; the one before it is done."""
-        self._commit(Commit.STEP, f"{self._step} done")
-        self._step, self.orchestrator, self._evaluation_stages = name, orchestrator, ()
-
-    def servers_starting(self, replicas: Callable[[], Sequence[str]]) -> None:
-        """Servers are about to be started; from now on `replicas` has a line on each for the report."""
-        self._replicas = replicas
-
-    def evaluation_began(self, stages: Sequence[Stage[Any]]) -> None:
-        """The evaluation of this step asks `stages`."""
-        self._evaluation_stages = stages
-
-    def response_judged(self, finished: int, total: int) -> None:
-        self._commit(Commit.RESPONSE_JUDGED, f"response {finished} of {total}")
-
-    def request_asked(self, asked_s: float) -> None:
-        pass
-
-    def request_ended(self, span: RequestSpan) -> None:
-        pass  # not a commit: what it was asked for may never be finished
-
-    def prompt_ended(self, span: PromptSpan) -> None:
-        if span.outcome == "queued":
-            self._commit(Commit.PROMPT_QUEUED, f"prompt {span.ordinal}")
-
-    def phase_ended(self, span: PhaseSpan) -> None:
-        if (kind := _COMMIT_OF_PHASE.get(span.name)) is not None:
-            self._commit(kind, f"iteration {span.iteration}")
+    def on(self, event: Event) -> None:
+        """Requests are no commits: what they were asked for may never be finished."""
+        match event:
+            case ServersStarting():
+                self._replicas = event.replicas
+            case StepBegan():
+                self._commit(Commit.STEP, f"{self._step} done")
+                self._step, self._orchestrator, self._evaluation_stages = event.name, event.orchestrator, ()
+            case EvaluationBegan():
+                self._evaluation_stages = event.stages
+            case ResponseJudged():
+                self._commit(Commit.RESPONSE_JUDGED, f"response {event.finished} of {event.total}")
+            case PhaseBegan():
+                self._phase = event.name
+            case PhaseEnded(name=("train" | "update weights") as name):
+                self._commit(_COMMIT_OF_PHASE[name], f"iteration {event.iteration}")
+            case PromptEnded(outcome=PromptState.QUEUED):
+                self._commit(Commit.PROMPT_QUEUED, f"prompt {event.prompt.ordinal}")
 
     async def watch(self) -> None:
         """Run beside everything else. Raises `StalledError`, the report written, once the silence is too long."""
@@ -136,15 +137,18 @@ class Watchdog:
     @property
     def _limit_s(self) -> float:
         assert self._limits is not None
-        orchestrator = self.orchestrator
-        limit_s = self._limits.of(orchestrator.state.phase if orchestrator is not None else None)
+        limit_s = self._limits.of(self._phase_of_training)
         return limit_s + max(
             (each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0
         )
 
     @property
+    def _phase_of_training(self) -> Phase | None:
+        return self._phase if self._orchestrator is not None else None
+
+    @property
     def _stages(self) -> list[Stage[Any]]:
-        return [*self._evaluation_stages, *(self.orchestrator.stages.all if self.orchestrator is not None else ())]
+        return [*self._evaluation_stages, *(self._orchestrator.stages.all if self._orchestrator is not None else ())]
 
     def _commit(self, kind: Commit, detail: str) -> None:
         self._progress.commit(kind, detail, self._loop.time())
@@ -179,12 +183,12 @@ class Watchdog:
             structlog.get_logger().error("no report", path=str(self.report_path), error=str(error))
 
     def _look(self, now_s: float, blocked_at: str | None) -> RunLook:
-        orchestrator = self.orchestrator
+        orchestrator = self._orchestrator
         return RunLook(
             now_s=now_s,
             silence_s=self._progress.silence_s(now_s),
             step=self._step,
-            phase=orchestrator.state.phase if orchestrator is not None else None,
+            phase=self._phase_of_training,
             open={stage.name: list(stage.open) for stage in self._stages},
             limits={stage.name: stage.concurrency for stage in self._stages},
             problems=(
@@ -197,17 +201,17 @@ class Watchdog:
         )
 
     def _counts(self) -> Iterator[tuple[str, str]]:
-        if self.orchestrator is None:
+        if self._orchestrator is None:
             return
-        book = self.orchestrator.book
-        yield "iterations finished", str(self.orchestrator.state.iteration)
+        book = self._orchestrator.book
+        yield "iterations finished", str(self._orchestrator.state.iteration)
         yield "prompts", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in book.counts.items())
         yield "supervision queue", f"{book.waiting} prompts"
         yield (
             "credits held",
             f"{book.held_prompts} prompts, {book.held_bytes:,} bytes with the worst case of running ones",
         )
-        for stage in self.orchestrator.stages.all:
+        for stage in self._orchestrator.stages.all:
             done = stage.counters
             yield (
                 f"stage {stage.name}",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spot_async.base.processes import guard
 from spot_async.base.processes.child import log_lines
-from spot_async.stages.timeline import WAITS_FOR
+from spot_async.loop.events import WAITS_FOR
 from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
 from spot_async.watchdog.progress import LastCommit
 from spot_async.watchdog.stacks import grouped

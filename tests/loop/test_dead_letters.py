@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.errors import Exchange, PoisonedReplyError, TransientError
+from spot_async.loop.admission import PromptState
+from spot_async.loop.events import PromptEnded
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.run_log import RunLog
@@ -32,8 +34,8 @@ def test_a_prompt_given_up_leaves_its_request_its_reply_and_the_reason(tmp_path:
     error.stage, error.attempts = "score", 2
     sent = {"input_ids": [1, 2, "... 900 in all"], "sampling_params": {"temperature": 1.0}}
     error.exchange = Exchange("http://h:1", "POST", "/x", 4711, sent, 200, '{"logprobs": [NaN')
-    log.prompt_died(prompt(5), error)
-    log.prompt_died(prompt(6), TransientError("never got that far"))
+    for ordinal, failure in ((5, error), (6, TransientError("never got that far"))):
+        log.on(PromptEnded(prompt(ordinal), PromptState.DEAD, 0.0, 1.0, failure))
     first, second = [json.loads(line) for line in (tmp_path / "dead_letters.jsonl").read_text().splitlines()]
     assert first == {
         "ordinal": 5,

@@ -108,7 +108,7 @@ def test_a_batch_in_which_every_prompt_was_left_out_makes_no_step_says_so_and_th
     written = StringIO()
     console = RunConsole(Console(file=written, width=300), iterations=3)
     for result in run.journal.results:
-        console.iteration_finished(result)
+        console.on(result)
     first, warning, second, third = written.getvalue().splitlines()
     assert warning == (
         "warning: iteration 2 made no step: none of its 16 samples could be trained on (16 x verifier: error); "

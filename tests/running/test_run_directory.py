@@ -15,6 +15,7 @@ from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.models.weight_files import delete_weights, in_use
 from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
 from spot_async.telemetry.console import best_words
@@ -59,7 +60,7 @@ def evaluation(*rows):
 
 def iteration(run, step, result):
     snapshot = SimpleNamespace(directory=str(publish(run, step)))
-    return SimpleNamespace(iteration=step, evaluation=result, report=SimpleNamespace(snapshot=snapshot))
+    return IterationFinished(step, [], SimpleNamespace(snapshot=snapshot), PhaseTimes(), result)
 
 
 @pytest.mark.parametrize("hard_links", [True, False])
@@ -73,7 +74,7 @@ def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals
     history = EvaluationHistory(run, "avg")
     results = [evaluation([0, 0], [1, 0]), None, evaluation([1, 0], [1, 0]), None, evaluation([1, 1], [0, 0]), None]
     for step, result in enumerate(results, start=1):
-        history.iteration_finished(iteration(run, step, result))
+        history.on(iteration(run, step, result))
     assert (run.path / "best" / "model.safetensors").read_text() == "weights of 3"
     assert (run.path / "student" / "model.safetensors").read_text() == "weights of 6"
     assert sorted(each.name for each in (run.path / "weights").iterdir()) == [
@@ -143,8 +144,8 @@ def test_weights_in_use_are_not_deleted(tmp_path):
 )
 def test_the_criterion_decides_what_is_best(run, criterion, best, words):
     history = EvaluationHistory(run, criterion)
-    history.iteration_finished(iteration(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
-    history.iteration_finished(iteration(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
+    history.on(iteration(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
+    history.on(iteration(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
     assert history.best.iteration == best
     assert words in best_words(history.best, None)
     assert "optimistic" in best_words(history.best, before=evaluation([0, 0, 0], [0, 0, 1]))

@@ -33,10 +33,12 @@ from tiny_models import TOKENS
 
 from spot_async.backends.shared.launch import LaunchSettings, free_port
 from spot_async.base.concurrency import gather, watched
+from spot_async.base.events import Event
 from spot_async.base.processes.guard import process_tree
 from spot_async.config import ModelConfig, SamplingConfig, ScoreStageConfig, ServingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
-from spot_async.loop.orchestrator import IterationResult, Orchestrator
+from spot_async.loop.events import PromptEnded
+from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.files import read_model
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.life_cycle import State
@@ -55,7 +57,7 @@ FAULTS = ("storm", "cut", "garble", "nan", "duplicate", "gateway", "reset", "err
 
 @dataclass
 class Publisher:
-    """The trainer and the observer. The weights of even steps are the student's, those of odd ones are others."""
+    """The trainer, and a listener. The weights of even steps are the student's, those of odd ones are others."""
 
     models: TinyModels
     batches: list[Sequence[Supervision]] = field(default_factory=list)
@@ -70,10 +72,10 @@ class Publisher:
         snapshot = WeightSnapshot(directory=str(self.weights(iteration + 1)), version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={})
 
-    def iteration_finished(self, result: IterationResult) -> None: ...
-
-    def prompt_died(self, prompt: Prompt, error: RequestError) -> None:
-        self.dead.append(error)
+    def on(self, event: Event) -> None:
+        match event:
+            case PromptEnded(error=RequestError() as error):
+                self.dead.append(error)
 
     @property
     def trained(self) -> list[Supervision]:
@@ -115,13 +117,12 @@ async def orchestrated(
     files = read_model("student", str(publisher.models.student))
     async with CoinVerifier(CoinVerifier.Settings(kind="coin")) as verifier:
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
-        yield make_run(
+        run = make_run(
             make_policy(SpotPolicy, files.policy_context, positions=1, score_top_k=8, probe_top_k=3),
             student=student,
             teacher=teacher,
             verifier=verifier,
             trainer=publisher,
-            observe=lambda stages: publisher,
             prompts=prompts(publisher),
             vocabulary=files.vocabulary,
             capabilities={
@@ -135,7 +136,9 @@ async def orchestrated(
             vocab_size=files.vocab_size,
             weight_update_timeout_s=TIMEOUT_S,
             max_dead_share=1.0,
-        ).orchestrator
+        )
+        run.stages.events.subscribe(publisher)
+        yield run.orchestrator
 
 
 def pool_of(role: str, model: Path, backend: Any, folder: Path, *, are_ours: bool = False) -> ReplicaPool[Any]:

@@ -90,12 +90,11 @@ def run(url, folder, *, replay=False, cache=None, **settings):
 
 
 def run_with(teacher, found, kept_scores, log):
-    return make_run(
+    run = make_run(
         make_policy(OpdPolicy, read_model("teacher", str(MODEL)).policy_context),
         student=Student(Latency(0.001, 0.0), mean_tokens=12),
         teacher=teacher,
         trainer=SimulatedTrainer(step_s=0.01),
-        observe=lambda stages: log,
         prompts=simulated_prompts(problems=5),
         capabilities={"teacher": found},
         kept_scores=kept_scores,
@@ -103,6 +102,8 @@ def run_with(teacher, found, kept_scores, log):
         batch_size=BATCH,
         vocab_size=48,
     )
+    run.stages.events.subscribe(log)
+    return run
 
 
 @pytest.fixture(scope="module")

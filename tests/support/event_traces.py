@@ -27,18 +27,13 @@ class Refusing(SimulatedReplica):
 
 
 class Listener:
-    """A `Timeline` that keeps everything that it is told, in order."""
+    """Keeps everything that it is told, in order."""
 
     def __init__(self):
         self.events = []
 
-    def request_asked(self, asked_s):
-        self.events.append(f"asked at {asked_s!r}")
-
-    def request_ended(self, span):
-        self.events.append(repr(span))
-
-    prompt_ended = phase_ended = request_ended
+    def on(self, event):
+        self.events.append(repr(event))
 
 
 def events_of(seed):
@@ -51,7 +46,7 @@ def events_of(seed):
             are_ours=seed % 4 < 2,
             recovery_timeout_s=3000.0,
             max_dead_share=1.0,
-            timeline=listener,
+            listener=listener,
         )
     return [*listener.events, *map(repr, logs)]
 

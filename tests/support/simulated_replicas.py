@@ -58,8 +58,8 @@ class Outcome:
     seconds: float
 
 
-def train(servers, trouble, *, max_dead_share=0.1, timeline=None, trainer=None, **settings):
-    """Run over a pool of `servers`, with `trouble(servers)` as a task beside it. `timeline` is told of all events."""
+def train(servers, trouble, *, max_dead_share=0.1, listener=None, trainer=None, **settings):
+    """Run over a pool of `servers`, with `trouble(servers)` as a task beside it. `listener` is told of all events."""
 
     async def scenario():
         pool = pool_of_servers(servers, **settings)
@@ -75,8 +75,8 @@ def train(servers, trouble, *, max_dead_share=0.1, timeline=None, trainer=None, 
             max_dead_share=max_dead_share,
         )
         orchestrator = training.orchestrator
-        if timeline is not None:
-            orchestrator.report_to(timeline)
+        if listener is not None:
+            orchestrator.stages.events.subscribe(listener)
 
         async def run():
             async with asyncio.TaskGroup() as group:

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from spot_async.base import registry
+from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.config import Config
 from spot_async.errors import ThrottledError
+from spot_async.loop.events import PhaseBegan, PhaseEnded
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.replicas.service_pool import pool_of
 from spot_async.stages.stage import Stage
 from spot_async.stages.stages import STAGE_SERVERS
-from spot_async.stages.timeline import PhaseSpan, Timelines
 from spot_async.telemetry.bottleneck import RunTimes, ServerUse, StageUse, judge
 from spot_async.telemetry.live_verdict import LiveVerdict, replica_lines
 from spot_async.telemetry.totals import roles_with_room, stage_slots
@@ -196,6 +197,7 @@ class Run:
 
     def __init__(self, *, concurrency: int, latency_s: float, stage: str = "score") -> None:
         self.latency_s = latency_s
+        self.events = Channel()
         self.stage = Stage(
             stage,
             pool_of(None),
@@ -204,15 +206,10 @@ class Run:
             retry=RetryPolicy(8),
             mailbox_capacity=1000,
             jitter=lambda: 0.0,
+            events=self.events,
         )
         self.refusals = 0
-        self.stages = SimpleNamespace(all=(self.stage,))
-        self.state = SimpleNamespace(phase="wait for batch")
-        self.timelines = Timelines()
-        self.stage.timeline = self.timelines
-
-    def report_to(self, timeline):
-        self.timelines.add(timeline)
+        self.stages = SimpleNamespace(all=(self.stage,), events=self.events)
 
     async def ask(self, ordinal: int) -> None:
         async def answer(service, deadline):
@@ -224,8 +221,8 @@ class Run:
         await self.stage.ask((ordinal,), answer)
 
     def phase_ended(self, name, started_s, ended_s, then):
-        self.timelines.phase_ended(PhaseSpan(1, name, started_s, ended_s))
-        self.state.phase = then
+        self.events.publish(PhaseEnded("train", 1, name, started_s, ended_s))
+        self.events.publish(PhaseBegan("train", 1, then, ended_s))
 
 
 def live(run, verdicts, script):

@@ -36,7 +36,7 @@ from spot_async.testing.services import (
     SimulatedTrainer,
     SimulatedVerifier,
 )
-from spot_async.testing.simulation import make_policy, policy_context, simulated_prompts, simulated_run
+from spot_async.testing.simulation import make_policy, make_run, policy_context, simulated_prompts
 from spot_async.trainer.metrics import METRICS
 from spot_async.types import Traffic, Verdict
 
@@ -140,20 +140,7 @@ def simulated(tmp_path_factory):
 def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, **settings):
     directory, student, given = RunDirectory(folder), CountedStudent(), []
 
-    def log(stages):
-        return RunLog(
-            directory,
-            stages,
-            [SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))],
-            backends={"student": CountedServer(student.traffic), "teacher": SimpleNamespace()},
-            spending=RunSpendingMetrics(
-                {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
-                SimpleNamespace(counters=CacheCounters(), size_bytes=0),
-            ),
-            loop_lag=LoopLag(),
-        )
-
-    simulated_run(
+    run = make_run(
         make_policy(policy, policy_context(reference_kl=True), **settings),
         student=student,
         teacher=teacher or SimulatedTeacher(),
@@ -163,8 +150,20 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, **s
         prompts=simulated_prompts(problems=1000),
         capabilities=capabilities,
         iterations=4,
-        observe=log,
     )
+    log = RunLog(
+        directory,
+        run.stages,
+        [SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))],
+        backends={"student": CountedServer(student.traffic), "teacher": SimpleNamespace()},
+        spending=RunSpendingMetrics(
+            {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
+            SimpleNamespace(counters=CacheCounters(), size_bytes=0),
+        ),
+        loop_lag=LoopLag(),
+    )
+    run.stages.events.subscribe(log)
+    run.finish()
     return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()], given
 
 

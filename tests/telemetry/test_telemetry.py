@@ -23,7 +23,7 @@ from spot_async.backends.shared.launch import free_port
 from spot_async.config import TelemetryConfig
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
-from spot_async.loop.orchestrator import IterationResult, PhaseTimes
+from spot_async.loop.events import IterationFinished, PhaseTimes, ResponseJudged, StepBegan
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.console import RunConsole
@@ -74,7 +74,7 @@ def test_a_line_of_progress_says_whose_responses_are_correct(metrics, words):
     report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 1)), metrics={"loss": 1.0})
     samples = [Sample(supervision=None, metrics=metrics, record={})]
     screen = RunConsole(Console(file=text, width=200), iterations=9)
-    screen.iteration_finished(IterationResult(1, samples, report, PhaseTimes()))
+    screen.on(IterationFinished(1, samples, report, PhaseTimes()))
     assert words in text.getvalue()
 
 
@@ -82,19 +82,19 @@ def test_a_log_is_told_now_and_then_how_far_an_evaluation_is(monkeypatch):
     text, now_s = io.StringIO(), [0.0]
     monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     screen = RunConsole(Console(file=text, width=200), iterations=9)
-    screen.phase("evaluating before")
+    screen.on(StepBegan("evaluating before"))
     for finished in range(1, 71):
         now_s[0] += 1.0
-        screen.progress(finished, 4000)
+        screen.on(ResponseJudged(finished, 4000))
     assert text.getvalue().splitlines() == [
         "[00:00] evaluating before",
         "[00:30] evaluating before: 30 of 4,000 responses · about 66 min left",
         "[01:00] evaluating before: 60 of 4,000 responses · about 66 min left",
     ]
-    screen.phase("evaluating after")  # one that goes on where 3,000 are kept: they say nothing of the pace
+    screen.on(StepBegan("evaluating after"))  # one that goes on where 3,000 are kept: they say nothing of the pace
     for finished in range(3001, 3031):
         now_s[0] += 1.0
-        screen.progress(finished, 4000)
+        screen.on(ResponseJudged(finished, 4000))
     assert text.getvalue().splitlines()[-1].endswith("3,030 of 4,000 responses · about 16 min left")
 
 
@@ -106,13 +106,13 @@ def test_a_line_of_progress_says_how_long_training_will_take_evaluations_in_betw
     report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 1)), metrics={"loss": 1.0})
     now_s[0] += 100.0  # starting
     for iteration in range(1, 5):
-        screen.phase("training", orchestrator)
+        screen.on(StepBegan("training", orchestrator))
         now_s[0] += 10.0
         if iteration == 2:
-            screen.phase("evaluating")
+            screen.on(StepBegan("evaluating"))
             now_s[0] += 40.0
-            screen.phase("training", orchestrator)
-        screen.iteration_finished(IterationResult(iteration, [], report, PhaseTimes()))
+            screen.on(StepBegan("training", orchestrator))
+        screen.on(IterationFinished(iteration, [], report, PhaseTimes()))
     lines = [line for line in text.getvalue().splitlines() if "] iteration" in line]
     assert [line.rpartition(" · ")[2] for line in lines[:3]] == [
         "about 30 s left",
@@ -263,7 +263,7 @@ def test_samples_are_written_as_often_as_configured_and_metrics_always(tmp_path,
     snapshot = WeightSnapshot(directory=str(tmp_path), version=WeightVersion(0, 1))
     for iteration in (1, 2, 3, 4):
         report = TrainReport(snapshot=snapshot, metrics={"loss": 0.5})
-        log.iteration_finished(IterationResult(iteration, [sample], report, PhaseTimes()))
+        log.on(IterationFinished(iteration, [sample], report, PhaseTimes()))
 
     def iterations(name):
         path = tmp_path / name
@@ -282,7 +282,7 @@ def test_the_figures_of_the_first_iteration_are_its_own(tmp_path):
     log = RunLog(RunDirectory(tmp_path), SimpleNamespace(all=(stage,), tokens_generated=0), loop_lag=lag)
     counters.completed, counters.failed, counters.ended, counters.busy_s = 3, 1, 4, 2.0
     snapshot = WeightSnapshot(directory=str(tmp_path), version=WeightVersion(0, 1))
-    log.iteration_finished(IterationResult(1, [], TrainReport(snapshot=snapshot, metrics={}), PhaseTimes()))
+    log.on(IterationFinished(1, [], TrainReport(snapshot=snapshot, metrics={}), PhaseTimes()))
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert row["stage/verify/mean_latency_s"] == 0.5
     assert row["loop/lag_max_s"] == 0.0

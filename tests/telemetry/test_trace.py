@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from spot_async.config import SamplingConfig
+from spot_async.loop.events import IterationFinished
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.service_pool import OneService
-from spot_async.stages.timeline import RequestSpan, WaitClock, seconds_by_stage
+from spot_async.stages.events import RequestAsked, RequestEnded
+from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry import trace
 from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
 from spot_async.testing.replies import generation, token_scores
@@ -187,8 +189,15 @@ def test_a_killed_runs_file_needs_nothing_but_its_bracket(tmp_path):
 
 def test_events_reach_the_disk_with_every_phase(tmp_path):
     path, seen = tmp_path / "trace.json", []
-    watching = SimpleNamespace(iteration_finished=lambda result: seen.append(path.read_bytes()))
-    record(path, spot_run(iterations=5, batch_size=4, observe=lambda stages: watching))
+    run = spot_run(iterations=5, batch_size=4)
+
+    class Reader:
+        def on(self, event):
+            if isinstance(event, IterationFinished):
+                seen.append(path.read_bytes())
+
+    run.stages.events.subscribe(Reader())
+    record(path, run)
     finished = [e["name"] for e in json.loads(seen[1].rstrip() + b"]") if e["name"].startswith("iteration ")]
     assert finished == ["iteration 1", "iteration 2"]
 
@@ -260,7 +269,7 @@ def test_each_moment_of_a_wait_belongs_to_the_stage_with_most_prompts(events, ex
     rollout, score = (SimpleNamespace(name=name, prompts=0) for name in ("rollout", "score"))
     clock = WaitClock([rollout, score])
     for at, rollout.prompts, score.prompts in events:
-        clock.request_ended(RequestSpan("rollout", (0,), 0.0, 0.0, at, "done"))
+        clock.on(RequestEnded("rollout", (0,), 0.0, 0.0, at, "done"))
     rollout.prompts = score.prompts = 0
     waits = clock.take(0.0, 4.0)
     assert seconds_by_stage(waits) == pytest.approx(expected)
@@ -271,12 +280,12 @@ def test_time_before_a_request_is_asked_is_not_that_of_its_stage():
     """A policy that waits outside of all stages holds the run up itself."""
     rollout, score = (SimpleNamespace(name=name, prompts=0) for name in ("rollout", "score"))
     clock = WaitClock([rollout, score])
-    clock.request_asked(0.0)
+    clock.on(RequestAsked(0.0))
     rollout.prompts = 1
-    clock.request_ended(RequestSpan("rollout", (0,), 0.0, 0.0, 1.0, "done"))
+    clock.on(RequestEnded("rollout", (0,), 0.0, 0.0, 1.0, "done"))
     rollout.prompts = 0
-    clock.request_asked(4.0)
+    clock.on(RequestAsked(4.0))
     score.prompts = 1
-    clock.request_ended(RequestSpan("score", (0,), 4.0, 4.0, 4.5, "done"))
+    clock.on(RequestEnded("score", (0,), 4.0, 4.0, 4.5, "done"))
     score.prompts = 0
     assert seconds_by_stage(clock.take(0.0, 4.5)) == {"rollout": 1.0, "nothing": 3.0, "score": 0.5}

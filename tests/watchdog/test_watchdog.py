@@ -21,6 +21,7 @@ from spot_async.checks.plan import plan_training
 from spot_async.cli import exit_code, outcomes
 from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
+from spot_async.loop.events import StepBegan
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.testing.services import (
@@ -100,8 +101,8 @@ def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations
 
     async def run():
         with Watchdog(LIMITS, folder) as watchdog:
-            orchestrator.report_to(watchdog)
-            watchdog.phase_began("training with opd", orchestrator)
+            orchestrator.stages.events.subscribe(watchdog)
+            watchdog.on(StepBegan("training with opd", orchestrator))
             async with alongside(watchdog.watch):
                 await orchestrator.run()
         assert "watchdog" not in [thread.name for thread in threading.enumerate()]
@@ -343,7 +344,7 @@ def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_proc
 def test_sigquit_writes_the_report_and_the_run_goes_on(tmp_path):
     async def main():
         with Watchdog(None, tmp_path, exit_process=pytest.fail) as watchdog:
-            watchdog.phase_began("training with opd")
+            watchdog.on(StepBegan("training with opd"))
             os.kill(os.getpid(), signal.SIGQUIT)
             await asyncio.sleep(0.05)
         return signal.getsignal(signal.SIGQUIT)

@@ -1,0 +1,108 @@
+"""What a run publishes of itself, beside its stages' requests: steps, prompts, phases, iterations.
+
+All times are the running loop's, so they are exact on virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from spot_async.base.events import Event
+from spot_async.errors import BudgetSpentError, RequestError
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.admission import PromptState
+from spot_async.stages.stage import Stage
+from spot_async.stages.wait_clock import Wait
+from spot_async.types import Prompt, Sample, TrainReport
+
+if TYPE_CHECKING:
+    from spot_async.loop.orchestrator import Orchestrator
+
+Pump = Literal["train"]  # what goes from phase to phase: each has one at a time
+Phase = Literal["wait for batch", "train", "update weights", "evaluate"]  # of an iteration, in order
+# What a run waits for in each, in words for people. Where supervision is, the stages tell more.
+WAITS_FOR: dict[Phase, str] = {
+    "wait for batch": "supervision",
+    "train": "the trainer",
+    "update weights": "the weight update",
+    "evaluate": "the evaluation",
+}
+
+
+class ServersStarting(Event, frozen=True):
+    """Servers are about to be started. From now on `replicas` has a line for people on each."""
+
+    replicas: Callable[[], Sequence[str]]
+
+
+class StepBegan(Event, frozen=True):
+    """A step of the run, named for people; the one before it is done. `orchestrator`: while it trains."""
+
+    name: str
+    orchestrator: Orchestrator | None = None
+
+
+class EvaluationBegan(Event, frozen=True):
+    """These are the stages of the evaluation that goes on until the next step."""
+
+    stages: Sequence[Stage[Any]]
+
+
+class ResponseJudged(Event, frozen=True):
+    """One more response of an evaluation."""
+
+    finished: int
+    total: int
+
+
+class PromptEnded(Event, frozen=True):
+    """A prompt's coroutine, from admission until its samples are queued or it is given up for an `error`."""
+
+    prompt: Prompt
+    outcome: PromptState  # queued, dead or unpaid
+    started_s: float
+    ended_s: float
+    error: RequestError | BudgetSpentError | None = None
+
+
+class PhaseBegan(Event, frozen=True):
+    pump: Pump
+    iteration: int  # the first one is 1
+    name: Phase
+    at_s: float
+
+
+class PhaseEnded(Event, frozen=True):
+    pump: Pump
+    iteration: int  # the first one is 1
+    name: Phase
+    started_s: float
+    ended_s: float
+    ordinals: Sequence[int] = ()  # prompts of the batch, where there is one
+    waits: Sequence[Wait] = ()  # of a wait for the batch, in order and without gaps
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds of one iteration, on the loop's clock."""
+
+    wait_for_batch: float = 0.0  # the trainer waits for supervision
+    train: float = 0.0
+    update_weights: float = 0.0
+    evaluate: float = 0.0
+    waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for
+
+
+class IterationFinished(Event, frozen=True):
+    iteration: int  # the first one is 1
+    samples: Sequence[Sample]
+    report: TrainReport
+    times_s: PhaseTimes
+    evaluation: EvaluationResult | None = None  # of the new weights, where one was due
+
+    @property
+    def made_no_step(self) -> bool:
+        """Whether all of its samples were left out of training, so that its weights are those before it."""
+        return all(sample.supervision is None for sample in self.samples)

@@ -1,0 +1,89 @@
+"""Which stage the trainer waits for: time divided among stages, by where most prompts were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from spot_async.base.events import Event
+from spot_async.stages.events import RequestAsked, RequestEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The trainer waited for this stage. An empty name: no stage had anything to do."""
+
+    stage: str
+    started_s: float
+    ended_s: float
+
+
+class StageLoad(Protocol):
+    """What `busiest` reads of a stage."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def prompts(self) -> int: ...
+
+
+def busiest(stages: Sequence[StageLoad]) -> str:
+    """The stage that most prompts are at, the first of equals; empty when no prompt is at any.
+
+    Prompts, not requests: a prompt has one rollout but several probes, and the batch waits for prompts.
+    """
+    name, most = "", 0
+    for stage in stages:  # a plain loop: this runs once a request
+        prompts = stage.prompts
+        if prompts > most:
+            name, most = stage.name, prompts
+    return name
+
+
+class WaitClock:
+    """Divides time among stages: each moment belongs to the stage that most prompts were at.
+
+    Load changes only when a request is asked or ends. What stages hold just before either has been true since the
+    change before it, so these looks are exact.
+    """
+
+    def __init__(self, stages: Sequence[StageLoad]) -> None:
+        self._stages = stages
+        self._changes: list[tuple[str, float]] = []  # a stage, and since when most prompts were there
+        self._until_s = float("-inf")
+
+    def on(self, event: Event) -> None:
+        match event:
+            case RequestAsked(at_s=at_s) | RequestEnded(ended_s=at_s):
+                self._extend(at_s)
+
+    def take(self, started_s: float, ended_s: float) -> list[Wait]:
+        """What was waited for between two times; forgets everything before the second."""
+        self._extend(ended_s)
+        ends = [since_s for _, since_s in self._changes[1:]] + [self._until_s]
+        waits = [
+            Wait(stage, max(since_s, started_s), min(end_s, ended_s))
+            for (stage, since_s), end_s in zip(self._changes, ends, strict=True)
+            if end_s > started_s and since_s < ended_s
+        ]
+        self._changes.clear()
+        return waits
+
+    def _extend(self, until_s: float) -> None:
+        if until_s <= self._until_s:
+            return
+        stage = busiest(self._stages)
+        if not self._changes or self._changes[-1][0] != stage:
+            self._changes.append((stage, self._until_s))
+        self._until_s = until_s
+
+
+def seconds_by_stage(waits: Sequence[Wait]) -> dict[str, float]:
+    """Total of each stage; `nothing` for the moments no stage had anything to do."""
+    totals: dict[str, float] = {}
+    for wait in waits:
+        name = wait.stage or "nothing"
+        totals[name] = totals.get(name, 0.0) + wait.ended_s - wait.started_s
+    return totals
