@@ -125,7 +125,7 @@ class ThrottledError(RequestError):
 
 
 class TransientError(RequestError):
-    """A reset, a 5xx or a time-out: a later attempt may succeed."""
+    """A reset, a 5xx or a timeout: a later attempt may succeed."""
 
     failure_class = FailureClass.TRANSIENT
 

@@ -123,7 +123,7 @@ class _Discovery:
         return dialect
 
     async def _model(self) -> Dialect:
-        """The model's name, and the context that the endpoint states (vLLM and SGLang do)."""
+        """Find out the model's name, and the context length that the endpoint states (vLLM and SGLang do)."""
         wanted, role = self._server.settings.served_model, self._server.role
         get = functools.partial(self._server.get, MODELS, _Models, deadline=self._deadline)
         try:

@@ -37,7 +37,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
-    """`gather` for two results of different types."""
+    """Do as `gather`, for two results of different types."""
     results: list[Any] = await gather([first, second])
     return results[0], results[1]
 

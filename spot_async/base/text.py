@@ -7,7 +7,7 @@ import unicodedata
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 sample`, `2 samples`."""
+    """Return `1 sample`, `2 samples`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -20,7 +20,7 @@ def with_error(share: float, standard_error: float | None, *, signed: bool = Fal
 
 
 def rough_time(seconds: float) -> str:
-    """`45 s`, `30 min`, `8 h`, `365 days`."""
+    """Return `45 s`, `30 min`, `8 h`, `365 days`."""
     for unit, length_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length_s:
             number = seconds / length_s

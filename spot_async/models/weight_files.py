@@ -73,7 +73,7 @@ def in_use(directory: Path) -> Iterator[None]:
 
 
 def delete_weights(directory: Path) -> None:
-    """Delete a directory unless it is `in_use`. A failure, as on a busy disk, is logged and leaves it."""
+    """Delete a directory unless it is `in_use`. If that fails, as on a busy disk, the failure is logged."""
     try:
         with contextlib.ExitStack() as stack:
             descriptor = _opened(stack, directory)

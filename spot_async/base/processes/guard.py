@@ -89,7 +89,7 @@ class Guard:
         return self.status
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> int | None:
-        """Wait until `done` or the time-out. An unlimited wait also ends at a stop signal, which is returned."""
+        """Wait until `done` or the timeout. An unlimited wait also ends at a stop signal, which is returned."""
         deadline = time.monotonic() + timeout_s
         self._reap()
         while not done():
