@@ -36,8 +36,8 @@ def extract_boxed(text: str) -> str | None:
     r"""Return the content of the last balanced box in `text`, stripped; None when there is none.
 
     Spaces may stand before the brace. Without braces a box may hold one number, command or letter (`\boxed 5`). It may
-    not hold a word of prose (`\boxed a form`) or a command with arguments (`\boxed \frac12`), because TeX would box
-    only their first character. A box that never closes is not a box, and an earlier one that closes counts instead.
+    not hold a word of prose (`\boxed a form`) or a command with arguments (`\boxed \frac12`), because TeX would not
+    box those as they are meant. A box that never closes is not a box, and an earlier one that closes counts instead.
     Surrounding white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
     length of `text`.
     """

@@ -58,7 +58,7 @@ class Guard:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
         said, output = os.pipe() if secret else (None, None)
-        # Keep the object: a deleted Popen waits for its process, and would take the exit status from `_reap`.
+        # Keep the object: a deleted Popen polls its process, which could take the exit status from `_reap`.
         self._program = subprocess.Popen(command, preexec_fn=before_exec, stdout=output, stderr=output)
         self._log: threading.Thread | None = None
         if secret and said is not None and output is not None:
