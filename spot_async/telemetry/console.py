@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on, and the table at its end.
+"""Shows a run to people while it goes on, and the table at its end.
 
-On a terminal a live panel; elsewhere one line per iteration, and in evaluations now and then, so that a log
-stays readable.
+A terminal has a live panel. Elsewhere there is one line per iteration, and one now and then during evaluations, so that
+a log stays readable.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from spot_async.types import Verdict
 
 REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
-PROGRESS_EVERY_S = 30.0  # away from a terminal
+PROGRESS_EVERY_S = 30.0  # between two lines of progress, without a terminal
 REASONS_SHOWN = 3
 
 
 class RunConsole:
-    """The listener that shows where a run is, and what came of each iteration."""
+    """The listener that shows where a run is, and the results of each iteration."""
 
     def __init__(self, console: Console, iterations: int) -> None:
         self.console = console
-        self._replicas: Callable[[], Sequence[str]] = tuple  # a line on each that there is
+        self._replicas: Callable[[], Sequence[str]] = tuple  # returns a line about each replica
         self._iterations = iterations
         self._step = "starting"
-        self._phase: Phase = "wait for batch"  # while it trains
+        self._phase: Phase = "wait for batch"  # counts only while it trains
         self._progress: tuple[int, int] | None = None
-        self._training_pace: Pace | None = None  # evaluations in between included
-        self._pace = Pace(time.monotonic())  # of the step
+        self._training_pace: Pace | None = None  # of training, including evaluations in between
+        self._pace = Pace(time.monotonic())  # of the present step
         self._left = ""
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
@@ -164,7 +164,7 @@ class RunConsole:
 
 
 def no_step_words(result: IterationFinished) -> str:
-    """Why an iteration changed no weights, with what the policy says of the samples that it left out."""
+    """Return why an iteration changed no weights, with the policy's reasons for leaving its samples out."""
     if not result.samples:
         return f"iteration {result.iteration} made no step: its prompts gave no samples; the weights stay as they are"
     reasons = Counter(str(each.record.get("left_out", "no reason given")) for each in result.samples)
@@ -176,14 +176,14 @@ def no_step_words(result: IterationFinished) -> str:
 
 
 class Pace:
-    """How long a step will still take if the rest goes as what it has done so far."""
+    """Estimates how long a step will still take, from its speed so far."""
 
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
-        self._before: int | None = None  # what was there when it began
+        self._before: int | None = None  # how many were finished when the step began
 
     def left(self, now_s: float, finished: int, total: int) -> str:
-        """In words; empty where nothing is left."""
+        """Return the time that is left in words; empty if nothing is left."""
         if self._before is None:
             self._before = finished - 1
         if finished >= total:
@@ -193,7 +193,7 @@ class Pace:
 
 
 class TokenRate:
-    """Tokens per second over the last few seconds, from a growing total."""
+    """Computes tokens per second over the last few seconds, from a growing total."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
@@ -207,7 +207,7 @@ class TokenRate:
 
 
 def describe_wait(phase: Phase, stages: Stages) -> str:
-    """What holds the trainer up, the stage that most prompts are at named."""
+    """Return what the trainer waits for. In a wait for a batch, that is the stage that most prompts are at."""
     stage = busiest(stages.all) if phase == "wait for batch" else ""
     return f"{WAITS_FOR[phase]}: {stage}" if stage else WAITS_FOR[phase]
 
@@ -224,14 +224,14 @@ def stage_table(orchestrator: Orchestrator) -> Table:
 
 
 def accuracy_words(means: Mapping[str, float]) -> str:
-    """Whose responses are trained on, and how many of them are correct: the student's or, in KD, the teacher's."""
+    """Return whose responses are trained on (the student's or, in KD, the teacher's), and how many are correct."""
     if "teacher/accuracy" in means:
         return f"teacher accuracy {percent(means['teacher/accuracy'])}"
     return f"accuracy {percent(means.get('rollout/accuracy'))}"
 
 
 def evaluation_words(result: EvaluationResult | None) -> str:
-    """The two figures of everything, for a line of progress."""
+    """Return Avg@k and Pass@k over everything, for a line of progress."""
     if result is None:
         return ""
     figures = result.figures()
@@ -242,7 +242,7 @@ def evaluation_words(result: EvaluationResult | None) -> str:
 
 
 def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
-    """The best student and its figure, with what the figure is worth."""
+    """Return the best student and its figure in words, and why the figure is optimistic."""
     metric = f"{best.criterion.capitalize()}@{best.samples}"
     if before is not None:
         start = before.figures()
@@ -260,9 +260,9 @@ def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
 def evaluation_table(
     before: EvaluationResult | None, after: EvaluationResult | None, best: BestCheckpoint | None = None
 ) -> Table:
-    """Avg@k and Pass@k per tier with standard errors; the change is paired on problems. The best student below.
+    """Return a table of Avg@k and Pass@k per tier, before and after, with standard errors and the best student below.
 
-    Of one sample a problem both are the same figure, shown once.
+    The change is paired on problems. With one sample per problem, Avg@k and Pass@k are the same and shown once.
     """
     result = after or before
     assert result is not None
@@ -284,7 +284,7 @@ def evaluation_table(
                 for metric in (average, f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
     if before is not None and after is not None:
         headings.append(f"{average}\nchange")
-    table.add_column(kind_of_row(result), overflow="fold")  # on narrow screens nothing is cut
+    table.add_column(kind_of_row(result), overflow="fold")  # names are folded on narrow screens, not cut
     for heading in ("n", *headings):
         table.add_column(heading, justify="right", overflow="fold")
     noted = {result.overall if result.is_single else each.name for each in result.benchmarks if each.note is not None}
@@ -305,7 +305,7 @@ def evaluation_table(
 def table_notes(
     result: EvaluationResult, best: BestCheckpoint | None, before: EvaluationResult | None
 ) -> Iterator[str]:
-    """What belongs below the table."""
+    """Return the notes below the table."""
     yield from (f"* {each.name}: {each.note}" for each in result.benchmarks if each.note is not None)
     if best is not None:
         yield best_words(best, before)
@@ -316,7 +316,7 @@ def kind_of_row(result: EvaluationResult) -> str:
 
 
 def unverified_note(result: EvaluationResult) -> str | None:
-    """Says so when responses count as incorrect only because they could not be judged."""
+    """Return a note if responses count as incorrect only because they could not be judged."""
     missing = result.count(Verdict.TIMEOUT) + result.count(Verdict.ERROR)
     return f"{missing} responses could not be judged and count as incorrect" if missing else None
 

@@ -52,7 +52,7 @@ class TrainerClock:
     def __init__(self, stages: Sequence[Stage[Any]], now_s: float) -> None:
         self._waits = WaitClock(stages)
         self._since_s = now_s  # everything before is counted
-        self._phase: Phase = "wait for batch"  # that goes on
+        self._phase: Phase = "wait for batch"  # the one that goes on
         self._phases: dict[Phase, float] = defaultdict(float)
         self._waited_for: dict[str, float] = defaultdict(float)
 

@@ -1,7 +1,7 @@
 """Writes what happened in a run to its directory: metrics, samples, dead letters, events.
 
-Metric names are `area/name`; docs/metrics.md explains how to read them. Values that samples carry are
-averaged over those samples that have them.
+Metric names are `area/name`; docs/metrics.md explains how to read them. A metric of samples is the mean over those
+samples that have it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ class RunLog:
         loop_lag: LoopLag | None = None,
         spending: RunSpendingMetrics | None = None,
     ) -> None:
-        """`backends`, by role: the traffic of those that count it is reported, and the replicas of those that have
-        them."""
+        """Begin to measure the first iteration.
+
+        `backends` are by role. Their traffic and their replicas are reported, if they have any.
+        """
         self._spending = spending
         self._loop_lag = loop_lag
         if loop_lag is not None:
-            loop_lag.take()  # what was before the first iteration
+            loop_lag.take()  # drops what was measured before the first iteration
         self._directory = directory
         self._samples_every = samples_every
         self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
@@ -95,7 +97,7 @@ class RunLog:
         )
 
     def _traffic_metrics(self) -> dict[str, float]:
-        """What went to and came from each server since the last iteration, evaluations included."""
+        """Return the traffic of each role since the last iteration, including evaluations."""
         metrics: dict[str, float] = {}
         for role, source in self._traffic.items():
             now, last = msgspec.structs.asdict(source.traffic), msgspec.structs.asdict(self._last_traffic[role])
@@ -104,13 +106,13 @@ class RunLog:
         return metrics
 
     def _generation_metrics(self, elapsed_s: float) -> dict[str, float]:
-        """Tokens generated in the iteration just finished, and its requests: how long they took, how many at a time.
+        """Return the metrics of generated tokens and of each stage's requests in the iteration that has just finished.
 
-        Means over the iteration: time spent by all requests together, over the time that passed.
+        Mean numbers of requests are the time that all requests spent together, divided by the time that passed.
         """
         metrics: dict[str, float] = {}
         tokens = self._stages.tokens_generated
-        if tokens and elapsed_s > 0:  # nothing to say of a run in which no model generates
+        if tokens and elapsed_s > 0:  # a run in which no model generates has no such metric
             metrics["throughput/generated_tokens_per_s"] = (tokens - self._last_tokens) / elapsed_s
         self._last_tokens = tokens
         for stage in self._stages.all:
@@ -131,13 +133,13 @@ class RunLog:
 
 
 def sample_line(iteration: int, sample: Sample) -> dict[str, Any]:
-    """A sample's record under its iteration and, where the policy did not write it, its problem."""
+    """Return a sample's record with its iteration and, unless the policy wrote it, its problem."""
     problem = {} if sample.supervision is None else {"problem_id": sample.supervision.problem_id}
     return {"iteration": iteration, **problem, **sample.record}
 
 
 def iteration_metrics(result: IterationFinished, elapsed_s: float) -> dict[str, float]:
-    """One iteration as `area/name` figures: what `metrics.jsonl` and every other sink get."""
+    """Return the metrics `rollout/...`, `train/...`, `time/...`, `wait/...` and others of one iteration."""
     means = mean_metrics(result.samples)
     return {
         **means,
@@ -153,7 +155,10 @@ def iteration_metrics(result: IterationFinished, elapsed_s: float) -> dict[str, 
 
 
 def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
-    """Figures of all problems, then of each tier. A standard error over one problem does not exist."""
+    """Return an evaluation's figures as metrics: over all problems, and for each tier.
+
+    A figure over a single problem has no standard error.
+    """
     if evaluation is None:
         return {}
     metrics: dict[str, float | None] = {}
@@ -172,7 +177,7 @@ def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Mean of each metric over the samples that carry it."""
+    """Return the mean of each metric over the samples that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, value in sample.metrics.items():
@@ -181,7 +186,7 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 class _EventFile:
-    """Appends whole lines, and drops one that a full disk does not take: a log must not end what it reports on."""
+    """Appends whole lines, and drops a line that a full disk does not take, since a log must not end its run."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -191,7 +196,7 @@ class _EventFile:
             append_whole(self._file, text.encode())
 
     def flush(self) -> None:
-        pass  # nothing is kept back
+        pass  # nothing is buffered
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -200,7 +205,7 @@ class _EventFile:
 
 @contextlib.contextmanager
 def log_events_to(path: Path) -> Iterator[None]:
-    """Send structlog events of this process to a JSONL file while inside, and where they went before afterwards."""
+    """Send this process's structlog events to a JSONL file while inside, and afterwards to where they went before."""
     before = structlog.get_config() if structlog.is_configured() else None
     with contextlib.closing(_EventFile(path)) as file:
         structlog.configure(
@@ -216,7 +221,7 @@ def log_events_to(path: Path) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if any(isinstance(each, PluginError) for each in leaves(error)):  # people get one line of it
+            if any(isinstance(each, PluginError) for each in leaves(error)):  # people get one line, the log the trace
                 structlog.get_logger().error("plug-in at fault", exc_info=error)
             structlog.get_logger().error(ENDS_EARLY, reason=_reason(error))
             raise
@@ -227,7 +232,7 @@ def log_events_to(path: Path) -> Iterator[None]:
 
 
 def _without_nan(logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Figures that are not known as null: JSON has no word for them, though Python writes one."""
+    """Return an event with null for NaN and infinities, for which JSON has no word, though Python would write one."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in event.items()
     }
@@ -236,14 +241,14 @@ def _without_nan(logger: object, method: str, event: MutableMapping[str, Any]) -
 def _reason(error: Exception) -> str:
     try:
         return error_words(root_cause(error))
-    except Exception:  # noqa: BLE001 - it is a bug, and is on its way up already
+    except Exception:  # noqa: BLE001 - a bug in describing an error must not hide the error itself
         return error_words(first_error(error))
 
 
 def log_events_to_python_logging() -> None:
-    """Unless the program configured structlog itself, events go to the logger of the module they come from.
+    """Send events to the Python logger of their module, unless the program has configured structlog itself.
 
-    structlog's own default prints them, which is no library's business.
+    By default structlog prints them, which a library must not do.
     """
     if not structlog.is_configured():
         structlog.configure(

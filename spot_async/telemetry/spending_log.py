@@ -35,7 +35,7 @@ class SpendingLog:
     """The listener that keeps `spending.jsonl`."""
 
     def __init__(self, directory: RunDirectory, accounts: Mapping[str, Account], *, trains: bool = True) -> None:
-        """`trains`: False for a stand-alone evaluation."""
+        """`trains`: whether it is a training run, and not a stand-alone evaluation."""
         self._trains = trains
         self._directory = directory
         self._accounts = metered(accounts)

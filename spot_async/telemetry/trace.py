@@ -1,14 +1,17 @@
 """Writes what happened in a run as `trace.json`, in Chrome's trace-event format: open it in ui.perfetto.dev.
 
-Tracks: the trainer (iterations; its phases, with the stage it waited for), the prompts' coroutines, each
-server (requests in flight, of all stages), and each stage's requests, on as many lanes as were busy at once;
-of stages and servers those that had something to do. An arrow leads from a prompt to the training step it
-ended in. Counters: what waits and is in flight, finished supervision, tokens a second.
+It has these tracks:
 
-The file is a JSON array written as the run goes. The format lets the closing bracket be missing, so
-a killed run's file opens as well. Long runs thin out: requests of every iteration until the first
-`SHARE_BYTES`, then of every second, every fourth and so on, each for as many bytes again; the trainer's
-track says which, and stays whole.
+* the trainer: iterations, and phases with the stage that was waited for
+* the prompts' coroutines, with an arrow from each to the training step that it ended in
+* each server that had something to do: requests in flight
+* each stage that had something to do: its requests, on as many lanes as were busy at once
+* counters: requests that wait and are in flight, finished supervision, tokens per second
+
+The file is a JSON array that is written as the run goes. The format allows the closing bracket to be missing, so a
+killed run's file opens as well. Long runs are thinned out, except for the trainer's track. The first `SHARE_BYTES` have
+the requests of every iteration, the next as many bytes those of every second, then every fourth, and so on. The
+trainer's track says which.
 """
 
 from __future__ import annotations
@@ -37,25 +40,26 @@ BUFFER_BYTES = 1 << 18
 COUNTER_INTERVAL_S = 0.05
 RATE_INTERVAL_S = 0.5
 
-# Process ids, which stand for groups of tracks; far from thread ids, as equal ones would be drawn as main threads.
+# Process ids, which stand for groups of tracks. They are far from thread ids, since viewers draw a thread with its
+# process's id as the main thread.
 TRAINER, PROMPTS, SERVERS, FIRST_STAGE = 1001, 1002, 1003, 1004
-ITERATIONS, PHASES = 1, 2  # thread ids of the trainer
+ITERATIONS, PHASES = 1, 2  # thread ids of the trainer's tracks
 
 
 @contextmanager
 def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
-    """Record `orchestrator` while inside."""
+    """Write a trace of the run while inside."""
     file = TraceFile(path)
     try:
         orchestrator.stages.events.subscribe(TraceRecorder(file, orchestrator.stages, orchestrator.book))
-        file.flush()  # an empty file would not open
+        file.flush()  # viewers do not open an empty file
         yield
     finally:
         file.close()
 
 
 class TraceFile:
-    """A growing JSON array of events. What cannot be written ends the trace, not the run."""
+    """A growing JSON array of events. An event that cannot be written ends the trace, not the run."""
 
     def __init__(self, path: Path) -> None:
         self.bytes = 0
@@ -80,7 +84,7 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write whole events: what is on disk ends with one."""
+        """Write all events that are buffered. The file always ends with a whole event."""
         data = b"".join(self._pending)
         self._pending.clear()
         self._pending_bytes = 0
@@ -100,7 +104,7 @@ class TraceFile:
 
 
 class Lanes:
-    """Rows for spans that overlap, as few as possible: told of spans in the order in which they end."""
+    """Lays spans that overlap out on as few lanes as possible. Spans must come in the order of their ends."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[int, int]] = []  # (end of its last span, lane), ascending
@@ -109,7 +113,7 @@ class Lanes:
         return len(self._ends)
 
     def place(self, start: int, end: int) -> int:
-        """A lane that is free from `start` on, the one that was busy last; or else a new one."""
+        """Return a lane that is free from `start` on: of several the one that was busy last, and else a new one."""
         free = bisect_right(self._ends, (start, len(self._ends)))
         lane = self._ends.pop(free - 1)[1] if free else len(self._ends)
         insort(self._ends, (end, lane))
@@ -117,7 +121,7 @@ class Lanes:
 
 
 class TraceRecorder:
-    """The listener that writes what ended. Times in the file are the loop's."""
+    """The listener that writes requests, prompts and phases as they end. Times in the file are the loop's."""
 
     def __init__(self, file: TraceFile, stages: Stages, book: AdmissionBook) -> None:
         self._file = file
@@ -125,13 +129,13 @@ class TraceRecorder:
         self._book = book
         self._lanes: dict[int, Lanes] = {}
         self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(stages.all)}
-        self._used: set[str] = set()  # stages that were asked something
-        self._servers: set[str] = set()  # that were
+        self._used: set[str] = set()  # stages that have a track already
+        self._servers: set[str] = set()  # servers that have a track already
         self._counters = Counters(file)
-        self._recorded = True  # whether requests of the running iteration are
+        self._recorded = True  # whether the requests of this iteration are written
         self._stride = 1
         self._iteration_started_s = 0.0
-        self._arrows: set[int] = set()  # prompts whose arrow has begun
+        self._arrows: set[int] = set()  # prompts whose arrow has begun and not ended
         self._last_change_s: float | None = None
         self._name_process(TRAINER, "trainer")
         self._name_thread(TRAINER, ITERATIONS, "iterations")
@@ -159,11 +163,11 @@ class TraceRecorder:
             args["outcome"] = span.outcome
         if span.replica:
             args["server"] = span.replica
-        # Named by kind, as viewers sum up by name; which one it is stands in its arguments.
+        # Requests are named by stage, since viewers sum up by name. The arguments say which request it is.
         self._slice(self._process_of(span.stage), None, span.stage, span.started_s, span.ended_s, args)
 
     def _load_changes(self, at_s: float) -> None:
-        """Note what stages have held since the last change before now, where counters are due."""
+        """Write counters, if they are due, with the values that were true since the last change."""
         last_s, self._last_change_s = self._last_change_s, at_s
         if last_s is not None and last_s < at_s and self._counters.due(at_s):
             self._count(last_s)
@@ -209,12 +213,12 @@ class TraceRecorder:
     def _slice(
         self, process_id: int, thread_id: int | None, name: str, started_s: float, ended_s: float, args: dict[str, Any]
     ) -> int:
-        """One complete event; without a thread it is laid out on the process's lanes. Returns the thread."""
+        """Write one span, and return its thread. Without a thread, it is laid out on a lane of the process."""
         started, ended = microseconds(started_s), microseconds(ended_s)
         if thread_id is None:
             lanes = self._lanes.setdefault(process_id, Lanes())
             known = len(lanes)
-            thread_id = 1 + lanes.place(started, ended)  # thread 0 is special to viewers
+            thread_id = 1 + lanes.place(started, ended)  # viewers treat thread 0 specially
             if len(lanes) > known:
                 self._name_thread(process_id, thread_id, f"lane {thread_id}")
         self._file.add(
@@ -235,7 +239,7 @@ class TraceRecorder:
         self._file.add(event | {"ts": at} | ({"bp": "e"} if end == "f" else {}))
 
     def _count(self, at_s: float) -> None:
-        """Counters as they are now, true since `at_s`."""
+        """Write the counters as they are now, which they have been since `at_s`."""
         at = microseconds(at_s)
         at_servers: Counter[str] = Counter()
         for stage in self._stages.all:
@@ -253,7 +257,7 @@ class TraceRecorder:
         self._counters.looked_s = at_s
 
     def _process_of(self, stage: str) -> int:
-        """Named when it is first used: a policy does not ask every stage, and empty tracks say nothing."""
+        """Return a stage's process id. It is named when it is first used, so that unused stages have no track."""
         process_id = self._process_ids[stage]
         if stage not in self._used:
             self._used.add(stage)
@@ -273,13 +277,13 @@ class TraceRecorder:
 
 
 class Counters:
-    """Counter events, no more often than there is something to see: bounded in time, and only what changed."""
+    """Writes counters, but only those that have changed, and not more often than anyone can see."""
 
     def __init__(self, file: TraceFile) -> None:
         self.looked_s = float("-inf")
         self._file = file
         self._values: dict[tuple[int, str], dict[str, int]] = {}
-        self._rate_since: tuple[float, int] | None = None  # time and total
+        self._rate_since: tuple[float, int] | None = None  # time and total when the rate was written last
 
     def due(self, now_s: float) -> bool:
         return now_s - self.looked_s >= COUNTER_INTERVAL_S
@@ -291,17 +295,17 @@ class Counters:
         self._file.add({"ph": "C", "pid": process_id, "name": name, "ts": at, "args": values})
 
     def set_rate(self, process_id: int, name: str, at_s: float, total: int) -> None:
-        """Growth of `total` a second, since the last time this was written."""
+        """Write the growth of `total` per second since this was last written."""
         since_s, before = self._rate_since or (at_s, total)
         if self._rate_since is not None and at_s - since_s < RATE_INTERVAL_S:
             return
         self._rate_since = (at_s, total)
         if at_s > since_s:
             values = {"tokens/s": round((total - before) / (at_s - since_s))}
-            # The rate was true over the interval, so it stands where the interval begins.
+            # The rate holds for the whole interval, so it is written at its beginning.
             self.set(process_id, name, microseconds(since_s), values)
 
 
 def microseconds(seconds: float) -> int:
-    """The format's unit, whole: rounding keeps order, so spans that touch still do and nested ones nest."""
+    """Return whole microseconds, the format's unit. Rounding keeps order, so that spans still touch and nest."""
     return round(1e6 * seconds)
