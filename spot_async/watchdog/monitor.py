@@ -1,9 +1,9 @@
-"""The watchdog's shell: a task on the event loop, a thread beside it, and the file they write.
+"""Watches a run with a task on the event loop and a thread beside it. It is the watchdog's shell.
 
 The task ends a silent run with `StalledError`, which takes everything down in order. The thread is for what the task
-cannot see or survive: a blocked event loop, and a run that does not come down. It reports the first, and ends the
-process for either once the silence is past its limit, where the process is ours to end; children die with their parent
-(`processes/`). What the report says is `report.py`.
+cannot see or survive: a blocked event loop, and a run that does not come down. It reports a blocked loop. Once the
+silence is past its limit, it ends the process in either case, if the process is ours to end. Children die with their
+parent (`base/processes/`). `report.py` writes the report.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from spot_async.watchdog.stacks import TaskBook, thread_place
 
 REPORT = "stall-report.txt"
 BEAT_S = 1.0  # between two signs of life of the event loop, and between two looks of the watching thread
-BLOCKED_AFTER_S = 10.0  # without a sign of life the event loop is blocked
-COME_DOWN_S = 60.0  # what a stalled run gets to end in order
-FROZEN_S = 5.0  # late by more than this: it was the process that did not run
+BLOCKED_AFTER_S = 10.0  # the event loop counts as blocked after so long without a sign of life
+COME_DOWN_S = 60.0  # how long a stalled run may take to end in order
+FROZEN_S = 5.0  # a beat that is later than this means that the whole process did not run
 
 _COMMIT_OF_PHASE: dict[Phase, Commit] = {"train": Commit.BATCH_TRAINED, "update weights": Commit.WEIGHTS_CONFIRMED}
 
 
 class Watchdog:
-    """Enter it on the loop that it watches, run `watch` there, and let it listen to the run's events.
+    """Watches a run. Enter it on the run's loop, run `watch` there, and let it listen to the run's events.
 
-    `exit_process(message)` ends this process at once, with the code of a stalled run; None where it is not ours to end.
+    `exit_process(message)` ends this process at once, with the code of a stalled run. None: it is not ours to end.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Watchdog:
         *,
         exit_process: Callable[[str], None] | None = None,
     ) -> None:
-        """`limits`: None watches nothing, and writes reports only when asked to."""
+        """`limits`: with None it does not watch, and writes reports only when asked to."""
         self.report_path = directory / REPORT
-        self._orchestrator: Orchestrator | None = None  # while it trains
-        self._phase: Phase = "wait for batch"  # of the iteration that goes on
-        self._evaluation_stages: Sequence[Stage[Any]] = ()  # of the evaluation that goes on
+        self._orchestrator: Orchestrator | None = None  # only while it trains
+        self._phase: Phase = "wait for batch"  # the phase of the iteration that goes on
+        self._evaluation_stages: Sequence[Stage[Any]] = ()  # those of the evaluation that goes on
         self._limits = limits
         self._logs = directory / "logs"
         self._exit_process = exit_process
-        self._replicas: Callable[[], Sequence[str]] = tuple  # a line on each that there is
+        self._replicas: Callable[[], Sequence[str]] = tuple  # returns a line about each replica
         self._step = "start"
         self._ended = threading.Event()
 
@@ -97,7 +97,7 @@ class Watchdog:
             self._thread.join()
 
     def on(self, event: Event) -> None:
-        """Requests are no commits: what they were asked for may never be finished."""
+        """Note commits. A request that ends is none, since what it was asked for may never be finished."""
         match event:
             case ServersStarting():
                 self._replicas = event.replicas
@@ -116,11 +116,11 @@ class Watchdog:
                 self._commit(Commit.PROMPT_QUEUED, f"prompt {event.prompt.ordinal}")
 
     async def watch(self) -> None:
-        """Run beside everything else. Raises `StalledError`, the report written, once the silence is too long."""
+        """Run beside everything else. Raises `StalledError` once the silence is too long and the report is written."""
         raise StalledError(await self._stalled)
 
     def _beat(self) -> None:
-        """A sign of life of the loop, for the thread, and the look at the silence so far."""
+        """Give the thread a sign of life of the loop, and check the silence so far. Runs every `BEAT_S`."""
         now_s = self._loop.time()
         late_s = now_s - self._beat_s - BEAT_S
         self._beats, self._beat_s = self._beats + 1, now_s
@@ -159,7 +159,7 @@ class Watchdog:
         structlog.get_logger().info("report", path=str(self.report_path), waits_for=name_culprit(look))
 
     def _stall_message(self, now_s: float, blocked_at: str | None) -> str:
-        """Writes the report; returns its essence in one line."""
+        """Write the report, and return its essence in one line."""
         look = self._look(now_s, blocked_at)
         self._write("A run that stalled", look)
         return (
@@ -179,7 +179,7 @@ class Watchdog:
         )
         try:
             write_report(self.report_path, contents)
-        except OSError as error:  # the line that names the culprit must come out all the same
+        except OSError as error:  # the line that names the culprit must be printed in any case
             structlog.get_logger().error("no report", path=str(self.report_path), error=str(error))
 
     def _look(self, now_s: float, blocked_at: str | None) -> RunLook:
@@ -219,9 +219,10 @@ class Watchdog:
             )
 
     def _watch_loop(self) -> None:
-        """In the thread: count the looks at which the loop gave no sign of life, rather than trust a clock.
+        """Watch the loop from the thread: count the looks at which it gave no sign of life.
 
-        A process that was frozen as a whole missed its looks too, so it is not taken for a blocked loop.
+        Counting is better than a clock: a process that was frozen as a whole missed looks too, so it does not count as
+        a blocked loop.
         """
         beats, missed, reported = self._beats, 0, False
         while not self._ended.wait(BEAT_S):
@@ -242,4 +243,4 @@ class Watchdog:
                 structlog.get_logger().error(STALLED, reason=message)
                 if self._exit_process is not None:
                     self._exit_process(message)
-                return  # reported, and not ours to end
+                return  # it is reported, and the process is not ours to end
