@@ -1,9 +1,9 @@
-"""A whole run of a policy over simulated services, on virtual time: from prompts to batches that were trained.
+"""Runs a policy over simulated services on virtual time, from prompts to trained batches.
 
     run = simulated_run(make_policy(MyPolicy, temperature=2.0), iterations=3)
     assert len(run.batches) == 3
 
-Orchestrator and stages are the real ones. Everything else has a default, and a test names what it changes.
+Orchestrator and stages are the real ones. Everything else has a default; a test gives only what it changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_RESPONSE_TOKENS = 64
 
 
 class SimulatedTokenizer:
-    """What policies and stages ask of a tokenizer: `text` says how an id reads, by default as its number."""
+    """What policies and stages ask of a tokenizer. `text` returns an id's text, which is its number by default."""
 
     all_special_ids = (0, END_TOKEN)
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
@@ -53,7 +53,7 @@ class SimulatedTokenizer:
         return {f"token-{token_id}": token_id for token_id in range(self._vocab_size)}
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """Special tokens are words like all others, so that two responses never read alike."""
+        """Return the text of ids. Special tokens have one too, so that two responses never have the same text."""
         return " ".join(self._text(int(token_id)) for token_id in token_ids)
 
 
@@ -63,18 +63,18 @@ def simulated_vocabulary(end_token_ids: tuple[int, ...] = (END_TOKEN,), text: Ca
 
 
 def policy_context(**changes: Any) -> PolicyContext:
-    """What a policy is told of a simulated run."""
+    """Return what a policy is told about a simulated run."""
     return PolicyContext(**{"vocab_size": VOCAB_SIZE, "tokenizer": SimulatedTokenizer(), **changes})
 
 
 def make_policy(policy: Any, context: PolicyContext | None = None, **settings: Any) -> Any:
-    """Make a policy of this class with these settings. `kind`, which a configuration must give, may be left out."""
+    """Make a policy of this class with these settings. `kind` may be left out, unlike in a configuration."""
     kind = {"kind": policy.__name__} if policy.Settings.model_fields["kind"].is_required() else {}
     return policy(policy.Settings(**kind, **settings), context or policy_context())
 
 
 def simulated_prompts(limit: int | None = None, *, problems: int = PROBLEMS, answer: str = "1") -> Iterator[Prompt]:
-    """Every problem again in each epoch, the n-th of them with a prompt of 5 + n tokens; without end by default."""
+    """Return prompts, without end by default. Each epoch has every problem, and the n-th has 5 + n tokens."""
     for ordinal in count() if limit is None else range(limit):
         index = ordinal % problems
         problem = Problem(id=f"p{index}", text=f"problem {index}", answer=answer)
@@ -83,13 +83,13 @@ def simulated_prompts(limit: int | None = None, *, problems: int = PROBLEMS, ans
 
 
 def same_limits(**limits: Any) -> StagesConfig:
-    """Give every stage these limits."""
+    """Return settings that give every stage these limits."""
     return StagesConfig.model_validate(dict.fromkeys(StagesConfig.model_fields, StageConfig(**limits)))
 
 
 @dataclass
 class Journal:
-    """A listener that keeps what came of iterations and which prompts were given up."""
+    """A listener that keeps finished iterations, and the prompts that were given up."""
 
     results: list[IterationFinished] = field(default_factory=list)
     dead: dict[int, RequestError] = field(default_factory=dict)  # by the prompt's ordinal
@@ -104,7 +104,7 @@ class Journal:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SimulatedRun:
-    """A run that was made or has ended: its parts, and what came of it so far."""
+    """A run that was made or has ended: its parts, and its results so far."""
 
     orchestrator: Orchestrator
     trainer: Any
@@ -116,22 +116,22 @@ class SimulatedRun:
 
     @property
     def batches(self) -> list[list[Supervision]]:
-        """What the trainer got, a list an iteration."""
+        """What the trainer got, as a list for each iteration."""
         batches: list[list[Supervision]] = self.trainer.batches
         return batches
 
     @property
     def trained(self) -> list[Supervision]:
-        """The same in one list."""
+        """What the trainer got, as one list."""
         return [supervision for batch in self.batches for supervision in batch]
 
     @property
     def samples(self) -> list[Sample]:
-        """What finished iterations had, samples that were left out of training included."""
+        """The samples of finished iterations, including those that were left out of training."""
         return [sample for result in self.journal.results for sample in result.samples]
 
     def finish(self) -> SimulatedRun:
-        """Let it run on virtual time; return it, or raise what ended it."""
+        """Run on virtual time to the end, and return this run. Raises what ended it early."""
         run_on_virtual_time(self.orchestrator.run())
         return self
 
@@ -159,8 +159,8 @@ def make_run(
 ) -> SimulatedRun:
     """Make a run that has not begun. With real services it runs in real time: `await run.orchestrator.run()`.
 
-    `settings` are fields of `OrchestratorSettings`. Teacher and reference are there where the policy needs them, and
-    the student is the weight sink. Others listen too after `run.stages.events.subscribe(listener)`.
+    `settings` are fields of `OrchestratorSettings`. By default, there are a teacher and a reference if the policy needs
+    them, and the student takes the weights. `run.stages.events.subscribe(listener)` lets others listen too.
     """
     needs, journal = policy.needs, Journal()
     student = SimulatedStudent() if student is None else student
@@ -211,5 +211,5 @@ def make_run(
 
 
 def simulated_run(policy: Policy, **changes: Any) -> SimulatedRun:
-    """Make a run with these `changes` and let it run on virtual time."""
+    """Make a run with these `changes`, and run it on virtual time."""
     return make_run(policy, **changes).finish()
