@@ -31,7 +31,7 @@ from spot_async.spending.teacher_cache import teacher_model
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import PolicyNeeds
-from spot_async.watchdog.limits import SilenceLimits, silence_limits, start_timeouts
+from spot_async.watchdog.silence import SilenceLimits, silence_limits, start_timeouts
 
 
 @dataclass(frozen=True)

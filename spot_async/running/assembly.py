@@ -1,4 +1,4 @@
-"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, verdict, trainer settings.
+"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, bottleneck, trainer settings.
 
 Nothing is started here. `services.py` opens the servers, `training.py` enters the rest.
 """
@@ -22,7 +22,7 @@ from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.stages import Services, Stages
-from spot_async.telemetry.live_verdict import LiveVerdict, replica_states
+from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.totals import roles_with_room, stage_slots
 from spot_async.trainer.settings import TrainerSettings
 
@@ -101,16 +101,16 @@ def make_orchestrator(
     )
 
 
-def make_live_verdict(
+def make_live_bottleneck(
     config: Config,
     orchestrator: Orchestrator,
     backends: Mapping[str, object],
     say: Callable[[str], None],
     cores: int | None,
-) -> LiveVerdict:
-    """The live verdict of a run that is about to begin; `backends` by role, `cores` that the run may use."""
+) -> LiveBottleneck:
+    """Make what says now and then what holds a run up. `backends` are by role; `cores` is how many the run may use."""
     tree = config.model_dump()
-    return LiveVerdict(
+    return LiveBottleneck(
         orchestrator,
         say,
         every_s=config.run.verdict_every_s,

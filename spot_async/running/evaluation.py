@@ -27,8 +27,8 @@ from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.types import PolicyNeeds
-from spot_async.watchdog.limits import silence_limits
 from spot_async.watchdog.monitor import Watchdog
+from spot_async.watchdog.silence import silence_limits
 
 
 async def evaluate_student(

@@ -31,7 +31,7 @@ from spot_async.protocols import Backend, Generator, Verifier
 from spot_async.replicas.service_pool import ServicePool
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.assembly import (
-    make_live_verdict,
+    make_live_bottleneck,
     make_orchestrator,
     make_spending,
     make_stages,
@@ -45,7 +45,7 @@ from spot_async.stages.stage import Stage
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
-from spot_async.telemetry.live_verdict import replica_lines
+from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import MetricSink, open_sinks
@@ -188,10 +188,10 @@ class TrainingRun:
         self._results.before = await self._evaluate(services.student, "before", plan.student.directory)
         orchestrator = self._results.orchestrator = self._make_orchestrator(services, stages, sinks)
         self._begin(f"training with {config.policy.kind}", orchestrator)
-        verdicts = make_live_verdict(config, orchestrator, services.backends, self._screen.say, directory.cores)
+        bottlenecks = make_live_bottleneck(config, orchestrator, services.backends, self._screen.say, directory.cores)
         trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
         with trace:
-            async with alongside(verdicts.speak):
+            async with alongside(bottlenecks.speak):
                 await orchestrator.run()
         self._results.after = await self._evaluate_after(services.student, orchestrator.state.iteration)
 

@@ -84,7 +84,7 @@ class RunTimes:
 
 
 @dataclass(frozen=True)
-class BottleneckVerdict:
+class Bottleneck:
     """What holds a run up: a sentence, advice (the best first), and both in short for a line on the console."""
 
     sentence: str
@@ -92,14 +92,14 @@ class BottleneckVerdict:
     brief: str = ""
 
 
-def judge(times: RunTimes) -> BottleneckVerdict:
+def judge(times: RunTimes) -> Bottleneck:
     """Return what held the run up."""
     total_s = times.wait_s + times.train_s + times.update_s
     if total_s <= 0:
-        return BottleneckVerdict("No times were recorded, so nothing can be said about what held the run up.")
+        return Bottleneck("No times were recorded, so nothing can be said about what held the run up.")
     wait, train, update = (part / total_s for part in (times.wait_s, times.train_s, times.update_s))
     if train >= TRAINER_BOUND:
-        return BottleneckVerdict(
+        return Bottleneck(
             f"Trainer bound: optimisation took {percent(train)} of the time; servers stood idle meanwhile.",
             (
                 "more trainer processes or threads: training.ranks, training.threads",
@@ -109,7 +109,7 @@ def judge(times: RunTimes) -> BottleneckVerdict:
             "training.micro_batch_tokens",
         )
     if update >= UPDATE_BOUND and update >= wait / 2:
-        return BottleneckVerdict(
+        return Bottleneck(
             f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
             ("publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",),
             f"weight-update bound: it takes {percent(update)} of the time; use a faster disk (run.directory) or raise "
@@ -118,19 +118,17 @@ def judge(times: RunTimes) -> BottleneckVerdict:
     return _judge_wait(times, wait)
 
 
-def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
+def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
     waited_s = sum(times.waited_for_s.values())
     if times.waited_for_s.get("nothing", 0.0) >= CLEAR_SHARE * waited_s > 0:
-        return BottleneckVerdict(
+        return Bottleneck(
             f"Policy bound: the trainer waited {percent(share)} of the time, and no stage had anything to do.",
             ("prompts wait for something that is no request: the policy's own code, or a limit of admission (queue)",),
             f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
         )
     known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in STAGE_SERVERS and seconds > 0}
     if not known:
-        return BottleneckVerdict(
-            f"The trainer waited {percent(share)} of the time. What it waited for was not recorded."
-        )
+        return Bottleneck(f"The trainer waited {percent(share)} of the time. What it waited for was not recorded.")
     by_server: dict[str, float] = {}
     for stage, seconds in known.items():
         by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s
@@ -152,7 +150,7 @@ def _judge_wait(times: RunTimes, share: float) -> BottleneckVerdict:
     of_first = of_servers[STAGE_SERVERS[stages[0]]]
     trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, of_first)
     advice = dict.fromkeys([*trouble, *finding.lines, *general])
-    return BottleneckVerdict(
+    return Bottleneck(
         sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}"
     )
 

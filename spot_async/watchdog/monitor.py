@@ -34,9 +34,9 @@ from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
 from spot_async.watchdog.culprit import RunLook, name_culprit
-from spot_async.watchdog.limits import SilenceLimits
 from spot_async.watchdog.progress import Commit, Progress
 from spot_async.watchdog.report import ReportContents, write_report
+from spot_async.watchdog.silence import SilenceLimits
 from spot_async.watchdog.stacks import TaskBook, thread_place
 
 REPORT = "stall-report.txt"

@@ -13,7 +13,7 @@ from spot_async.checks.diagnosis import Diagnosis
 from spot_async.cli import app
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.telemetry.live_verdict import replica_lines
+from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.tools.doctor import show
 from spot_async.types import Traffic
 

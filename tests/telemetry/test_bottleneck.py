@@ -23,7 +23,7 @@ from spot_async.replicas.service_pool import pool_of
 from spot_async.stages.stage import Stage
 from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, ServerUse, StageUse, judge
-from spot_async.telemetry.live_verdict import LiveVerdict, replica_lines
+from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_lines
 from spot_async.telemetry.totals import roles_with_room, stage_slots
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Traffic
@@ -229,7 +229,7 @@ def live(run, verdicts, script):
     """Run `script` while requests of prompts 0 to 38 are at the stage; a verdict every minute."""
 
     async def main():
-        verdict = LiveVerdict(run, verdicts.append, every_s=60.0, batch_size=64)
+        verdict = LiveBottleneck(run, verdicts.append, every_s=60.0, batch_size=64)
         async with asyncio.TaskGroup() as group:
             speaking = group.create_task(verdict.speak())
             for ordinal in range(39):
@@ -273,7 +273,7 @@ def test_a_throttled_minute_is_told_from_a_slow_one():
 
 def test_none_is_said_where_none_is_wanted():
     async def main():
-        verdict = LiveVerdict(Run(concurrency=8, latency_s=1.0), pytest.fail, every_s=0.0, batch_size=64)
+        verdict = LiveBottleneck(Run(concurrency=8, latency_s=1.0), pytest.fail, every_s=0.0, batch_size=64)
         await verdict.speak()
 
     run_on_virtual_time(main())
@@ -288,7 +288,7 @@ def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_coun
         replicas = {"teacher": [replica("a", State.SERVING, 3), replica("b", State.RECOVERING, 512)]}
         tree = {"teacher": {"backend": {"slots": 1, "replicas": 2}}}
         slots = partial(stage_slots, tree)
-        verdict = LiveVerdict(run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: replicas, slots=slots)
+        verdict = LiveBottleneck(run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: replicas, slots=slots)
         await run.ask(0)
         return verdict.judge()
 
@@ -303,7 +303,7 @@ def test_where_the_endpoint_asked_for_a_pause_the_verdict_says_so_and_no_more_of
 
     async def main():
         run = Run(concurrency=64, latency_s=30.0)
-        verdict = LiveVerdict(
+        verdict = LiveBottleneck(
             run, pytest.fail, every_s=60.0, batch_size=64, replicas=lambda: {"teacher": [paused]},
             roles_with_room=("teacher",),
         )  # fmt: skip

@@ -33,10 +33,10 @@ from spot_async.testing.services import (
 from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds
-from spot_async.watchdog.limits import SilenceLimits, silence_limits
 from spot_async.watchdog.monitor import Watchdog
 from spot_async.watchdog.progress import Commit, Progress
 from spot_async.watchdog.report import without_secrets
+from spot_async.watchdog.silence import SilenceLimits, silence_limits
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
@@ -246,7 +246,7 @@ HANGING = """
     from spot_async.base.processes.child import ChildProcess, exit_with_parent
     from spot_async.run_directory.layout import RunDirectory
     from spot_async.watchdog import monitor
-    from spot_async.watchdog.limits import SilenceLimits
+    from spot_async.watchdog.silence import SilenceLimits
 
     async def main(how, folder):
         child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")

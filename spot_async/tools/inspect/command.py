@@ -83,7 +83,7 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
     files = RunFiles(run)
     refuse_evaluation(files)
     report = read_report(files, more)
-    screen.print(Text(report.verdict.sentence), *(Text(f"* {line}") for line in report.verdict.advice), sep="\n")
+    screen.print(Text(report.bottleneck.sentence), *(Text(f"* {line}") for line in report.bottleneck.advice), sep="\n")
     if report.missing_signal is not None:
         screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:

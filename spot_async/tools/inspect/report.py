@@ -19,7 +19,7 @@ from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
 from spot_async.spending.records import spending_words
-from spot_async.telemetry.bottleneck import BottleneckVerdict, judge, percent
+from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
 from spot_async.telemetry.totals import RELATIVE_BINS, Rows, SampleStatistics, limit_use, run_times, stage_names, total
 from spot_async.tools.inspect.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.tools.inspect.signal import missing_signal
@@ -54,7 +54,7 @@ class Report:
     name: str
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
-    verdict: BottleneckVerdict
+    bottleneck: Bottleneck
     missing_signal: str | None
     results: ResultTable | None
     sections: tuple[Section, ...]
@@ -84,7 +84,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         notes=notes(
             files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
         ),
-        verdict=judge(run_times(rows, config, files.cores)),
+        bottleneck=judge(run_times(rows, config, files.cores)),
         missing_signal=missing_signal(rows),
         results=results,
         sections=tuple(section for section in sections if section.plots),

@@ -24,7 +24,7 @@ from spot_async.replicas.replica import ReplicaStatus
 from spot_async.stages.stage import Stage
 from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
-from spot_async.telemetry.bottleneck import BottleneckVerdict, RunTimes, ServerUse, StageUse, judge, stage_load
+from spot_async.telemetry.bottleneck import Bottleneck, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.telemetry.replica_metrics import Pool
 
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # states in which a replica serves nothing
@@ -111,7 +111,7 @@ class StageReading:
         )
 
 
-class LiveVerdict:
+class LiveBottleneck:
     """Says every `every_s` seconds, while a run trains, what held it up since the last time."""
 
     def __init__(
@@ -147,12 +147,12 @@ class LiveVerdict:
         """Run beside the run; return at once if `every_s` is 0."""
         while self._every_s:
             await asyncio.sleep(self._every_s)
-            verdict = self.judge()
-            if verdict.brief:
-                self._say(verdict.brief)
-                structlog.get_logger().info("bottleneck", verdict=verdict.sentence, advice=verdict.advice)
+            bottleneck = self.judge()
+            if bottleneck.brief:
+                self._say(bottleneck.brief)
+                structlog.get_logger().info("bottleneck", verdict=bottleneck.sentence, advice=bottleneck.advice)
 
-    def judge(self) -> BottleneckVerdict:
+    def judge(self) -> Bottleneck:
         """Return what held the run up since the last call."""
         now_s = asyncio.get_running_loop().time()
         phases, waited_for = self._clock.take(now_s)
