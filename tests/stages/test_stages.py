@@ -12,7 +12,8 @@ from spot_async.base.seeds import derive_seed
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.stages.stages import Services, Stages
-from spot_async.types import Generation, Problem, Prompt, ScoredPositions, TokenScores, Verdict, WeightVersion
+from spot_async.testing.replies import generation, token_scores
+from spot_async.types import Problem, Prompt, ScoredPositions, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
@@ -31,24 +32,12 @@ class Recorder:
     async def generate(self, prompt_ids, sampling, *, top_k=0, session=None, deadline):
         self.generated.append((prompt_ids.tolist(), sampling))
         self.top_k = top_k
-        return Generation(
-            token_ids=np.array([9], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=()
-        )
+        return generation([9])
 
     async def score(self, prompt_ids, response_ids, *, top_k, temperature, deadline):
         self.scored.append(response_ids.tolist())
         self.temperatures.append(temperature)
-        zeros = np.zeros(len(response_ids), np.float32)
-        topk_ids = np.tile(np.array([[6, 2, 1]], np.int32), (len(response_ids), 1))
-        return TokenScores(
-            logprobs=zeros,
-            topk_ids=topk_ids,
-            topk_logprobs=np.zeros(topk_ids.shape, np.float32),
-            entropy=zeros,
-            entropy_lower=zeros,
-            entropy_upper=zeros,
-            version=WeightVersion(0, 0),
-        )
+        return token_scores(np.zeros(len(response_ids)), topk_ids=np.tile([[6, 2, 1]], (len(response_ids), 1)))
 
     async def score_at(self, prompt_ids, response_ids, positions, *, top_k, temperature, deadline):
         self.scored.append(response_ids.tolist())
