@@ -287,7 +287,7 @@ def test_the_commands_write_pages_and_fail_in_one_line(tmp_path):
     reported = runner.invoke(app, ["report", run, "--html", str(tmp_path / "page.html")])
     assert reported.exit_code == 0
     files = RunFiles(tmp_path / "run")
-    assert reported.output.startswith(read_report(files).verdict.sentence[:60])
+    assert reported.output.startswith(read_report(files).bottleneck.sentence[:60])
     assert "page: " in reported.output
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     for arguments in (["report", str(tmp_path)], ["inspect", run, "7"], ["report", run, "--html", "/nowhere/page"]):
