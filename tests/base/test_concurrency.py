@@ -104,3 +104,31 @@ def test_a_request_outside_of_stages_does_not_wait_where_it_is_told_to_come_back
     with pytest.raises(ThrottledError, match="closed"):
         run_on_virtual_time(sent_again(ask, RetryPolicy(1), 300.0, jitter=lambda: 0.0, what="a test"))
     assert asked == 1
+
+
+def _order_of_tasks(ready_order: int | None) -> list[int]:
+    """Return the order in which tasks that become ready together go on."""
+
+    async def scenario() -> list[int]:
+        order, start = list[int](), asyncio.Event()
+
+        async def note(number: int) -> None:
+            await start.wait()
+            order.append(number)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(20):
+                group.create_task(note(number))
+            await asyncio.sleep(1.0)
+            start.set()
+        return order
+
+    return run_on_virtual_time(scenario(), ready_order=ready_order)
+
+
+def test_virtual_time_shuffles_tasks_that_are_ready_together_by_its_seed() -> None:
+    plain, first, second = (_order_of_tasks(seed) for seed in (None, 1, 2))
+    assert plain == list(range(20))
+    assert sorted(first) == sorted(second) == plain
+    assert plain != first != second
+    assert _order_of_tasks(1) == first

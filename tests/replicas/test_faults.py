@@ -36,9 +36,14 @@ def assert_trained_once_with_the_right_weights(outcome):
 @pytest.mark.parametrize("are_ours", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_prompt_is_trained_once_whatever_befalls_the_servers(seed, are_ours):
-    """Deadlocks are errors on virtual time."""
-    rng = random.Random(seed)
-    outcome = train(servers(2 + seed % 2), at_random(rng), are_ours=are_ours, recovery_timeout_s=3000.0)
+    """Deadlocks are errors on virtual time. Tasks that are ready together go on in an order of the seed's."""
+    outcome = train(
+        servers(2 + seed % 2),
+        at_random(random.Random(seed)),
+        are_ours=are_ours,
+        recovery_timeout_s=3000.0,
+        ready_order=seed,
+    )
     assert_trained_once_with_the_right_weights(outcome)
 
 

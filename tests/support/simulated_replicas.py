@@ -58,7 +58,7 @@ class Outcome:
     seconds: float
 
 
-def train(servers, trouble, *, max_dead_share=0.1, listener=None, trainer=None, **settings):
+def train(servers, trouble, *, max_dead_share=0.1, listener=None, trainer=None, ready_order=None, **settings):
     """Run over a pool of `servers`, with `trouble(servers)` as a task beside it. `listener` is told of all events."""
 
     async def scenario():
@@ -91,7 +91,7 @@ def train(servers, trouble, *, max_dead_share=0.1, listener=None, trainer=None, 
         assert not any(server.is_running for server in servers)
         return Outcome(training.batches, training.journal.dead, asyncio.get_running_loop().time())
 
-    return run_on_virtual_time(scenario())
+    return run_on_virtual_time(scenario(), ready_order=ready_order)
 
 
 def servers(number, **settings):
