@@ -26,7 +26,7 @@ from spot_async.backends.openai.dialect import Dialect
 from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.backends.shared.held_weights import HeldWeights
 from spot_async.backends.shared.http import HttpEndpoint
-from spot_async.backends.shared.limits import Limits
+from spot_async.backends.shared.request_limits import RequestLimits
 from spot_async.backends.shared.token_texts import TokenTexts
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.discovery import ServerFacts
@@ -179,7 +179,7 @@ def sglang_cases(wire: Wire, model: Path) -> Iterator[Case]:
         SglangBackend.Settings(url="http://server"), role="student", model=str(model), run_directory=model
     )
     backend._server.endpoint = endpoint(wire)
-    backend._limits = Limits("student", VOCAB, 2048, VOCAB, "--context-length")
+    backend._limits = RequestLimits("student", VOCAB, 2048, VOCAB, "--context-length")
     backend._capabilities = capabilities()
 
     def case(name: str, ask: Callable[[], Awaitable[Any]], said: Any = None, fails: str | None = None) -> Case:

@@ -28,7 +28,7 @@ from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.openai.dialect import COMPLETIONS
 from spot_async.backends.openai.dialect import Dialect as OpenAIDialect
 from spot_async.backends.sglang.backend import GENERATE, SglangBackend
-from spot_async.backends.shared.limits import Limits
+from spot_async.backends.shared.request_limits import RequestLimits
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.discovery import ServerFacts
 from spot_async.backends.vllm.replies import CompletionsRoute, GenerateRoute
@@ -204,7 +204,7 @@ async def sglang(stack: AsyncExitStack, url: str) -> Backend:
     backend = SglangBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
     await stack.enter_async_context(backend._server)
     backend._vocab_size = VOCAB
-    backend._limits = Limits("teacher", VOCAB, PROMPT_TOKENS + POSITIONS + 1, VOCAB, "")
+    backend._limits = RequestLimits("teacher", VOCAB, PROMPT_TOKENS + POSITIONS + 1, VOCAB, "")
     backend._capabilities = Capabilities(
         model="",
         vocab_size=VOCAB,

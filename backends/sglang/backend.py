@@ -49,10 +49,10 @@ from spot_async.types import (
 from ..shared.discovery import differences, noise_nats, temperature_convention
 from ..shared.health import Standstill
 from ..shared.held_weights import WeightNames
-from ..shared.limits import Limits
 from ..shared.masking import logit_bias
 from ..shared.remote import RemoteBackend, RemoteServer
 from ..shared.replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
+from ..shared.request_limits import RequestLimits
 from ..shared.served_topk import bounded_scores, scored_positions
 from ..shared.stepwise import Steps
 from ..shared.student_settings import StudentServerSettings
@@ -386,8 +386,8 @@ class SglangBackend(RemoteBackend):
                 await self._server.ask(ABORT, {"rid": request_id}, bytes, deadline=soon)
             raise
 
-    def _limits_of(self, max_tokens: int) -> Limits:
-        return Limits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
+    def _limits_of(self, max_tokens: int) -> RequestLimits:
+        return RequestLimits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
 
     def _check_temperature(self, temperature: float) -> None:
         if temperature != 1.0 and self._capabilities.generation_temperature == "one":

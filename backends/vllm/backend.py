@@ -37,10 +37,10 @@ from spot_async.types import (
 from ..shared.health import Standstill
 from ..shared.held_weights import INITIAL, WeightNames
 from ..shared.launch import LaunchSettings
-from ..shared.limits import Limits
 from ..shared.masking import logit_bias
 from ..shared.remote import RemoteBackend, RemoteServer
 from ..shared.replies import check_candidates, check_generation
+from ..shared.request_limits import RequestLimits
 from ..shared.served_topk import bounded_scores, scored_positions
 from ..shared.student_settings import StudentServerSettings
 from . import health as vllm_health
@@ -162,10 +162,12 @@ class VllmBackend(RemoteBackend):
         return self._found.max_model_len - scores
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> RequestLimits:
         found, vocab_size = self._found, self._server.files.vocab_size
         max_top_k = min(found.max_logprobs, vocab_size)
-        return Limits(self._name, vocab_size, found.max_model_len, max_top_k, "--max-model-len", "--max-logprobs")
+        return RequestLimits(
+            self._name, vocab_size, found.max_model_len, max_top_k, "--max-model-len", "--max-logprobs"
+        )
 
     @property
     def _candidate_support(self) -> CandidateSupport:

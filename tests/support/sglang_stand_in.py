@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.backends.shared.limits import Limits
+from spot_async.backends.shared.request_limits import RequestLimits
 from spot_async.backends.shared.weight_transport import Tensor
 from spot_async.types import Capabilities, WeightVersion
 
@@ -86,7 +86,7 @@ async def connected(
         exact_entropy=False, candidate_logprobs="single", weight_update=True,
         generation_temperature=generation_temperature,
     )  # fmt: skip
-    backend._limits = Limits("student", VOCAB, 100, VOCAB, "--context-length")
+    backend._limits = RequestLimits("student", VOCAB, 100, VOCAB, "--context-length")
     async with server, backend._server:
         yield backend, stand_in
 

@@ -12,7 +12,7 @@ from spot_async.types import IntArray
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What one server accepts. Every check raises `PermanentError`."""
 
     server: str  # its name, for messages
