@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.errors import BudgetSpentError, DataError, PermanentError, ThrottledError, TransientError
+from spot_async.loop.events import ResponseJudged
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.spending.account import Account, Spending
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
-from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.telemetry.spending_log import RESPONSES, SpendingLog
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 PRICES = Prices(prompt=2.0, cached_prompt=0.5, completion=8.0, request=0.001, currency="EUR")
@@ -166,6 +167,18 @@ def test_a_reply_that_states_nothing_is_counted_from_the_request_and_said_to_be(
 )  # fmt: skip
 def test_usage_is_read_from_every_dialect(said, expected):
     assert read_usage(said) == expected
+
+
+@pytest.mark.parametrize(("trains", "rows"), [(False, 2), (True, 0)])
+def test_responses_of_a_stand_alone_evaluation_are_written_now_and_then_those_of_training_never(tmp_path, trains, rows):
+    """In training a row of iteration 0 stands for the start."""
+    account = Account("student", prices=PRICES)
+    account.spending["one"] = Spending(answered=3)
+    log = SpendingLog(RunDirectory(tmp_path), {"student": account}, trains=trains)
+    for finished in range(1, 2 * RESPONSES + 1):
+        log.on(ResponseJudged(finished, 1000))
+    path = tmp_path / "spending.jsonl"
+    assert len(path.read_text().splitlines() if path.exists() else []) == rows
 
 
 def test_spending_is_continued_from_whole_lines_and_a_damaged_or_foreign_file_is_refused(tmp_path):

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.base.retry import RetryPolicy
-from spot_async.base.waiting_room import Mailbox
 from spot_async.errors import DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.replicas.service_pool import OneService
 from spot_async.stages.stage import Stage
@@ -28,26 +27,6 @@ def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000):
         mailbox_capacity=capacity,
         jitter=lambda: 0.0,
     )
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40))
-def test_a_mailbox_serves_by_priority_then_arrival_and_forgets_who_left(entries):
-    mailbox = Mailbox(capacity=100)
-    tickets = [mailbox.add((priority,)) for priority, _ in entries]
-    for ticket, (_, leaves) in zip(tickets, entries, strict=True):
-        if leaves:
-            mailbox.discard(ticket)
-    expected = sorted(((p, t) for t, (p, leaves) in zip(tickets, entries, strict=True) if not leaves))
-    assert len(mailbox) == len(expected)
-    assert [mailbox.pop() for _ in expected] == [ticket for _, ticket in expected]
-    assert mailbox.pop() is None
-
-
-def test_a_full_mailbox_is_reported_as_the_bug_it_is():
-    mailbox = Mailbox(capacity=1)
-    mailbox.add((0,))
-    with pytest.raises(OverflowError):
-        mailbox.add((0,))
 
 
 @settings(max_examples=50)
