@@ -97,6 +97,7 @@ class GrpoPolicy:
                 response_ids=rollout.token_ids,
                 behavior_logprobs=rollout.logprobs,
                 version=oldest_version(rollout),
+                version_spans=rollout.version_spans,
                 advantages=np.full(len(rollout.token_ids), advantage, dtype=np.float32),
                 reference_logprobs=attempt.reference_logprobs,
             )

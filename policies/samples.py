@@ -42,6 +42,7 @@ def distillation_sample(
         response_ids=rollout.token_ids,
         behavior_logprobs=rollout.logprobs,
         version=oldest_version(rollout),
+        version_spans=rollout.version_spans,
         teacher_logprobs=scores.logprobs,
         policy_mask=scores.valid,
         soft_targets=soft_targets,

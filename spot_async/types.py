@@ -195,6 +195,7 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: IntArray  # (T,)
     behavior_logprobs: FloatArray  # (T,) log pi_old of the sampled tokens
     version: WeightVersion | None  # oldest student weights that sampled a token; None when none did (off-policy)
+    version_spans: tuple[VersionSpan, ...] = ()  # cover [0, T) in order; empty: `version` sampled all tokens
     teacher_logprobs: FloatArray | None = None  # (T,) advantages are these minus behavior_logprobs
     advantages: FloatArray | None = None  # (T,) given directly, instead of teacher_logprobs
     reference_logprobs: FloatArray | None = None  # (T,) for the reference KL

@@ -31,6 +31,7 @@ class ConfidentOpd:
             response_ids=rollout.token_ids,
             behavior_logprobs=rollout.logprobs,
             version=min(span.version for span in rollout.version_spans),
+            version_spans=rollout.version_spans,
             advantages=advantages,
         )
         metrics = {"confident_opd/sure": float(sure.mean()), "rollout/tokens": float(len(rollout.token_ids))}

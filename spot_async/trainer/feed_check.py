@@ -6,13 +6,13 @@ run. Pure, and cheap enough to be always on: it looks at whole arrays, once per 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.types import SoftTargets, Supervision, WeightVersion
+from spot_async.types import SoftTargets, Supervision, VersionSpan, WeightVersion
 
 LEAST_NATS, MOST_NATS = -1e4, 1e-3  # limits of a log-probability, which rounding may put slightly above 0
 SUM_SLACK = 1e-3  # how far the sum of a target's float32 probabilities may be from 1
@@ -25,8 +25,8 @@ class WrongSupervisionError(Exception):
 def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
     """Raise `WrongSupervisionError` for the first trajectory that is wrong.
 
-    `vocab_size` is the width of the student's softmax, and `live` are the weights that the batch will update. All
-    tokens must come from weights at most `max_staleness` steps older, or from no student at all.
+    `vocab_size` is the width of the student's softmax, and `live` are the weights that the batch will update. Each
+    token must come from weights of the same lineage, at most `max_staleness` steps older, or from no student at all.
     """
     for each in batch:
         try:
@@ -37,8 +37,15 @@ def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVer
             ) from None
 
 
+def sampled_spans(each: Supervision) -> tuple[VersionSpan, ...]:
+    """Return which weights sampled which response tokens, in order. Empty where no student sampled any."""
+    if each.version is None or each.version_spans:
+        return each.version_spans
+    return (VersionSpan(0, len(each.response_ids), each.version),)
+
+
 def check_arrays(each: Supervision, vocab_size: int) -> None:
-    """Raise `ValueError` unless shapes, types and ids fit together. Other numbers are not checked.
+    """Raise `ValueError` unless shapes, types, ids and version spans fit together. Other numbers are not checked.
 
     The trainer makes the same check of every sample that it receives.
     """
@@ -50,6 +57,7 @@ def check_arrays(each: Supervision, vocab_size: int) -> None:
         values = getattr(each, name)
         if values is not None:
             _check_array(name, values, tokens, "f")
+    _check_coverage(each.version_spans, tokens[0])
     _require(each.teacher_logprobs is None or each.advantages is None, "both teacher_logprobs and advantages are given")
     if each.policy_mask is not None:
         _check_array("policy_mask", each.policy_mask, tokens, "b")
@@ -73,14 +81,41 @@ def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_stalenes
             _require(bool(inside.all()), f"{name} hold what is no log-probability")
     if each.advantages is not None:
         _check_finite("advantages", each.advantages)
-    if each.version is not None:
-        lag = live.step - each.version.step
-        _require(
-            each.version.lineage == live.lineage and 0 <= lag <= max_staleness,
-            f"sampled by weights {each.version} where {live} are live and max_staleness is {max_staleness}",
-        )
+    _check_versions(each, live, max_staleness)
     if each.soft_targets is not None:
         _check_targets(each.soft_targets)
+
+
+def _check_coverage(spans: Sequence[VersionSpan], tokens: int) -> None:
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    is_covered = starts == [0, *ends[:-1]] and ends == sorted(ends) and ends[-1] == tokens
+    _require(
+        not spans or is_covered,
+        f"version_spans {list(zip(starts, ends, strict=True))} do not cover the {tokens} response tokens in order",
+    )
+
+
+def _check_versions(each: Supervision, live: WeightVersion, max_staleness: int) -> None:
+    oldest = min((span.version for span in each.version_spans), default=each.version)
+    _require(each.version == oldest, f"version is {each.version}, but the oldest of version_spans is {oldest}")
+    for span in sampled_spans(each):
+        fault = _fault(span.version, live, max_staleness)
+        _require(
+            fault is None,
+            f"tokens [{span.start}, {span.end}) were sampled by weights {span.version}, which are {fault}: "
+            f"{live} are live and max_staleness is {max_staleness}",
+        )
+
+
+def _fault(version: WeightVersion, live: WeightVersion, max_staleness: int) -> str | None:
+    """Return why tokens of these weights must not be trained on; None if they may be."""
+    if version.lineage != live.lineage:
+        return "of another lineage"
+    if version.step > live.step:
+        return "newer than the live ones"
+    if version.step < live.step - max_staleness:
+        return "too old"
+    return None
 
 
 def _check_targets(targets: SoftTargets) -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spot_async.base import wire
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
-from spot_async.types import SoftTargets, Supervision, WeightVersion
+from spot_async.types import SoftTargets, Supervision, VersionSpan, WeightVersion
 
 VOCAB = 20
 LIVE = WeightVersion(0, 3)
@@ -80,6 +81,85 @@ def test_one_wrong_number_in_any_array_is_found(good: Supervision, data: Any) ->
         changed = msgspec.structs.replace(good, soft_targets=changed)
     with pytest.raises(WrongSupervisionError, match=r"^supervision of p4 \(prompt 4\) is wrong: "):
         check(changed)
+
+
+@st.composite
+def version_spans(draw: Callable[..., Any], tokens: int, steps: st.SearchStrategy[int]) -> tuple[VersionSpan, ...]:
+    ends = sorted({*draw(st.sets(st.integers(1, tokens), max_size=4)), tokens})
+    return tuple(
+        VersionSpan(start, end, WeightVersion(LIVE.lineage, draw(steps)))
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    )
+
+
+def with_spans(each: Supervision, spans: tuple[VersionSpan, ...]) -> Supervision:
+    oldest = min((span.version for span in spans), default=None)
+    return msgspec.structs.replace(each, version=oldest, version_spans=spans)
+
+
+def sampled(good: Supervision, data: Any, max_staleness: int) -> Supervision:
+    steps = st.integers(LIVE.step - max_staleness, LIVE.step)
+    return with_spans(good, data.draw(version_spans(len(good.response_ids), steps)))
+
+
+@given(trajectories(), st.integers(0, 3), st.data())
+def test_each_token_has_a_version_within_the_staleness(good: Supervision, max_staleness: int, data: Any) -> None:
+    each = sampled(good, data, max_staleness)
+    check(each, max_staleness=max_staleness)
+    number = data.draw(st.integers(0, len(each.version_spans) - 1))
+    wrong, fault = data.draw(
+        st.sampled_from(
+            [
+                (WeightVersion(LIVE.lineage, LIVE.step + 1), "newer than the live ones"),
+                (WeightVersion(LIVE.lineage, LIVE.step - max_staleness - 1), "too old"),
+                (WeightVersion(LIVE.lineage + 1, LIVE.step), "of another lineage"),
+            ]
+        )
+    )
+    span = each.version_spans[number]
+    spans = list(each.version_spans)
+    spans[number] = msgspec.structs.replace(span, version=wrong)
+    expected = rf"tokens \[{span.start}, {span.end}\) were sampled by weights {wrong}, which are {fault}: 0\.3 are live"
+    with pytest.raises(WrongSupervisionError, match=expected):
+        check(with_spans(good, tuple(spans)), max_staleness=max_staleness)
+
+
+@given(trajectories(), st.data())
+def test_spans_cover_the_response_in_order(good: Supervision, data: Any) -> None:
+    spans = sampled(good, data, 3).version_spans
+    number = data.draw(st.integers(0, len(spans) - 1))
+    by = data.draw(st.sampled_from([-1, 1]))
+    edge = data.draw(st.sampled_from(["start", "end"]))
+    moved = msgspec.structs.replace(spans[number], **{edge: getattr(spans[number], edge) + by})
+    wrong = data.draw(
+        st.sampled_from(
+            [
+                (*spans[:number], moved, *spans[number + 1 :]),  # a gap, an overlap, or past either end
+                (*spans[:number], spans[number], *spans[number:]),
+                spans[:-1] or (moved,),
+                *([spans[::-1]] if len(spans) > 1 else []),
+            ]
+        )
+    )
+    with pytest.raises(WrongSupervisionError, match=r"version_spans \[.*\] do not cover the \d+ response tokens"):
+        check(with_spans(good, wrong), max_staleness=3)
+
+
+@given(trajectories(), st.data())
+def test_the_version_is_the_oldest_of_the_spans(good: Supervision, data: Any) -> None:
+    each = sampled(good, data, 2)
+    other = data.draw(st.sampled_from([None, *(WeightVersion(0, step) for step in range(5))]))
+    if other == each.version:
+        return
+    with pytest.raises(WrongSupervisionError, match=f"version is {other}, but the oldest of version_spans is"):
+        check(msgspec.structs.replace(each, version=other), max_staleness=5)
+
+
+@given(trajectories(), st.data())
+def test_spans_survive_the_wire(good: Supervision, data: Any) -> None:
+    each = sampled(good, data, 3)
+    decoded = wire.decode(wire.encode(each), Supervision)
+    assert (decoded.version, decoded.version_spans) == (each.version, each.version_spans)
 
 
 @pytest.mark.parametrize(

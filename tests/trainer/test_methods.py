@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -34,6 +35,7 @@ from spot_async.types import (
     Prompt,
     TokenScores,
     Verdict,
+    VersionSpan,
     WeightVersion,
 )
 
@@ -220,6 +222,28 @@ async def test_first_loss_and_gradient_of_each_method_equal_a_dense_reference(
     assert metrics["loss"] == pytest.approx(expected_loss, abs=1e-5)
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+async def test_supervision_names_the_weights_of_each_token(folders: tuple[Path, Path], kind: str) -> None:
+    class UpdatedInFlight(ModelStages):
+        async def rollout(self, *, n: int = 0) -> Generation:
+            rollout = await super().rollout(n=n)
+            newer = VersionSpan(2, len(rollout.token_ids), WeightVersion(0, 8))
+            spans = (VersionSpan(0, 2, WeightVersion(0, 7)), newer)
+            return msgspec.structs.replace(rollout, version_spans=spans)
+
+    student, teacher = map(load, folders)
+    policy = POLICIES[kind](PolicyContext(vocab_size=VOCAB, tokenizer=AutoTokenizer.from_pretrained(folders[0])))
+    prompt = Prompt(ordinal=1, problem=Problem(id="p", text="?", answer="1"), token_ids=np.arange(5, 8, dtype=np.int32))
+    samples = await policy.supervise(prompt, UpdatedInFlight(prompt, student, teacher))
+    for each in (sample.supervision for sample in samples if sample.supervision is not None):
+        if kind == "kd":  # the teacher's response
+            assert (each.version, each.version_spans) == (None, ())
+            continue
+        assert each.version == WeightVersion(0, 7)
+        older, newer = WeightVersion(0, 7), WeightVersion(0, 8)
+        assert each.version_spans == (VersionSpan(0, 2, older), VersionSpan(2, len(each.response_ids), newer))
 
 
 def assert_unequal(kind: str, batch: list[Any], rollouts: int) -> None:
