@@ -17,8 +17,8 @@ from torch import Tensor
 
 from spot_async.errors import TrainerError
 from spot_async.models.alignment import decision_rows
-from spot_async.trainer.feed_check import check_arrays
-from spot_async.types import BoolArray, FloatArray, SoftTargets, Supervision
+from spot_async.trainer.feed_check import check_arrays, sampled_spans
+from spot_async.types import BoolArray, FloatArray, Int64Array, SoftTargets, Supervision
 
 Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask
 
@@ -91,6 +91,7 @@ class MicroBatch:
     rows: Tensor  # (R,) int64: decision rows, of the (B * L, hidden) outputs
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
+    sampled_at: Tensor  # (B, T) int64: step of the weights that sampled the token; -1 where no student did
     policy_mask: Tensor  # (B, T) bool: response tokens with a policy term, which have a known advantage
     served_logprobs: Tensor  # (B, T) of the inference server; 0 where there is no policy term
     behavior_logprobs: Tensor  # (B, T) log pi_old in ratios and advantages: as served, or recomputed
@@ -139,6 +140,7 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
         rows=_joined([r + i * longest for i, r in enumerate(rows)]),
         sampled_ids=_joined([s.response_ids for s in samples]),
         mask=_padded([np.ones(n) for n in lengths], width, np.bool_),
+        sampled_at=_padded([_steps(s) + 1 for s in samples], width, np.int64) - 1,
         policy_mask=_padded(known, width, np.bool_),
         served_logprobs=_padded(served, width, np.float32),
         behavior_logprobs=_padded(served, width, np.float32),
@@ -148,6 +150,14 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
         reference_logprobs=_padded([s.reference_logprobs for s in samples], width, np.float32),
         **_collate_soft_targets([s.soft_targets for s in samples], lengths),
     )
+
+
+def _steps(sample: Supervision) -> Int64Array:
+    """Return (T,) the step of the weights that sampled each token, or -1 where no student did."""
+    steps = np.full(len(sample.response_ids), -1, np.int64)
+    for span in sampled_spans(sample):
+        steps[span.start : span.end] = span.version.step
+    return steps
 
 
 def _policy_mask(sample: Supervision) -> BoolArray | None:

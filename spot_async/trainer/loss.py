@@ -49,16 +49,16 @@ def clipped_policy_loss(
 
 
 def truncated_importance_weights(old_logprobs: Tensor, served_logprobs: Tensor, cap: float) -> Tensor:
-    """Return `min(pi_trainer / pi_served, cap)` per token, which corrects for sampling by the server's numbers.
+    """Return `min(pi_old / pi_served, cap)` per token, which corrects for the policy that sampled it.
 
-    Both log-probabilities are of the same weights, computed by the trainer and by the inference server. Neither carries
-    a gradient.
+    pi_old is of the iteration's first weights, computed by the trainer. pi_served is of the weights that sampled the
+    token, which may be older, computed by the inference server. Neither carries a gradient.
     """
     return torch.exp(old_logprobs - served_logprobs).clamp(max=cap)
 
 
 class MismatchStatistics(NamedTuple):
-    """How far trainer and inference server disagree on the same weights, over a micro-batch's tokens."""
+    """How far the trainer's log-probabilities are from the served ones, over some of a micro-batch's tokens."""
 
     tokens: Tensor
     difference_sum: Tensor  # sum of absolute differences of log-probabilities, nats
@@ -76,6 +76,21 @@ def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask:
         difference_max=torch.cat([log_ratio.abs(), log_ratio.new_zeros(1)]).max(),
         kl_sum=k3(limited_log_ratio(trainer_logprobs, served_logprobs)[mask]).sum(),
     )
+
+
+class WeightStatistics(NamedTuple):
+    """Sums of importance weights, of which the effective sample size follows."""
+
+    tokens: Tensor
+    weight_sum: Tensor
+    square_sum: Tensor
+
+
+@torch.no_grad()
+def weight_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> WeightStatistics:
+    """Return sums of `pi_trainer / pi_served`, not capped, over the tokens where `mask` (same shape, bool) is true."""
+    weights = torch.exp(limited_log_ratio(trainer_logprobs, served_logprobs)[mask].double())
+    return WeightStatistics(tokens=mask.sum(), weight_sum=weights.sum(), square_sum=weights.square().sum())
 
 
 class RatioStatistics(NamedTuple):

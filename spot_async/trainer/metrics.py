@@ -21,6 +21,12 @@ METRICS: dict[str, str] = {
     "mismatch_mean": "mean |log pi| difference, trainer to inference server, same weights; 1e-2 is usual in bfloat16",
     "mismatch_max": "the largest such difference of any token",
     "mismatch_kl": "k3 estimate of KL(served || trainer) per token, nats; growing means that they drift apart",
+    "lag_mean": "iterations by which the weights that sampled a token were older than those trained, mean per token",
+    "lag_max": "the largest lag of any token",
+    "staleness_mean": "mean |log pi| difference, trainer to inference server, of tokens that older weights sampled",
+    "staleness_max": "the largest such difference of any token",
+    "staleness_kl": "k3 estimate of KL(served || trainer) per such token, nats",
+    "effective_sample_share": "effective sample size under weights pi_trainer / pi_served, as a share of the tokens",
     "importance_weight_mean": "mean truncated importance weight; 1 without training.importance_cap",
     "importance_capped": "share of tokens whose weight reached training.importance_cap",
     "clip_fraction": "share of tokens whose gradient the clip removed",
@@ -56,15 +62,27 @@ _SUMS = (
     "mismatch_tokens",
     "mismatch",
     "mismatch_kl",
+    "sampled_tokens",
+    "lag",
+    "stale_tokens",
+    "staleness",
+    "staleness_kl",
+    "compared_tokens",
+    "sampling_weight",
+    "sampling_weight_squared",
 )
 
-_MAXIMA = ("ratio", "mismatch")
+_MAXIMA = ("ratio", "mismatch", "lag", "staleness")
 
 
 class Tally:
-    """Sums over micro-batches, kept on the device so that adding to them never waits for it."""
+    """Sums over an iteration's micro-batches, kept on the device so that adding to them never waits for it.
 
-    def __init__(self, device: torch.device) -> None:
+    `step` is that of the weights that the iteration starts from. Lags count from it.
+    """
+
+    def __init__(self, device: torch.device, step: int) -> None:
+        self.step = step
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
@@ -82,7 +100,11 @@ class Tally:
         self.maxima = torch.maximum(self.maxima, torch.stack(row))
 
     def report(self, *, grad_norms: Sequence[float], learning_rate: float, train_s: float) -> dict[str, float]:
-        """Return the `METRICS`, except `publish_s` and means over nothing. `grad_norms` has one norm per update."""
+        """Return the `METRICS`, except `publish_s` and means over nothing. `grad_norms` has one norm per update.
+
+        Lag, staleness and the effective sample size are left out where no token lags. In a strict run they could only
+        say that it is strict.
+        """
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         policy: dict[str, float] = {}
@@ -103,6 +125,17 @@ class Tally:
                 "mismatch_max": maxima["mismatch"],
                 "mismatch_kl": sums["mismatch_kl"] / mismatch_tokens,
             }
+        staleness: dict[str, float] = {}
+        if maxima["lag"]:
+            staleness = {"lag_mean": sums["lag"] / sums["sampled_tokens"], "lag_max": maxima["lag"]}
+        if stale_tokens := sums["stale_tokens"]:
+            squares = sums["compared_tokens"] * sums["sampling_weight_squared"]
+            staleness |= {
+                "staleness_mean": sums["staleness"] / stale_tokens,
+                "staleness_max": maxima["staleness"],
+                "staleness_kl": sums["staleness_kl"] / stale_tokens,
+                "effective_sample_share": sums["sampling_weight"] ** 2 / squares,
+            }
         means: dict[str, float] = {}
         if updates := len(grad_norms):
             means = {name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")}
@@ -112,6 +145,7 @@ class Tally:
             **means,
             **policy,
             **mismatch,
+            **staleness,
             "learning_rate": learning_rate,
             "branch_positions": sums["branch_positions"],
             "trajectories": sums["trajectories"],

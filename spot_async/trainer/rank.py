@@ -39,6 +39,7 @@ from spot_async.trainer.loss import (
     reference_kl,
     soft_target_loss,
     truncated_importance_weights,
+    weight_statistics,
 )
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import Tally
@@ -128,7 +129,7 @@ class StudentTrainer:
             group["lr"] = rate
         seed = derive_seed(self._settings.seed, "mini-batches", iteration)
         updates = mini_batches(batch.samples, training.mini_batch_size, seed)
-        tally = Tally(self._device)
+        tally = Tally(self._device, step=iteration)
         # All shares come before the first step, because a recomputed log pi_old is of the weights before it.
         shares = [self._share(mini_batch) for mini_batch in updates]
         norms = []
@@ -211,7 +212,8 @@ class StudentTrainer:
         )
         parts.total.backward()  # type: ignore[no-untyped-call]
         self._tally_loss(batch, logprobs, weights, parts, tally)
-        # Once the weights have moved, `logprobs` are of other weights than the server's.
+        self._tally_lag(batch, tally)
+        # Once the weights have moved, `logprobs` are no longer those of the iteration's first weights.
         if self._training.behavior == "recomputed" or not has_moved:
             self._tally_mismatch(batch, logprobs.detach(), tally)
         return parts
@@ -270,15 +272,36 @@ class StudentTrainer:
             return torch.ones_like(batch.behavior_logprobs)
         return truncated_importance_weights(batch.behavior_logprobs, batch.served_logprobs, cap)
 
-    def _tally_mismatch(self, batch: MicroBatch, logprobs: Tensor, tally: Tally) -> None:
-        """Compare the server's log-probabilities with the trainer's, of the same weights.
+    def _tally_lag(self, batch: MicroBatch, tally: Tally) -> None:
+        """Count by how many steps the weights that sampled the tokens are older than the iteration's first ones."""
+        is_sampled = batch.sampled_at >= 0
+        lags = torch.where(is_sampled, tally.step - batch.sampled_at, 0)
+        tally.add(sampled_tokens=is_sampled.sum(), lag=lags.sum())
+        tally.see(lag=torch.cat([lags.flatten(), lags.new_zeros(1)]).max())
 
-        The trainer's are the recomputed ones or, before the first step, those of the training pass itself.
+    def _tally_mismatch(self, batch: MicroBatch, logprobs: Tensor, tally: Tally) -> None:
+        """Compare the server's log-probabilities with the trainer's, which are of the iteration's first weights.
+
+        The trainer's are the recomputed ones or, before the first step, those of the training pass itself. For tokens
+        of the same weights the difference is that of engine and trainer. For tokens of older weights it is staleness.
         """
         own = batch.behavior_logprobs if self._training.behavior == "recomputed" else logprobs
-        mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask)
-        tally.add(mismatch_tokens=mismatch.tokens, mismatch=mismatch.difference_sum, mismatch_kl=mismatch.kl_sum)
-        tally.see(mismatch=mismatch.difference_max)
+        is_stale = (batch.sampled_at >= 0) & (batch.sampled_at < tally.step)
+        mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & ~is_stale)
+        staleness = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & is_stale)
+        weights = weight_statistics(own, batch.served_logprobs, batch.policy_mask)
+        tally.add(
+            mismatch_tokens=mismatch.tokens,
+            mismatch=mismatch.difference_sum,
+            mismatch_kl=mismatch.kl_sum,
+            stale_tokens=staleness.tokens,
+            staleness=staleness.difference_sum,
+            staleness_kl=staleness.kl_sum,
+            compared_tokens=weights.tokens,
+            sampling_weight=weights.weight_sum,
+            sampling_weight_squared=weights.square_sum,
+        )
+        tally.see(mismatch=mismatch.difference_max, staleness=staleness.difference_max)
 
     def _culprits(self, mini_batch: Sequence[Supervision]) -> str:
         """Say which samples give a loss or gradient that is not finite, by trying each alone.
@@ -289,7 +312,7 @@ class StudentTrainer:
         for sample in mini_batch:
             self._optimizer.zero_grad()
             batch = self._micro_batch([sample])
-            parts = self._accumulate(batch, mini_batch, Tally(self._device), has_moved=True)
+            parts = self._accumulate(batch, mini_batch, Tally(self._device, step=0), has_moved=True)
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
             are_bad = [not _finite(loss) for loss in (parts.policy, parts.branch, parts.reference)]
             are_bad.append(not all(map(_finite, gradients)))
