@@ -13,6 +13,7 @@ from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.plan import TrainPlan, sleeps_while_training
+from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.loop.orchestrator import LiveEvaluation, Orchestrator, OrchestratorSettings
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
@@ -123,7 +124,7 @@ def make_live_bottleneck(
 
 def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -> TrainerSettings:
     return TrainerSettings(
-        training=config.training,
+        training=training_under_staleness(config.training, plan.policy.needs, config.max_staleness),
         model_directory=str(Path(config.student.model).resolve()),
         run_directory=str(directory.path),
         temperature=config.sampling.temperature,

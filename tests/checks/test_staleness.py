@@ -1,0 +1,34 @@
+"""What training defaults to where samples may lag behind the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spot_async.checks.staleness import training_under_staleness
+from spot_async.config import TrainingConfig
+from spot_async.types import PolicyNeeds
+
+TEACHER, NO_TEACHER = PolicyNeeds(teacher_top_k=1), PolicyNeeds()
+
+
+@pytest.mark.parametrize(
+    ("stated", "needs", "behavior", "cap"),
+    [
+        ({}, TEACHER, "recomputed", None),
+        ({}, NO_TEACHER, "recomputed", 2.0),
+        ({"behavior": "recomputed", "importance_cap": 1.5}, TEACHER, "recomputed", 1.5),
+        ({"behavior": "recomputed", "importance_cap": 1.5}, NO_TEACHER, "recomputed", 1.5),
+        ({"importance_cap": None}, NO_TEACHER, "recomputed", None),
+        ({"behavior": "served"}, TEACHER, "served", None),
+        ({"behavior": "served"}, NO_TEACHER, "served", None),
+    ],
+)
+def test_with_staleness_pi_old_is_recomputed_unless_the_configuration_says_otherwise(
+    stated: dict[str, Any], needs: PolicyNeeds, behavior: str, cap: float | None
+) -> None:
+    training = TrainingConfig(iterations=1, **stated)
+    found = training_under_staleness(training, needs, max_staleness=1)
+    assert (found.behavior, found.importance_cap) == (behavior, cap)
+    assert training_under_staleness(training, needs, max_staleness=0) == training
