@@ -38,7 +38,7 @@ class ReportContents:
     look: RunLook
     limit_s: float
     commits: Sequence[LastCommit] = ()
-    counts: Mapping[str, str] = field(default_factory=dict)  # of queue, credits and ledger, in words by name
+    counts: Mapping[str, str] = field(default_factory=dict)  # of the admission book and the stages, in words by name
     replicas: Sequence[str] = ()  # a line about each replica
     logs: Sequence[Path] = ()  # those of child processes
 
