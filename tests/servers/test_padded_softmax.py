@@ -3,11 +3,12 @@
 `tests/running/test_padded_softmax.py` has all methods and both sides on the local engine. Here SPOT runs with either
 side wider on both kinds of server, and each other method with one side wider on vLLM and the other on SGLang. The
 padding is likelier than the tokens (`padded_models.py`). Each kind of server is started once for a width of a model
-and used by all runs, whose student sends its own first weights.
+and used by all runs, which send the student's own first weights to it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -58,28 +59,31 @@ def padded_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bo
 
 @pytest.fixture(scope="module")
 def serve(request: pytest.FixtureRequest, padded_pairs: dict[tuple[str, bool], Path]) -> Iterator[Serve]:
-    """`serve(kind_of_use, role, wide)`: the model and the backend section of a server, started when first asked for."""
-    kind, started = request.param, {}
+    """`serve(kind, role, wide)`: the model and the backend section of a server, started when first asked for."""
     with ExitStack() as stack:
 
-        def place(use: str, role: str, wide: bool) -> tuple[Path, Any]:
-            model = padded_pairs[role, wide]
-            if (use, role, wide) not in started:
-                start: StartServer = request.getfixturevalue(f"start_{kind}")
-                arguments = ["--max-model-len", "512"] if kind == "vllm" else ["--context-length", "512"]
-                started[use, role, wide] = stack.enter_context(start(model, *arguments)).url
-            return model, {"kind": kind, "url": started[use, role, wide]}
+        @functools.cache
+        def url(kind: str, role: str, wide: bool) -> str:
+            start: StartServer = request.getfixturevalue(f"start_{kind}")
+            longest = {"vllm": "--max-model-len", "sglang": "--context-length"}[kind]
+            return stack.enter_context(start(padded_pairs[role, wide], longest, "512")).url
 
-        yield place
+        yield lambda kind, role, wide: (padded_pairs[role, wide], {"kind": kind, "url": url(kind, role, wide)})
 
 
-@pytest.mark.parametrize(("serve", "method", "wide"), CASES, indirect=["serve"])
+@pytest.mark.parametrize(("kind", "method", "wide"), CASES)
 def test_a_padded_pair_trains_and_loses_no_prompt(
-    wide: str, method: str, serve: Serve, dense_logprobs: Dense, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    method: str,
+    wide: str,
+    serve: Serve,
+    dense_logprobs: Dense,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    student, student_backend = serve("train", "student", wide == "student")
-    teacher, teacher_backend = serve("frozen", "teacher", wide == "teacher")
+    student, student_backend = serve(kind, "student", wide == "student")
+    teacher, teacher_backend = serve(kind, "teacher", wide == "teacher")
     judge = "reference" if method == "grpo" else "teacher"  # GRPO has no teacher; its reference is of another width
     config = [
         f"student={json.dumps({'model': str(student), 'backend': student_backend})}",
@@ -88,7 +92,8 @@ def test_a_padded_pair_trains_and_loses_no_prompt(
         *("training.iterations=2", "training.warmup_iterations=0"),
         *(f"training.batch_size={BATCH}", f"training.mini_batch_size={BATCH}"),
         *("evaluation.samples=1", "evaluation.max_response_tokens=24"),
-        f"evaluation.problems={few_problems(tmp_path)}",
+        f"data.train={first_problems('train', 2 * BATCH, tmp_path)}",
+        f"evaluation.problems={first_problems('heldout', 6, tmp_path)}",
         *(["policy.samples=3"] if method == "grpo" else []),
         f"run.directory={tmp_path / 'run'}",
     ]
@@ -120,18 +125,15 @@ def test_a_padded_pair_trains_and_loses_no_prompt(
 
 
 # vLLM's are at temperature 1 whatever is asked.
-@pytest.mark.parametrize(
-    ("serve", "temperature"), [("vllm", 1.0), ("sglang", 1.0), ("sglang", 0.7)], indirect=["serve"]
-)
+@pytest.mark.parametrize(("kind", "temperature"), [("vllm", 1.0), ("sglang", 1.0), ("sglang", 0.7)])
 async def test_a_servers_masked_tokens_come_with_log_probabilities_of_the_whole_softmax(
-    temperature: float, serve: Serve, dense_logprobs: Dense, tmp_path: Path
+    kind: str, temperature: float, serve: Serve, dense_logprobs: Dense, tmp_path: Path
 ) -> None:
-    model, section = serve("frozen", "student", True)
-    kinds = {"vllm": VllmBackend, "sglang": SglangBackend}
-    kind: Any = kinds[section["kind"]]
+    model, section = serve(kind, "teacher", True)
+    backend_class: Any = {"vllm": VllmBackend, "sglang": SglangBackend}[kind]
     prompt = np.array([5, 9, 12, 30, 7, 22, 14], np.int32)
-    settings = kind.Settings.model_validate(section)
-    async with kind(settings, role="teacher", model=str(model), run_directory=tmp_path) as backend:
+    settings = backend_class.Settings.model_validate(section)
+    async with backend_class(settings, role="teacher", model=str(model), run_directory=tmp_path) as backend:
         for seed in range(4):
             sampling = SamplingSettings(
                 max_tokens=40, stop_token_ids=(1,), seed=seed, vocab_limit=COMMON, temperature=temperature
@@ -143,7 +145,7 @@ async def test_a_servers_masked_tokens_come_with_log_probabilities_of_the_whole_
             assert reply.token_ids.max() < COMMON
             np.testing.assert_allclose(reply.logprobs, own(whole, reply.token_ids), rtol=0, atol=NATS)
             assert np.exp(whole[:, COMMON:]).sum(axis=1).max() > 0.9  # a missing mask would be noticed
-    if section["kind"] == "sglang":
+    if kind == "sglang":
         return  # its /v1 names tokens by text, which the example's tokenizer cannot be compared with
     open_settings = OpenAIBackend.Settings.model_validate({"kind": "openai", "url": section["url"]})
     async with OpenAIBackend(open_settings, role="teacher", model=str(model), run_directory=tmp_path) as endpoint:
@@ -163,9 +165,10 @@ def untied(directory: Path) -> Path:
     return directory
 
 
-def few_problems(folder: Path) -> Path:
-    path = folder / "heldout.jsonl"
-    path.write_text("".join((EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines(keepends=True)[:6]))
+def first_problems(name: str, count: int, folder: Path) -> Path:
+    """All of them would be rendered, which takes longer than the training does."""
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join((EXAMPLE / "data" / path.name).read_text().splitlines(keepends=True)[:count]))
     return path
 
 
