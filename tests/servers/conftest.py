@@ -29,11 +29,14 @@ from spot_async.backends.vllm.launch import vllm_command
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
 # Tiny models on a CPU. Without TORCHDYNAMO_DISABLE the first request for log-probabilities compiles C++ for half a
-# minute; with more than one process vLLM's executor spins on every core. A seeded request whose prompt is read in
+# minute; with more than one process vLLM's executor spins on every core. A spawned engine imports all of vLLM a second
+# time, hence the plugin. A seeded request whose prompt is read in
 # chunks ends a vLLM on a CPU ("CPU Generator does not use offset"), so prompts are read whole.
 VLLM_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "PYTHONPATH": str(Path(__file__).parent / "vllm_plugins"),
+    "VLLM_PLUGINS": "forked_engine",
 }
 VLLM_ARGUMENTS = [
     *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-chunked-prefill"),

@@ -1,12 +1,13 @@
 """Starts SGLang's server, as published for GPUs, on a machine without one. Arguments are the server's own.
 
 Three things that are missing there get stand-ins; nothing that is installed is changed. Run by the interpreter of
-SGLang's environment, and read again by every process that the server spawns, so all of them have the stand-ins.
+SGLang's environment. The server's other processes are forked, so all of them have the stand-ins.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import multiprocessing
 import os
 import sys
 import types
@@ -93,7 +94,16 @@ stand_ins = [declare_torchvision_operators(), install_kernels()]
 if "--enable-deterministic-inference" in sys.argv:
     allow_deterministic_inference()
 
+
+def fork_in_place_of_spawning() -> None:
+    """A spawned process imports all of SGLang again, which is most of what it costs to start one of a tiny model."""
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's asks for "spawn"
+
+
 if __name__ == "__main__":
+    fork_in_place_of_spawning()
+
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

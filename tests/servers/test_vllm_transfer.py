@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from conftest import TinyModels
+from conftest import VLLM_ENVIRONMENT, TinyModels
 from parity import Dense, decisions, expect_rollout, soon
 
 from spot_async.backends.shared.launch import LaunchSettings
@@ -24,7 +24,7 @@ from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, Weig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PLUGINS = str(Path(__file__).parent / "vllm_plugins")
+PLUGINS = VLLM_ENVIRONMENT["VLLM_PLUGINS"] + ",gloo_weight_transfer"
 PROMPT = np.random.default_rng(7).integers(3, 512, 160).astype(np.int32)  # longer than a block of the prefix cache
 SAMPLING = SamplingSettings(max_tokens=32, stop_token_ids=(), seed=1)
 V0, V1, V2 = WeightVersion(0, 0), WeightVersion(0, 1), WeightVersion(0, 2)
@@ -38,7 +38,7 @@ def launched(vllm_launch: LaunchSettings, **environment: str) -> VllmBackend.Set
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def backend(vllm_launch: LaunchSettings, models: TinyModels, tmp_path_factory: Any) -> AsyncIterator[VllmBackend]:
-    settings, run = launched(vllm_launch, PYTHONPATH=PLUGINS), tmp_path_factory.mktemp("run")
+    settings, run = launched(vllm_launch, VLLM_PLUGINS=PLUGINS), tmp_path_factory.mktemp("run")
     async with VllmBackend(settings, role="student", model=str(models.student), run_directory=run) as backend:
         yield backend
 
