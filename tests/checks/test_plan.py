@@ -23,10 +23,22 @@ ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples" / "running_sum" / "student"
 
 
-@pytest.fixture
-def config(monkeypatch):
+FEW: list[str] = []  # problems, in place of the example's, which would all be rendered
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch, few_problems):
     monkeypatch.chdir(ROOT)
-    return load_config(Path("configs/quickstart.yaml"))
+    FEW[:] = [f"data.train={few_problems}"]
+
+
+def quickstart(overrides=()):
+    return load_config(Path("configs/quickstart.yaml"), [*FEW, *overrides])
+
+
+@pytest.fixture
+def config():
+    return quickstart()
 
 
 SERVED = capabilities(48, max_context_tokens=512)
@@ -70,8 +82,8 @@ def test_end_tokens_are_summed_only_by_a_teacher_that_scores_chosen_tokens(confi
     check_capabilities(config, PolicyNeeds(teacher_responses=True), served, sums_ends=True)  # scores nothing
     summing = ["stages.score.end_token=sum", 'teacher.backend={kind: openai, url: "http://127.0.0.1:1/v1"}']
     with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
-        plan_training(load_config(Path("configs/quickstart.yaml"), [*summing, f"teacher.model={other_ends}"]))
-    plan_training(load_config(Path("configs/quickstart.yaml"), summing))  # both end alike: there is nothing to sum
+        plan_training(quickstart([*summing, f"teacher.model={other_ends}"]))
+    plan_training(quickstart(summing))  # both end alike: there is nothing to sum
 
 
 @pytest.fixture
@@ -94,7 +106,7 @@ def other_ends(tmp_path):
 def test_a_server_whose_log_probabilities_are_at_temperature_one_needs_rollouts_at_one(config, role, change):
     served = {"student": SERVED, "teacher": SERVED} | {role: msgspec.structs.replace(SERVED, server="v 1", **change)}
     check_capabilities(config, NEEDS, served)
-    config = load_config(Path("configs/quickstart.yaml"), ["sampling.temperature=0.7"])
+    config = quickstart(["sampling.temperature=0.7"])
     with pytest.raises(ConfigError, match=rf"sampling\.temperature=0\.7: {role}\.backend \(v 1\) .* set it to 1"):
         check_capabilities(config, NEEDS, served)
     no_scores = msgspec.structs.replace(NEEDS, teacher_top_k=0)
@@ -112,13 +124,13 @@ def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
 
 def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config):
     small = msgspec.structs.replace(SERVED, max_context_tokens=230)
-    config = load_config(Path("configs/quickstart.yaml"), ["evaluation.max_response_tokens=400"])
+    config = quickstart(["evaluation.max_response_tokens=400"])
     with pytest.raises(ConfigError, match=r"evaluation\.max_response_tokens=400"):
         check_capabilities(config, NEEDS, {"student": small, "teacher": SERVED})
 
 
 def test_a_queue_that_cannot_hold_one_batch_in_bytes_is_refused(config):
-    config = load_config(Path("configs/quickstart.yaml"), ["queue.capacity_bytes=100000"])
+    config = quickstart(["queue.capacity_bytes=100000"])
     with pytest.raises(ConfigError, match=r"queue\.capacity_bytes=100000 holds less than one batch .* raise it to"):
         plan_training(config)
 
@@ -135,8 +147,7 @@ STARTED = f"{{kind: sglang, launch: {{python: {sys.executable}, port: 8123}}}}"
         (STARTED, r"launch\.port=8123"),
     ],
 )
-def test_a_reference_cannot_share_the_students_place(monkeypatch, backend, setting):
-    monkeypatch.chdir(ROOT)
+def test_a_reference_cannot_share_the_students_place(backend, setting):
     config = load_config(Path("configs/running_sum/grpo.yaml"), [f"student.backend={backend}"])
     with pytest.raises(ConfigError, match=rf"reference: required when student\.backend\.{setting} is fixed"):
         plan_training(config)
@@ -144,23 +155,21 @@ def test_a_reference_cannot_share_the_students_place(monkeypatch, backend, setti
 
 @pytest.mark.parametrize("student", ["{port: 8123}", ATTACHED, STARTED])
 @pytest.mark.parametrize("teacher", ["{port: 8123}", ATTACHED, STARTED])
-def test_nobody_shares_a_server_with_a_student_that_is_trained(monkeypatch, student, teacher):
-    monkeypatch.chdir(ROOT)
+def test_nobody_shares_a_server_with_a_student_that_is_trained(student, teacher):
     overrides = [f"student.backend={student}", f"teacher.backend={teacher}"]
-    config = load_config(Path("configs/quickstart.yaml"), overrides)
+    config = quickstart(overrides)
     with pytest.raises(
         ConfigError, match=r"teacher\.backend\..*8123.*: the student is served there, whose weights chang"
     ):
         plan_training(config)
 
 
-def test_teacher_and_reference_may_be_one_server_that_runs_but_not_two_on_one_port(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_teacher_and_reference_may_be_one_server_that_runs_but_not_two_on_one_port():
 
     def check(backend):
         overrides = [f"{role}.backend={backend}" for role in ("teacher", "reference")]
         model = "reference.model=examples/running_sum/teacher"
-        config = load_config(Path("configs/quickstart.yaml"), [model, *overrides])
+        config = quickstart([model, *overrides])
         check_places(config, PolicyNeeds(teacher_top_k=1, reference=True))
 
     check(ATTACHED)
@@ -169,11 +178,10 @@ def test_teacher_and_reference_may_be_one_server_that_runs_but_not_two_on_one_po
 
 
 def test_what_a_backend_needs_of_this_machine_is_looked_for_before_anything_starts(monkeypatch):
-    monkeypatch.chdir(ROOT)
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
 
     def refused(*overrides):
-        config = load_config(Path("configs/quickstart.yaml"), overrides)
+        config = quickstart(overrides)
         with pytest.raises(ConfigError) as raised:
             plan_training(config)
         if config.evaluation is not None and "student" in overrides[0]:
@@ -208,13 +216,10 @@ def test_a_model_that_is_not_there_is_refused_with_where_it_was_looked_for_and_h
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_a_server_that_is_not_installed_is_found_before_anything_starts(monkeypatch, role):
-    monkeypatch.chdir(ROOT)
+def test_a_server_that_is_not_installed_is_found_before_anything_starts(role):
     launch = f"{{python: {sys.executable}}}"
     for given, key in ((launch, "launch"), (f"[{launch}]", "launch.0")):
-        config = load_config(
-            Path("configs/quickstart.yaml"), [f"{role}.backend={{kind: sglang, launch: {given}}}", "evaluation=null"]
-        )
+        config = quickstart([f"{role}.backend={{kind: sglang, launch: {given}}}", "evaluation=null"])
         with pytest.raises(ConfigError) as raised:
             plan_training(config)
         assert str(raised.value) == (
@@ -228,11 +233,10 @@ def test_a_server_that_is_not_installed_is_found_before_anything_starts(monkeypa
      ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'", False)],
 )  # fmt: skip
 def test_a_gpu_is_not_promised_to_a_torch_that_was_built_without(monkeypatch, tmp_path, build, is_refused):
-    monkeypatch.chdir(ROOT)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{build}\n")
-    config = load_config(Path("configs/quickstart.yaml"), ["student.backend.device=cuda:0"])
+    config = quickstart(["student.backend.device=cuda:0"])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     if is_refused:
@@ -242,13 +246,12 @@ def test_a_gpu_is_not_promised_to_a_torch_that_was_built_without(monkeypatch, tm
         config.student.backend.check_machine("student.backend")
 
 
-def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains():
     sleeps = "{kind: vllm, url: 'http://h:1', sleep_while_training: true}"
-    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.backend={sleeps}"])
+    config = quickstart([f"teacher.backend={sleeps}"])
     with pytest.raises(ConfigError, match=r"teacher\.backend\.sleep_while_training: only the student's server"):
         plan_training(config)
-    config = load_config(Path("configs/quickstart.yaml"), [f"student.backend={sleeps}"])
+    config = quickstart([f"student.backend={sleeps}"])
     plan_training(config)
     with pytest.raises(ConfigError, match=r"sleep_while_training: with max_staleness=1 the student samples while"):
         plan_training(config.model_copy(update={"max_staleness": 1}))
@@ -286,23 +289,20 @@ def test_a_tokenizer_is_read_once_while_its_files_stay_as_they_are(tmp_path):
 
 def test_responses_end_where_either_model_ends_them(other_ends):
     """Also in evaluation, and in the student that is published."""
-    config = load_config(Path("configs/quickstart.yaml"), [f"teacher.model={other_ends}"])
+    config = quickstart([f"teacher.model={other_ends}"])
     plan = plan_training(config)
     own = plan.student.vocabulary.end_token_ids
     assert plan.stop_token_ids[: len(own)] == own
     assert set(plan.stop_token_ids) == {*own, *plan.teacher.vocabulary.end_token_ids} != set(own)
 
 
-def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_students(tmp_path, monkeypatch):
+def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_students(tmp_path):
     problems = tmp_path / "few.jsonl"
     problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
     template = tmp_path / "mine.jinja"
     template.write_text("{% for message in messages %}<|assistant|>{{ message.content }}{% endfor %}")
-    monkeypatch.chdir(ROOT)
     changes = [f"data.train={problems}", f"evaluation.problems={problems}", f"prompt.template={template}"]
-    plan = plan_training(
-        load_config(Path("configs/quickstart.yaml"), [*changes, "training.batch_size=8", "training.mini_batch_size=8"])
-    )
+    plan = plan_training(quickstart([*changes, "training.batch_size=8", "training.mini_batch_size=8"]))
     decode = plan.student.vocabulary.tokenizer.decode
     prompt = next(iter(plan.schedule))
     assert decode(prompt.token_ids.tolist()) == f"<|assistant|>{prompt.problem.text}"
@@ -310,33 +310,30 @@ def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_stude
     assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_a_port_that_is_taken_is_refused_before_anything_starts():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = f"teacher.backend.port={listener.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"^{port}: in use by another process: choose another$"):
-            plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
-    plan_training(load_config(Path("configs/quickstart.yaml"), [port]))
+            plan_training(quickstart([port]))
+    plan_training(quickstart([port]))
 
 
-def test_an_evaluation_without_a_chat_template_of_the_students_says_that_no_other_will_do(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_an_evaluation_without_a_chat_template_of_the_students_says_that_no_other_will_do(tmp_path):
     student, template = tmp_path / "student", tmp_path / "mine.jinja"
     shutil.copytree(STUDENT, student, ignore=shutil.ignore_patterns("chat_template.jinja"))
     template.write_text("{{ messages[0].content }}")
     changes = [f"student.model={student}", f"prompt.template={template}"]
     refused = r"^evaluation: .*student: the tokenizer has no chat template.*: add chat_template\.jinja"
     with pytest.raises(DataError, match=refused):
-        plan_training(load_config(Path("configs/quickstart.yaml"), changes))
-    assert plan_training(load_config(Path("configs/quickstart.yaml"), [*changes, "evaluation=null"])).filtered == 0
+        plan_training(quickstart(changes))
+    assert plan_training(quickstart([*changes, "evaluation=null"])).filtered == 0
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_server_that_ended_must_have_the_time_to_start_again(monkeypatch, command):
-    monkeypatch.chdir(ROOT)
+def test_a_server_that_ended_must_have_the_time_to_start_again(command):
 
     def plan(*overrides):
-        config = load_config(Path("configs/quickstart.yaml"), ["student.backend.start_timeout_s=1800", *overrides])
+        config = quickstart(["student.backend.start_timeout_s=1800", *overrides])
         return plan_training(config) if command == "train" else plan_evaluation(config, read_model("student", STUDENT))
 
     with pytest.raises(ConfigError, match=r"student\.serving\.recovery_timeout_s=600: shorter than the .*=1800"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from problem_files import FEW
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
@@ -61,6 +62,7 @@ class Attached(LocalBackend):
 """
 SHORT = [
     "evaluation.samples=2",
+    FEW,
     "training.iterations=1",
     "training.warmup_iterations=0",
     "training.batch_size=4",

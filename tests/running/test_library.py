@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "library.md"
 QUICK = {
     "student": {"model": "examples/running_sum/student"},
     "teacher": {"model": "examples/running_sum/teacher"},
-    "data": {"train": "examples/running_sum/data/train.jsonl"},
+    "data": {"train": "examples/running_sum/data/heldout.jsonl"},
     "prompt": {"instruction": ""},
     "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
     "policy": "opd",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from problem_files import FEW
 
 import spot_async
 
@@ -60,8 +61,9 @@ class Truncated(LocalBackend):
 
 def run(directory: Path, *overrides: str):
     """The selections of its samples, and its metrics."""
-    short = ["training.iterations=1", "training.batch_size=8", "training.mini_batch_size=8", "evaluation=null"]
+    short = ["training.iterations=1", "training.batch_size=4", "training.mini_batch_size=4", "evaluation=null"]
     more = [
+        FEW,
         "training.warmup_iterations=0",
         "policy.score_top_k=2",
         "policy.probe_top_k=2",

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from deadlines import soon
+from problem_files import FEW
 from safetensors.torch import load_file, save_file
 
 import spot_async
@@ -147,7 +148,7 @@ def test_another_process_cannot_replace_the_student_of_a_run(
         try:
             assert attacker.stdout.readline() == "ready\n"
             few = ["iterations=2", "batch_size=4", "mini_batch_size=4", "warmup_iterations=0"]
-            short = ["policy=opd", "evaluation=null", "sampling.max_response_tokens=24"]
+            short = [FEW, "policy=opd", "evaluation=null", "sampling.max_response_tokens=24"]
             places = [f"run.directory={tmp_path / 'run'}", f"student.backend.port={port}"]
             spot_async.run("configs/quickstart.yaml", [*places, *short, *(f"training.{each}" for each in few)])
             answered = json.loads(attacker.communicate(timeout=300)[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from problem_files import FEW
 from safetensors.numpy import save_file
 
 from spot_async.backends.openai.backend import OpenAIBackend
@@ -218,7 +219,7 @@ def test_a_file_that_is_none_or_newer_is_one_line(tmp_path):
 def test_a_replay_that_cannot_be_is_refused_before_the_start(monkeypatch, overrides, line):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match=line):
-        plan_training(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
+        plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [FEW, *overrides]))
 
 
 def test_a_replay_needs_no_key_of_the_teachers(monkeypatch):
@@ -226,9 +227,9 @@ def test_a_replay_needs_no_key_of_the_teachers(monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     backend = "teacher.backend={kind: openai, url: 'http://127.0.0.1:9', api_key_env: NO_SUCH_KEY}"
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
-        plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [backend]))
+        plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [FEW, backend]))
     replay = ["teacher.cache=c", "teacher.replay=true"]
-    assert plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [backend, *replay])).teacher is not None
+    assert plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [FEW, backend, *replay])).teacher is not None
 
 
 def test_weights_that_differ_anywhere_are_another_teacher(tmp_path):

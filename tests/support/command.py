@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from problem_files import FEW
 from typer.testing import CliRunner, Result
 
 from spot_async.cli import app
@@ -89,7 +90,7 @@ class Command:
 
 
 def arguments(run: Path, *overrides: str) -> list[str]:
-    return ["train", "configs/quickstart.yaml", f"run.directory={run}", *QUICK, *overrides]
+    return ["train", "configs/quickstart.yaml", f"run.directory={run}", FEW, *QUICK, *overrides]
 
 
 def train(run: Path, *overrides: str) -> Command:

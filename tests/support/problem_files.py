@@ -10,6 +10,8 @@ import pytest
 from spot_async.config import ProblemSetConfig
 from spot_async.data import ProblemSet, load_problem_set
 
+# 180 problems from the checkout, for runs that need not render the 8,000 of the quickstart.
+FEW = "data.train=examples/running_sum/data/heldout.jsonl"
 CANONICAL = Path(__file__).parents[3] / "shared" / "data" / "canonical"
 needs_data = pytest.mark.skipif(not CANONICAL.is_dir(), reason="real problem files are not here")
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from command import Command
+from problem_files import FEW
 
 from spot_async.base.concurrency import alongside, root_cause
 from spot_async.checks.plan import plan_training
@@ -186,7 +187,7 @@ def test_a_process_that_did_not_run_has_not_been_silent():
 
 
 def quickstart(*overrides):
-    return load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    return load_config(ROOT / "configs" / "quickstart.yaml", [FEW, *overrides])
 
 
 SPOT_NEEDS = PolicyNeeds(teacher_top_k=16, candidate_logprobs=True, probes_per_prompt=8)
@@ -321,7 +322,7 @@ def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_proc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     run = tmp_path / "run"
     command = Command(
-        *["train", "configs/quickstart.yaml", f"run.directory={run}", "policy=waiting:WaitingPolicy"],
+        *["train", "configs/quickstart.yaml", f"run.directory={run}", FEW, "policy=waiting:WaitingPolicy"],
         *["evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"],
         *[f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")],
         *[f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")],
