@@ -36,9 +36,9 @@ from pipeline import EXAMPLE, make_orchestrator
 from report import show, spread
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.base.concurrency import gather
 from spot_async.base.processes.cores import CoreShares, available_cores, confined, share_cores
 from spot_async.base.processes.memory import tune_gc
+from spot_async.base.tasks import gather
 from spot_async.config import StagesConfig
 from spot_async.stages.stages import Services
 from spot_async.types import Generation

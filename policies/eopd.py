@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from spot_async.base.concurrency import both
+from spot_async.base.tasks import both
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
 from spot_async.types import BoolArray, Int64Array, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores

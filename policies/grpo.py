@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from spot_async.base.concurrency import both, gather
+from spot_async.base.tasks import both, gather
 from spot_async.config import PluginSettings
 from spot_async.protocols import PromptStages
 from spot_async.types import (

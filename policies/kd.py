@@ -16,7 +16,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from spot_async.base.concurrency import both
+from spot_async.base.tasks import both
 from spot_async.config import PluginSettings, PositiveInt
 from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.protocols import PromptStages

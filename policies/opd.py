@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spot_async.base.concurrency import both
+from spot_async.base.tasks import both
 from spot_async.config import PluginSettings
 from spot_async.protocols import PromptStages
 from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from spot_async.base.concurrency import both, gather
 from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import both, gather
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
 from spot_async.types import (

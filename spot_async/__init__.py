@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spot_async.base.concurrency import both as both
-    from spot_async.base.concurrency import gather as gather
+    from spot_async.base.tasks import both as both
+    from spot_async.base.tasks import gather as gather
     from spot_async.config import Config as Config
     from spot_async.config import PluginSettings as PluginSettings
     from spot_async.config import PromptConfig as PromptConfig
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from spot_async.types import WeightVersion as WeightVersion
 
 _NAMES_OF_MODULE = {
-    "base.concurrency": ("both", "gather"),
+    "base.tasks": ("both", "gather"),
     "config": ("Config", "PluginSettings", "PromptConfig", "SamplingConfig", "StagesConfig"),
     "config.loading": ("load_config",),
     "errors": (

@@ -18,9 +18,9 @@ import pydantic
 from pydantic import Field
 
 from spot_async.base.addresses import LOOPBACK
-from spot_async.base.concurrency import while_alive
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.base.tasks import while_alive
 from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.serving.http.credentials import Credentials

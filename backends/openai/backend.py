@@ -18,7 +18,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.config import OneOrMore
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError, TransientError
 from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores

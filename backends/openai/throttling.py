@@ -6,8 +6,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from spot_async.base.concurrency import sent_again
 from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import sent_again
 
 T = TypeVar("T")
 THROTTLED_ONLY = RetryPolicy(attempts=1)  # throttled requests have no limit but the deadline

@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 import numpy as np
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
 from spot_async.models.alignment import branch_prefix_length
 from spot_async.spending.prices import Size

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from spot_async.base.concurrency import both
+from spot_async.base.tasks import both
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.types import WeightSnapshot, WeightVersion
 

@@ -25,9 +25,9 @@ import structlog
 from pydantic import Field
 
 from spot_async.base.addresses import LOOPBACK
-from spot_async.base.concurrency import while_alive
 from spot_async.base.processes.child import ChildProcess, foreign_environment
 from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.base.tasks import while_alive
 from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.serving.http.credentials import new_secret

@@ -23,9 +23,9 @@ from pydantic import Field
 
 from spot_async.base import wire
 from spot_async.base.addresses import is_loopback
-from spot_async.base.concurrency import while_alive
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
+from spot_async.base.tasks import while_alive
 from spot_async.config import Section
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
 from spot_async.types import WeightSnapshot

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 import structlog
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
 from spot_async.models.alignment import branch_prefix, decision_row
 from spot_async.types import (

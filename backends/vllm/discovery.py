@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.checks.discovery import NOISE_MARGIN
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
 from spot_async.models.alignment import decision_row

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.base.concurrency import both
+from spot_async.base.tasks import both
 from spot_async.errors import ConfigError, RequestError
 from spot_async.types import WeightSnapshot
 

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.base.concurrency import both
+from spot_async.base.tasks import both
 from spot_async.errors import VersionMismatchError
 from spot_async.protocols import PromptStages
 from spot_async.types import BoolArray, Capabilities, Float64Array, Generation, Int64Array, TokenScores, WeightVersion

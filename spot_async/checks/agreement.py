@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.checks import discovery
 from spot_async.checks.discovery import NOISE_MARGIN, Asked
 from spot_async.errors import ConfigError, RequestError

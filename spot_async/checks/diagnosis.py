@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.checks import discovery
 from spot_async.checks.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError
 from spot_async.protocols import Generator, Scorer
 from spot_async.types import (

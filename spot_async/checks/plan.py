@@ -22,7 +22,7 @@ from spot_async.data.overlap import count_identical
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
-from spot_async.loop.sizes import worst_case_bytes
+from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, read_model, softmax_width
 from spot_async.models.vocabulary import stop_token_ids

@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from spot_async.cli import files, runs, servers
-from spot_async.cli.outcomes import EXIT_CODES as EXIT_CODES
-from spot_async.cli.outcomes import exit_code as exit_code
-from spot_async.cli.outcomes import hung as hung
-from spot_async.cli.outcomes import screen
+from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
+from spot_async.cli.ending import exit_code as exit_code
+from spot_async.cli.ending import hung as hung
+from spot_async.cli.ending import screen
 
 app = typer.Typer(
     name="spot-async",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from spot_async.cli.arguments import PagePath, RunPath
-from spot_async.cli.outcomes import fail, screen
+from spot_async.cli.ending import fail, screen
 from spot_async.errors import ConfigError, DataError
 
 

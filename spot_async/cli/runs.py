@@ -12,7 +12,7 @@ from rich.text import Text
 
 from spot_async.base.text import counted
 from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides
-from spot_async.cli.outcomes import exit_code, fail, hung, run_until_stopped, saved, screen
+from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.config.suggestions import CANNOT_RESUME

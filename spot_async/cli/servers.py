@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from spot_async.base.concurrency import root_cause
+from spot_async.base.tasks import root_cause
 from spot_async.cli.arguments import ConfigPath, Overrides
-from spot_async.cli.outcomes import exit_code, fail, screen
+from spot_async.cli.ending import exit_code, fail, screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 

@@ -20,9 +20,9 @@ from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
-from spot_async.replicas.service_pool import ServicePool, pool_of
+from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.stage import Stage
-from spot_async.stages.stages import ask_verdict
+from spot_async.stages.verdicts import ask_verdict
 from spot_async.types import SamplingSettings
 
 S = TypeVar("S")

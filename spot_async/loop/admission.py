@@ -1,8 +1,9 @@
 """The book of a run's prompts: who may start, where each stands, and which ones are the next batch. Pure.
 
-Two things must allow a prompt to start: the staleness bound, and a place in the supervision queue that is reserved for
-its worst case. Since the place is reserved at admission, a finished prompt never waits for room. So batches in
-admission order cannot deadlock behind a full queue. Once it is finished, a prompt counts as what it really holds.
+This is the supervision queue too. Two things must allow a prompt to start here: the staleness bound, and a place in the
+queue that is reserved for its worst case (`sample_bytes.py`). The third is money, which the orchestrator looks after.
+Since the place is reserved at admission, a finished prompt never waits for room. So batches in admission order cannot
+deadlock behind a full queue. Once it is finished, a prompt counts as what it really holds.
 
 Short responses finish first, and taking them first would favour them. So a batch is the next prompts in admission
 order, those that were given up left out.

@@ -17,13 +17,13 @@ from functools import partial
 
 import structlog
 
-from spot_async.base.concurrency import gather, sent_again
 from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import gather, sent_again
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState
 from spot_async.loop.events import IterationFinished, Phase, PhaseBegan, PhaseEnded, PhaseTimes, PromptEnded
-from spot_async.loop.sizes import held_bytes, worst_case_bytes
+from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.plugin_contract import is_ours, supervise

@@ -29,9 +29,9 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.replicas.concurrency_limit import Decrease
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
-from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import WeightVersion
 

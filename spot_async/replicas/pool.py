@@ -10,16 +10,16 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Self
 
-from spot_async.base.concurrency import gather, settle
+from spot_async.base.tasks import gather, settle
 from spot_async.config import ServingConfig
 from spot_async.errors import ConfigError, RequestError, SpotError, UnreachableError
 from spot_async.protocols import Sleeper
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.leasing import Errand, Lease
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
 from spot_async.replicas.recovery import Recovery
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
-from spot_async.replicas.service_pool import Errand, Lease
 from spot_async.replicas.weights import Weights
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot

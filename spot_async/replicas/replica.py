@@ -18,9 +18,9 @@ from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import SpotError, TransientError
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.replicas.concurrency_limit import ConcurrencyLimit
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import IN_ROTATION, LifeCycle, State
 from spot_async.replicas.occupancy import Occupancy
-from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import LEASED, Grant
 from spot_async.types import Capabilities, Traffic, WeightVersion
 

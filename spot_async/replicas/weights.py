@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 from typing import Generic
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.errors import (
     ConfigError,
@@ -23,9 +23,9 @@ from spot_async.errors import (
 from spot_async.models.weight_files import in_use
 from spot_async.protocols import WeightSink
 from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
-from spot_async.replicas.service_pool import Errand
 from spot_async.types import WeightSnapshot
 
 UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.base.concurrency import alongside, budget_error
 from spot_async.base.events import Channel
+from spot_async.base.tasks import alongside, budget_error
 from spot_async.checks.prompt_warnings import evaluation_warnings
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError

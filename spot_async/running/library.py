@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from spot_async.base.concurrency import root_cause
+from spot_async.base.tasks import root_cause
 from spot_async.checks.plan import plan_training
 from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config

@@ -23,7 +23,7 @@ from spot_async.evaluation.runner import collected, evaluate, keys_of, reported_
 from spot_async.loop.events import EvaluationBegan, ResponseJudged, StepBegan
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
-from spot_async.replicas.service_pool import ServicePool
+from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
 
 

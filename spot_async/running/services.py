@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from spot_async.base.concurrency import running, watched, watching
 from spot_async.base.processes.cores import CoreShares, confined
+from spot_async.base.tasks import running, watched, watching
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, ModelConfig
 from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.running.backend_factories import backend_factories, core_shares
 from spot_async.running.initial_weights import send_initial_weights
-from spot_async.running.servers import backend_factories, core_shares
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.types import Capabilities

@@ -1,7 +1,7 @@
 """Runs a training run from its first process to its last file: enters what `assembly.py` makes, and leaves it again.
 
-Whatever ends a run (its last iteration, a dead server, Ctrl-C), all children are gone when this
-returns, and the run directory is complete up to the last finished iteration.
+Whatever ends a run (its last iteration, a dead server, Ctrl-C), all children are gone when this returns, and the run
+directory is complete up to the last finished iteration. A signal arrives as cancellation: `cli/ending.py` handles it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import structlog
 from rich.console import Console
 
 from spot_async.base import registry
-from spot_async.base.concurrency import alongside, budget_error
 from spot_async.base.events import Channel
+from spot_async.base.tasks import alongside, budget_error
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, StorageError
@@ -28,7 +28,7 @@ from spot_async.loop.events import ServersStarting, StepBegan
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Verifier
-from spot_async.replicas.service_pool import ServicePool
+from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.assembly import (
     make_live_bottleneck,
@@ -37,8 +37,8 @@ from spot_async.running.assembly import (
     make_stages,
     trainer_settings,
 )
+from spot_async.running.backend_factories import core_shares
 from spot_async.running.measuring import measure, write_evaluation
-from spot_async.running.servers import core_shares
 from spot_async.running.services import OpenServices, StartListener, open_services
 from spot_async.running.summary import TrainOutcome, summarize
 from spot_async.stages.stage import Stage

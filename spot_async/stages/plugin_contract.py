@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from spot_async.base.concurrency import error_words, leaves
+from spot_async.base.tasks import error_words, leaves
 from spot_async.errors import ConfigError, PluginError, SpotError
 from spot_async.protocols import Policy, PromptStages, Verifier
 from spot_async.types import PolicyNeeds, Problem, Prompt, Sample, Supervision, Verdict

@@ -20,7 +20,7 @@ from spot_async.base.events import Channel
 from spot_async.base.retry import RETRY_AFTER_SPREAD, RetryPolicy
 from spot_async.base.waiting_room import Priority, WaitingRoom
 from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
-from spot_async.replicas.service_pool import Errand, Lease, ServicePool
+from spot_async.replicas.leasing import Errand, Lease, ServicePool
 from spot_async.stages.events import RequestAsked, RequestEnded
 
 S = TypeVar("S")

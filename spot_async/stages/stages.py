@@ -19,25 +19,23 @@ import numpy as np
 from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
-from spot_async.base.timeouts import VERIFY_ATTEMPTS
 from spot_async.base.waiting_room import Priority
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
-from spot_async.errors import DeadlineExceededError, PermanentError
+from spot_async.errors import PermanentError
 from spot_async.models.alignment import branch_prefix
 from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
 from spot_async.models.end_tokens import EndTokens, with_summed_last
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
-from spot_async.replicas.service_pool import ServicePool, pool_of
+from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.spending.teacher_cache import KeptScores
-from spot_async.stages.plugin_contract import verify
 from spot_async.stages.stage import Stage
+from spot_async.stages.verdicts import ask_verdict
 from spot_async.types import (
     Capabilities,
     FloatArray,
     Generation,
     IntArray,
-    Problem,
     Prompt,
     SamplingSettings,
     ScoredPositions,
@@ -361,21 +359,6 @@ class BoundStages:
             seed=derive_seed(self._stages.run_seed, self._prompt.ordinal, *request),
             vocab_limit=self._stages.common.limit,
         )
-
-
-async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
-    """A verdict; missing evidence is asked for once more. A deadline that passes is missing evidence too."""
-    verdict = Verdict.TIMEOUT
-    for _ in range(VERIFY_ATTEMPTS):
-        try:
-            verdict = await stage.ask(
-                priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
-            )
-        except DeadlineExceededError:
-            verdict = Verdict.TIMEOUT
-        if not verdict.is_missing:
-            break
-    return verdict
 
 
 def _given(stage: Stage[T | None], service: object, need: str) -> Stage[T]:

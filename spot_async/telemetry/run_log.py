@@ -18,8 +18,8 @@ from typing import Any, TextIO, cast
 import msgspec
 import structlog
 
-from spot_async.base.concurrency import error_words, first_error, leaves, root_cause
 from spot_async.base.events import Event
+from spot_async.base.tasks import error_words, first_error, leaves, root_cause
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import IterationFinished, PromptEnded

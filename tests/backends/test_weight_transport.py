@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.backends.shared.snapshots import TensorHeader
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings, buckets
-from spot_async.base.concurrency import both
+from spot_async.base.tasks import both
 from spot_async.config.loading import validate_as
 from spot_async.errors import ConfigError, DeadlineExceededError, TransientError
 from spot_async.models.weight_files import weight_files

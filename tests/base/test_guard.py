@@ -177,7 +177,7 @@ async def test_nothing_outlives_an_orchestrator_that_is_killed(server, manner):
 STOPPED_TWICE = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from spot_async.cli.outcomes import run_until_stopped
+from spot_async.cli.ending import run_until_stopped
 from spot_async.base.processes.child import ChildProcess
 from spot_async.run_directory.layout import RunDirectory
 

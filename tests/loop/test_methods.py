@@ -13,7 +13,7 @@ from rich.console import Console
 from spot_async.base import wire
 from spot_async.config import StageConfig, StagesConfig
 from spot_async.loop.admission import PromptState
-from spot_async.loop.sizes import worst_case_bytes
+from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy, group_advantages
 from spot_async.policies.kd import KdPolicy

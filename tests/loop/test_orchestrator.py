@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spot_async.base import wire
-from spot_async.base.concurrency import leaves
+from spot_async.base.tasks import leaves
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError, ThrottledError, TransientError
 from spot_async.loop.admission import PromptState
 from spot_async.policies.opd import OpdPolicy

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from spot_async.loop.sizes import BYTES_PER_TEXT_TOKEN, held_bytes, worst_case_bytes
+from spot_async.loop.sample_bytes import BYTES_PER_TEXT_TOKEN, held_bytes, worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from simulated_replicas import Probing
 
-from spot_async.base.concurrency import watched
+from spot_async.base.tasks import watched
 from spot_async.config import ModelConfig, SamplingConfig, ServingConfig
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.running.servers import backend_factories
+from spot_async.running.backend_factories import backend_factories
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import make_run
 from spot_async.types import Problem, Prompt

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from simulated_replicas import BATCH, ITERATIONS, at_random, pool_of_servers, servers, train
 
-from spot_async.base.concurrency import gather, leaves, watched
 from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import gather, leaves, watched
 from spot_async.errors import ProcessDiedError, SpotError, TransientError
 from spot_async.models.weight_files import delete_weights
 from spot_async.replicas.life_cycle import State

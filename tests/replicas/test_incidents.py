@@ -16,8 +16,8 @@ from spot_async.errors import (
     ServerRestartedError,
     TransientError,
 )
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import State
-from spot_async.replicas.service_pool import Errand
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.replicas.capabilities import MODEL, check_same, combined
 from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import FAILURES_TO_SUSPECT, MOVES, LifeCycle, State
 from spot_async.replicas.replica import Replica
 from spot_async.replicas.router import Router
-from spot_async.replicas.service_pool import Errand
 from spot_async.spending.rate_limit import LEASED, RateLimiter
 from spot_async.testing.replies import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time

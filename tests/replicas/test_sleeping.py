@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from spot_async.base.concurrency import leaves
+from spot_async.base.tasks import leaves
 from spot_async.errors import TrainerError, TransientError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.testing.services import SimulatedStudent, SimulatedTrainer

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.cli import outcomes
-from spot_async.cli.outcomes import Screen, leave_at_once, run_until_stopped
+from spot_async.cli import ending
+from spot_async.cli.ending import Screen, leave_at_once, run_until_stopped
 from spot_async.errors import DataError, ProcessDiedError, StorageError, TrainerError
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
@@ -117,7 +117,7 @@ def test_leaving_at_once_takes_the_private_directories_along(monkeypatch, capfd)
     def exit_process(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(outcomes.os, "_exit", exit_process)
+    monkeypatch.setattr(ending.os, "_exit", exit_process)
     with private_directory("spot-test-") as path:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         (path / "socket").touch()

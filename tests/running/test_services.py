@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from noted_backend import NOTED
 
-from spot_async.base.concurrency import root_cause
+from spot_async.base.tasks import root_cause
 from spot_async.config import ModelConfig
 from spot_async.config.loading import validate_as
 from spot_async.errors import ProcessDiedError

@@ -17,7 +17,7 @@ import torch
 
 from spot_async import stages_for
 from spot_async.base import registry
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.checks.diagnosis import capabilities
 from spot_async.config import SamplingConfig, TrainingConfig
 from spot_async.models.files import read_model

@@ -32,9 +32,9 @@ from server_process import command_line, expect_gone, name_of, run_server
 from tiny_models import TOKENS
 
 from spot_async.backends.shared.launch import LaunchSettings, free_port
-from spot_async.base.concurrency import gather, watched
 from spot_async.base.events import Event
 from spot_async.base.processes.guard import process_tree
+from spot_async.base.tasks import gather, watched
 from spot_async.config import ModelConfig, SamplingConfig, ScoreStageConfig, ServingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
 from spot_async.loop.events import PromptEnded
@@ -43,7 +43,7 @@ from spot_async.models.files import read_model
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.running.servers import backend_factories
+from spot_async.running.backend_factories import backend_factories
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.types import Problem, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
 

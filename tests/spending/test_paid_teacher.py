@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from spot_async.backends.openai.backend import OpenAIBackend
-from spot_async.base.concurrency import root_cause
+from spot_async.base.tasks import root_cause
 from spot_async.config import TeacherConfig
 from spot_async.errors import ReplayMissError
 from spot_async.loop.admission import PromptState

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from spot_async.errors import RequestError, ThrottledError
 from spot_async.replicas.dispatcher import Dispatcher
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import Replica
-from spot_async.replicas.service_pool import Errand
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import LEASED, RateLimiter

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.base.concurrency import both, leaves, root_cause
+from spot_async.base.tasks import both, leaves, root_cause
 from spot_async.errors import ConfigError, PluginError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.stages.plugin_contract import check_policy

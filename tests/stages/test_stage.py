@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import DeadlineExceededError, PermanentError, ThrottledError, TransientError
-from spot_async.replicas.service_pool import OneService
+from spot_async.replicas.leasing import OneService
 from spot_async.stages.stage import Stage
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from spot_async.base.concurrency import watched
+from spot_async.base.tasks import watched
 from spot_async.config import ServingConfig
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.replicas.service_pool import Errand
 from spot_async.testing.replies import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
 

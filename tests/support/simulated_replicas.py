@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spot_async.base.concurrency import gather, watched
+from spot_async.base.tasks import gather, watched
 from spot_async.config import ServingConfig
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer

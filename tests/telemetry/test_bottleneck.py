@@ -17,9 +17,9 @@ from spot_async.base.retry import RetryPolicy
 from spot_async.config import Config
 from spot_async.errors import ThrottledError
 from spot_async.loop.events import PhaseBegan, PhaseEnded
+from spot_async.replicas.leasing import pool_of
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.replicas.service_pool import pool_of
 from spot_async.stages.stage import Stage
 from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, ServerUse, StageUse, judge

@@ -14,7 +14,7 @@ from spot_async.config import SamplingConfig
 from spot_async.loop.events import IterationFinished
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.replicas.service_pool import OneService
+from spot_async.replicas.leasing import OneService
 from spot_async.stages.events import RequestAsked, RequestEnded
 from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry import trace

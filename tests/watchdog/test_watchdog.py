@@ -17,7 +17,7 @@ import pytest
 from command import Command
 from problem_files import FEW
 
-from spot_async.base.concurrency import alongside, root_cause
+from spot_async.base.tasks import alongside, root_cause
 from spot_async.checks.plan import plan_training
 from spot_async.cli import exit_code, outcomes
 from spot_async.config.loading import load_config
@@ -243,7 +243,7 @@ HANGING = """
     import asyncio, sys, time
     from pathlib import Path
     from spot_async.cli import hung
-    from spot_async.base.concurrency import alongside
+    from spot_async.base.tasks import alongside
     from spot_async.base.processes.child import ChildProcess, exit_with_parent
     from spot_async.run_directory.layout import RunDirectory
     from spot_async.watchdog import monitor

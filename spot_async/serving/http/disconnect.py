@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from spot_async.base.concurrency import while_alive
+from spot_async.base.tasks import while_alive
 
 CLIENT_GONE = 499  # a status that nobody reads, except in an access log
 

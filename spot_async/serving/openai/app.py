@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import SpotError
 from spot_async.serving.api import GenerateRequest, status_of
 from spot_async.serving.engine.requests import Tokens

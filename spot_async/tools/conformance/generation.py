@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError
 from spot_async.tools.conformance.comparison import (
     ENDS,

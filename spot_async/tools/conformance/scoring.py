@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError, VersionMismatchError
 from spot_async.tools.conformance.comparison import (
     ENDS,

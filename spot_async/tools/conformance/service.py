@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, WeightSink
 from spot_async.tools.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError, VersionMismatchError
 from spot_async.tools.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
 from spot_async.tools.conformance.findings import Finding, NotOffered, Violation

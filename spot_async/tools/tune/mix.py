@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from spot_async.base.concurrency import gather
+from spot_async.base.tasks import gather
 from spot_async.models.end_tokens import EndTokens
 from spot_async.protocols import Policy, PromptStages
 from spot_async.stages.stages import STAGE_SERVERS, Stages

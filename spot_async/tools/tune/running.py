@@ -18,8 +18,8 @@ from spot_async.config import Config
 from spot_async.errors import ConfigError
 from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_stages
+from spot_async.running.backend_factories import core_shares
 from spot_async.running.initial_weights import SENDING_WEIGHTS
-from spot_async.running.servers import core_shares
 from spot_async.running.services import StartListener, open_services
 from spot_async.spending.account import Account
 from spot_async.stages.stages import STAGE_SERVERS, Stages

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from spot_async.base.concurrency import leaves, running, sent_again
 from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import leaves, running, sent_again
 from spot_async.errors import ThrottledError, TransientError
 from spot_async.testing.virtual_time import run_on_virtual_time
 

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.base.concurrency import error_words, first_error, root_cause
 from spot_async.base.processes.memory import tune_gc
 from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.processes.private_directory import remove_private_directories
+from spot_async.base.tasks import error_words, first_error, root_cause
 from spot_async.base.text import counted
 from spot_async.errors import (
     BudgetSpentError,

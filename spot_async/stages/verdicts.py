@@ -1,0 +1,26 @@
+"""Asks a stage for a verdict, as a prompt's coroutine and an evaluation both do."""
+
+from __future__ import annotations
+
+from spot_async.base.timeouts import VERIFY_ATTEMPTS
+from spot_async.base.waiting_room import Priority
+from spot_async.errors import DeadlineExceededError
+from spot_async.protocols import Verifier
+from spot_async.stages.plugin_contract import verify
+from spot_async.stages.stage import Stage
+from spot_async.types import Problem, Verdict
+
+
+async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
+    """Return a verdict. If it is missing it is asked for once more. A deadline that passes leaves it missing too."""
+    verdict = Verdict.TIMEOUT
+    for _ in range(VERIFY_ATTEMPTS):
+        try:
+            verdict = await stage.ask(
+                priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
+            )
+        except DeadlineExceededError:
+            verdict = Verdict.TIMEOUT
+        if not verdict.is_missing:
+            break
+    return verdict
