@@ -1,1 +1,1 @@
-"""The stages a policy asks: rollout, score, candidates, probe, verify. They know no policy and no server."""
+"""Runs the requests of a policy in stages, one for each kind of request. It knows no policy and no kind of server."""

@@ -1,4 +1,4 @@
-"""What stages publish of their requests. All times are the running loop's, so they are exact on virtual time."""
+"""Events that stages publish of their requests. All times are the running loop's, so they are exact on virtual time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from spot_async.base.events import Event
 
 
 class RequestAsked(Event, frozen=True):
-    """Published before the request enters its stage, so the stages' numbers still hold what was true until now."""
+    """A request is about to enter its stage. The stages' numbers do not count it yet, so they still say what was."""
 
     at_s: float
 
 
 class RequestEnded(Event, frozen=True):
-    """A request with all its attempts. Published before it leaves its stage, whose numbers still count it."""
+    """A request has ended, with all its attempts. It is about to leave its stage, whose numbers still count it."""
 
     stage: str
     priority: tuple[int, ...]  # starts with the prompt's ordinal
     asked_s: float
-    started_s: float  # its turn came: until then it was in the mailbox
+    started_s: float  # when it first got a server; the same as `ended_s` if it never did
     ended_s: float
     outcome: str  # "done", "cancelled", or the class of the failure
     replica: str = ""  # the server that had it last; empty where no pool gave it to one

@@ -1,8 +1,8 @@
-"""What policies and verifiers hand over, looked at before the core relies on it.
+"""Checks what policies and verifiers return, before the core relies on it.
 
-Plug-ins are other people's code, and their authors meet this first. So what breaks the contract of `protocols.py` is
-one line that names the class and what it must do, and so is an exception that a plug-in raises by itself, which stays
-its cause, trace and all. What is wrong inside supervision is `trainer/feed_check.py`'s.
+Plug-ins are other people's code, and their authors see these errors first. So each breach of `protocols.py` is one line
+that names the class and says what it must do. An exception that a plug-in raises by itself becomes such a line too, and
+stays its cause. What is inside supervision is checked by `trainer/feed_check.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def is_ours(plugin: object) -> bool:
-    """Whether its mistakes are bugs of spot-async."""
+    """Return whether a plug-in is part of spot-async, so that its mistakes are bugs of ours."""
     return type(plugin).__module__.partition(".")[0] == "spot_async"
 
 
 def check_policy(policy: Any, kind: str) -> None:
-    """Whether it can be one at all. Raises ConfigError."""
+    """Raise ConfigError unless a policy has `needs` and a method `supervise`."""
     name = f"policy.kind={kind}: {type(policy).__name__}"
     needs = getattr(policy, "needs", None)
     if not isinstance(needs, PolicyNeeds):
@@ -37,7 +37,10 @@ def check_policy(policy: Any, kind: str) -> None:
 
 
 async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
-    """What the policy makes of the prompt. Raises PluginError where that is no list of samples, or an exception."""
+    """Return the samples that the policy makes of the prompt. Failed requests are raised as they are.
+
+    Raise PluginError if the policy returns anything but a list of samples, or raises an exception by itself.
+    """
     name = f"policy {type(policy).__name__}.supervise"
     with _at_fault(policy, name):
         samples = await _awaitable(name, policy.supervise(prompt, stages))
@@ -55,7 +58,10 @@ async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Seq
 
 
 async def verify(verifier: Verifier, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-    """The verifier's verdict. Raises PluginError where it is none, or an exception that is not TimeoutError."""
+    """Return the verifier's verdict. A TimeoutError is raised as it is.
+
+    Raise PluginError if the verifier returns anything but a verdict, or raises another exception.
+    """
     name = f"verifier {type(verifier).__name__}.verify"
     with _at_fault(verifier, name, passes=(TimeoutError,)):
         verdict = await _awaitable(name, verifier.verify(problem, response_text, deadline=deadline))
@@ -66,7 +72,7 @@ async def verify(verifier: Verifier, problem: Problem, response_text: str, *, de
 
 @contextmanager
 def _at_fault(plugin: object, name: str, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turns what somebody else's plug-in raises into a PluginError; failed requests, and ours, go on as they are."""
+    """Raise PluginError for what somebody else's plug-in raises. Ours, and failed requests, go on as they are."""
     try:
         yield
     except passes:
@@ -79,10 +85,10 @@ def _at_fault(plugin: object, name: str, passes: tuple[type[Exception], ...] = (
 
 
 def _place(plugin: object, error: BaseException) -> str:
-    """Where in the plug-in's own file it was raised, or was called what raised it; empty where no line is of it."""
+    """Return the last line of the plug-in's own file in the trace, in words; empty where the trace has none."""
     try:
         own = inspect.getsourcefile(type(plugin))
-    except (OSError, TypeError):  # typed into a prompt, for example
+    except (OSError, TypeError):  # a class that was typed at a prompt has no file
         return ""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
     return f", at {own}:{lines[-1]}" if lines else ""
@@ -95,5 +101,5 @@ def _awaitable(name: str, returned: Awaitable[T]) -> Awaitable[T]:
 
 
 def _shown(value: object) -> str:
-    """A value in few words, whatever it holds."""
+    """Return a value in few words, whatever it holds."""
     return repr(value) if value is None or isinstance(value, bool) else f"a {type(value).__name__}"

@@ -1,9 +1,10 @@
-"""A stage: one kind of request, with a bounded mailbox, its own concurrency and its own counters.
+"""Runs one kind of request: a stage has a bounded mailbox, its own concurrency and its own counters.
 
-The request runs in the asker's task once a slot is free, oldest prompt first, and once its role's pool
-has leased it a server. So cancelling the asker cancels the request, nothing is fire-and-forget, and there
-is no worker that could die unnoticed. What a request does is none of a stage's business; failing requests
-are retried by class until their deadline, on another server where there is one.
+A request gets a slot of its stage, oldest prompt first, and then a lease on a server from its role's pool. It runs in
+the asker's task. So cancelling the asker cancels the request, and there is no worker that could die unnoticed.
+
+A failed request is retried until its deadline, on another server where there is one. The class of its error says how
+often. What a request does is none of a stage's business.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class StageCounters:
     completed: int = 0
     failed: int = 0
     retried: int = 0
-    ended: int = 0  # completed, failed or cancelled once their turn had come
+    ended: int = 0  # completed, failed or cancelled after they had a slot
     busy_s: float = 0.0  # summed over `ended`: mean in flight = busy_s / elapsed
     waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
     permanent: int = 0  # attempts that failed, by class
@@ -56,17 +57,18 @@ class OpenRequest(Errand):
     asked_s: float = field(kw_only=True)
     started_s: float | None = None  # when its first lease was granted
     deadline: float = 0.0
-    longest_retry_after_s: float = 0.0  # that an endpoint has asked for
-    paused_s: float = 0.0  # altogether, since it was asked to
+    longest_retry_after_s: float = 0.0  # the longest pause that an endpoint has asked for
+    paused_s: float = 0.0  # the sum of the pauses that endpoints asked for
     attempts: int = 0  # so far
-    replica: str | None = None  # the one that has it: None while it waits for one, empty where the role has only one
+    replica: str | None = None  # that has it; None while it waits for one, empty where the role has only one
 
 
 class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
     `timeout_s` does not count the time that a request waits: for its turn, for a server, or because an endpoint asked
-    for a pause (Retry-After). Waiting is back-pressure, and takes as long as it must; pauses no more than a day.
+    for a pause (Retry-After). Waiting is back-pressure and has no limit, except that the pauses together last a day at
+    most.
     """
 
     def __init__(
@@ -81,13 +83,13 @@ class Stage(Generic[S]):
         jitter: Callable[[], float],
         events: Channel | None = None,
     ) -> None:
-        """`events`: where it publishes its requests; None: nowhere."""
+        """Make a stage without requests. Where `events` is given, it publishes its requests there."""
         self.name = name
         self.concurrency = concurrency
         self.counters = StageCounters()
-        self.open: dict[OpenRequest, None] = {}  # waiting or in flight, as they were asked
+        self.open: dict[OpenRequest, None] = {}  # waiting or in flight, in the order in which they were asked
         self._pool = pool
-        self._askers: Counter[int] = Counter()  # requests here, by prompt
+        self._askers: Counter[int] = Counter()  # how many requests each prompt has here
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
@@ -122,17 +124,17 @@ class Stage(Generic[S]):
         work: Callable[[T], int] | None = None,
         kind: str = "",
     ) -> T:
-        """Run `request(service, deadline)` when its turn comes and a server can take it; returns its result.
+        """Run `request(service, deadline)` when its turn comes and a server can take it; return its result.
 
         `deadline` is absolute, in seconds on the event loop's clock. The optional arguments help to choose a server
         and to judge its speed:
 
         * `session`: requests of one session share a prefix, and go to the server that holds it where possible.
-        * `tokens`: upper bound of the tokens, given and generated, that the request may take of a rate limit.
-        * `work`: tokens that a result really amounts to, where `tokens` says more.
-        * `kind`: set where a stage has unlike requests; only latencies of one kind are compared with each other.
+        * `tokens`: the most tokens that the request may take of a rate limit, prompt and response together.
+        * `work`: returns the tokens that a result amounts to, where that can be less than `tokens`.
+        * `kind`: set where a stage has unlike requests, since latencies are compared only within a kind.
 
-        Raises the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline.
+        Raise the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline.
         """
         asked_s = asyncio.get_running_loop().time()
         self._events.publish(RequestAsked(asked_s))
@@ -177,7 +179,7 @@ class Stage(Generic[S]):
     async def _attempt(
         self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
     ) -> T:
-        failures: Counter[FailureClass] = Counter()  # each class has a budget of its own
+        failures: Counter[FailureClass] = Counter()  # each class has retries of its own
         while True:
             try:
                 async with await self._lease(pending) as service:
@@ -207,7 +209,7 @@ class Stage(Generic[S]):
             await asyncio.sleep(delay_s)
 
     async def _lease(self, pending: OpenRequest) -> Lease[S]:
-        """A server for the next attempt. The deadline counts from the first lease; later waiting extends it."""
+        """Return a lease for the next attempt. The deadline counts from the first lease; later waiting extends it."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         pending.replica = None

@@ -1,8 +1,8 @@
-"""The stages of a run, and the view of them that one prompt's coroutine gets.
+"""Makes the stages of a run, and the view of them that one prompt's coroutine gets.
 
-Here requests get their identity: priority and seeds from the prompt's ordinal, deadlines and retries
-from the stage, prefixes and budgets from the method (method.md section 2). Policies stay free of all
-that, and backends know nothing of prompts.
+Here requests get their identity: priority and seeds from the prompt's ordinal, deadlines and retries from the stage,
+prefixes and budgets from the method (method.md section 2). So policies need none of that, and backends know nothing of
+prompts.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 Kept = TypeVar("Kept", TokenScores, ScoredPositions)
 
+# The role whose servers answer a stage's requests.
 STAGE_SERVERS = {
     "rollout": "student",
     "score": "teacher",
@@ -56,11 +57,11 @@ STAGE_SERVERS = {
     "verify": "verifier",
     "teacher_response": "teacher",
     "reference": "reference",
-}  # whose time a stage's requests take
+}
 
 
 def requests_per_prompt(*, samples: int, probes: int) -> dict[str, int]:
-    """The most requests that one prompt makes of each stage, by stage, with so many responses and probes."""
+    """Return the most requests that a prompt with so many responses and probes makes of each stage."""
     return {
         "rollout": samples,
         "score": samples,
@@ -108,11 +109,11 @@ class Stages:
     ) -> None:
         """Make the stages of a run whose services are known.
 
-        * `retry` makes a stage's policy from its `attempts`.
+        * `retry` makes a stage's retry policy from its `attempts`.
         * `common`: None where all softmaxes are equally wide.
-        * `capabilities`: what the servers offer, by role. Of a role that is missing everything may be asked for.
-        * `kept_scores`: where the teacher's scores are kept, if they are.
-        * `events`: the run's channel, where somebody listens already.
+        * `capabilities`: what the servers offer, by role. A role that is missing may be asked for everything.
+        * `kept_scores`: the teacher's scores that are kept, if any are.
+        * `events`: the channel to publish on; None makes a new one.
         """
         self.services = services
         self.sampling = sampling
@@ -158,12 +159,12 @@ class Stages:
 
 
 class BoundStages:
-    """`protocols.PromptStages` for one prompt."""
+    """Gives one prompt's coroutine its stages: a `protocols.PromptStages`."""
 
     def __init__(self, stages: Stages, prompt: Prompt) -> None:
         self._stages = stages
         self._prompt = prompt
-        # Everything asked for a prompt begins with it, and its probes and candidates with its response too.
+        # All requests of a prompt begin with its tokens, and those of probes and candidates go on with its response's.
         self._session = f"prompt-{prompt.ordinal}"
 
     @property
@@ -249,7 +250,7 @@ class BoundStages:
                 ),
                 session=self._session,
                 tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
-                kind="score_at",  # positions share prefixes: a token takes far less time than one of a whole response
+                kind="score_at",  # positions share prefixes, so a token takes far less time than in `score`
             ),
         )
         rows = msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
@@ -259,7 +260,7 @@ class BoundStages:
     async def _kept(
         self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
     ) -> Kept:
-        """The teacher's answer, from the cache where that has it: then it takes no turn and sends no request."""
+        """Return the teacher's answer. Where the cache has it, this takes no turn and sends no request."""
         kept, prompt = self._stages.kept_scores, self._prompt
         if kept is None:
             return await ask()
@@ -307,7 +308,7 @@ class BoundStages:
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
         budget = self._stages.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
-            return _empty_generation()  # verified as it stands (method.md section 2)
+            return _empty_generation()  # the branch is verified as it stands (method.md section 2)
         context_ids = branch_prefix(self._prompt.token_ids, response_ids, position)
         prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
@@ -362,7 +363,7 @@ class BoundStages:
 
 
 def _given(stage: Stage[T | None], service: object, need: str) -> Stage[T]:
-    """A stage whose service only some policies have; asking for one that was not stated as a need is a bug."""
+    """Return a stage that only some policies use. Raise LookupError if the policy's needs do not state it: a bug."""
     if service is None:
         raise LookupError(f"the policy asks for what its needs do not state: {need}")
     return cast("Stage[T]", stage)

@@ -12,7 +12,7 @@ from spot_async.types import Problem, Verdict
 
 
 async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
-    """Return a verdict. If it is missing it is asked for once more. A deadline that passes leaves it missing too."""
+    """Return a verdict. A missing one is asked for once more. When the deadline passes, it counts as missing."""
     verdict = Verdict.TIMEOUT
     for _ in range(VERIFY_ATTEMPTS):
         try:

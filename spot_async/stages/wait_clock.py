@@ -1,4 +1,4 @@
-"""Which stage the trainer waits for: time divided among stages, by where most prompts were."""
+"""Says which stage the trainer waited for: each moment belongs to the stage that most prompts were at."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spot_async.stages.events import RequestAsked, RequestEnded
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The trainer waited for this stage. An empty name: no stage had anything to do."""
+    """A time in which the trainer waited for one stage. Its name is empty if no stage had anything to do."""
 
     stage: str
     started_s: float
@@ -30,9 +30,9 @@ class StageLoad(Protocol):
 
 
 def busiest(stages: Sequence[StageLoad]) -> str:
-    """The stage that most prompts are at, the first of equals; empty when no prompt is at any.
+    """Return the stage that most prompts are at, the first of equals; empty when no prompt is at any.
 
-    Prompts, not requests: a prompt has one rollout but several probes, and the batch waits for prompts.
+    It counts prompts, not requests: a prompt has one rollout but several probes, and the batch waits for prompts.
     """
     name, most = "", 0
     for stage in stages:  # a plain loop: this runs once a request
@@ -45,8 +45,8 @@ def busiest(stages: Sequence[StageLoad]) -> str:
 class WaitClock:
     """Divides time among stages: each moment belongs to the stage that most prompts were at.
 
-    Load changes only when a request is asked or ends. What stages hold just before either has been true since the
-    change before it, so these looks are exact.
+    This is exact. Load changes only when a request is asked or ends, and both are published just before the change.
+    What stages hold then has been true since the change before.
     """
 
     def __init__(self, stages: Sequence[StageLoad]) -> None:
@@ -60,7 +60,7 @@ class WaitClock:
                 self._extend(at_s)
 
     def take(self, started_s: float, ended_s: float) -> list[Wait]:
-        """What was waited for between two times; forgets everything before the second."""
+        """Return what was waited for between two times, in order, and forget everything before the second."""
         self._extend(ended_s)
         ends = [since_s for _, since_s in self._changes[1:]] + [self._until_s]
         waits = [
@@ -81,7 +81,7 @@ class WaitClock:
 
 
 def seconds_by_stage(waits: Sequence[Wait]) -> dict[str, float]:
-    """Total of each stage; `nothing` for the moments no stage had anything to do."""
+    """Return the seconds waited for each stage; `nothing` has those when no stage had anything to do."""
     totals: dict[str, float] = {}
     for wait in waits:
         name = wait.stage or "nothing"
