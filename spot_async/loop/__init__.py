@@ -1,1 +1,1 @@
-"""The loop of a run: admits prompts, collects their supervision in order, hands out batches. It opens no server."""
+"""Runs the loop of a run: admits prompts, supervises them, trains on batches, sends new weights. It opens no server."""

@@ -1,4 +1,4 @@
-"""What a run publishes of itself, beside its stages' requests: steps, prompts, phases, iterations.
+"""Events that a run publishes, beside those of its stages: steps, prompts, phases, iterations.
 
 All times are the running loop's, so they are exact on virtual time.
 """
@@ -20,9 +20,9 @@ from spot_async.types import Prompt, Sample, TrainReport
 if TYPE_CHECKING:
     from spot_async.loop.orchestrator import Orchestrator
 
-Pump = Literal["train"]  # what goes from phase to phase: each has one at a time
+Pump = Literal["train"]  # goes from phase to phase, and is in one at a time
 Phase = Literal["wait for batch", "train", "update weights", "evaluate"]  # of an iteration, in order
-# What a run waits for in each, in words for people. Where supervision is, the stages tell more.
+# What a run waits for in each phase, in words for people. Stages tell more about supervision.
 WAITS_FOR: dict[Phase, str] = {
     "wait for batch": "supervision",
     "train": "the trainer",
@@ -32,33 +32,33 @@ WAITS_FOR: dict[Phase, str] = {
 
 
 class ServersStarting(Event, frozen=True):
-    """Servers are about to be started. From now on `replicas` has a line for people on each."""
+    """Servers are about to be started. From now on `replicas` returns a line for people on each."""
 
     replicas: Callable[[], Sequence[str]]
 
 
 class StepBegan(Event, frozen=True):
-    """A step of the run, named for people; the one before it is done. `orchestrator`: while it trains."""
+    """A step of the run begins, named for people; the one before it is done. `orchestrator` is set while it trains."""
 
     name: str
     orchestrator: Orchestrator | None = None
 
 
 class EvaluationBegan(Event, frozen=True):
-    """These are the stages of the evaluation that goes on until the next step."""
+    """An evaluation with these stages begins. It goes on until the next step."""
 
     stages: Sequence[Stage[Any]]
 
 
 class ResponseJudged(Event, frozen=True):
-    """One more response of an evaluation."""
+    """One more response of an evaluation has been judged."""
 
     finished: int
     total: int
 
 
 class PromptEnded(Event, frozen=True):
-    """A prompt's coroutine, from admission until its samples are queued or it is given up for an `error`."""
+    """A prompt's coroutine has ended: its samples are queued, or it is given up for an `error`."""
 
     prompt: Prompt
     outcome: PromptState  # queued, dead or unpaid
@@ -81,7 +81,7 @@ class PhaseEnded(Event, frozen=True):
     started_s: float
     ended_s: float
     ordinals: Sequence[int] = ()  # prompts of the batch, where there is one
-    waits: Sequence[Wait] = ()  # of a wait for the batch, in order and without gaps
+    waits: Sequence[Wait] = ()  # in a wait for the batch: in order and without gaps
 
 
 @dataclass

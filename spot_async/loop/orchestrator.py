@@ -1,9 +1,10 @@
-"""Algorithm 1 as one structured program: admit prompts, supervise them, train on batches, update weights.
+"""Runs Algorithm 1 as one structured program: admit prompts, supervise them, train on batches, update weights.
 
-Two pumps share one TaskGroup: admission starts a policy coroutine per prompt whenever the gate is
-open; training takes batches in admission order and sends the new weights to the student servers. The
-orchestrator knows neither what a policy computes nor what a backend is, has no clock of its own, and
-runs unchanged on the simulator's virtual time.
+Two pumps share one TaskGroup. Admission starts a policy's coroutine for each prompt, as soon as the book allows it.
+Training takes batches in admission order and sends the new weights to the student's servers.
+
+The orchestrator knows neither what a policy computes nor what a backend is. It has no clock of its own, so it runs
+unchanged on the simulator's virtual time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from spot_async.types import Prompt, Supervision, WeightSnapshot, WeightVersion
 
 LAST_WAKE_TIMEOUT_S = 30.0  # for waking servers that sleep when the run ends
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
-UNANSWERED_IN_A_ROW = 3  # prompts given up without an answer, none finished in between: the endpoint is down
+# So many prompts given up without an answer, with none finished in between, mean that the endpoint is down.
+UNANSWERED_IN_A_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class OrchestratorSettings:
     batch_size: int
     max_staleness: int
     capacity_prompts: int  # of the supervision queue
-    capacity_bytes: int  # of the same: worst cases of running prompts, and what finished ones hold
+    capacity_bytes: int  # of it too: for worst cases of running prompts, and for what finished ones hold
     max_response_tokens: int
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
-    max_dead_share: float  # of the prompts finished so far, once there are a batch of them
+    max_dead_share: float  # of the prompts finished so far, once these are as many as a batch
 
 
 # Measures the live weights after an iteration (the first one is 1), or returns None when no evaluation is due.
@@ -60,13 +62,13 @@ LiveEvaluation = Callable[[int], Awaitable[EvaluationResult | None]]
 class OrchestratorState:
     """What a console may read at any time."""
 
-    iteration: int = 0  # finished ones
+    iteration: int = 0  # how many are finished
     spent: BudgetSpentError | None = None  # why nothing is admitted any more
     running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
 
 class Orchestrator:
-    """One run of a policy. `run` returns when all iterations are done, or the prompts or the money ran out.
+    """Runs a policy. `run` returns when all iterations are done, or when the prompts or the money ran out.
 
     What happens is published on the channel of its stages.
     """
@@ -108,7 +110,7 @@ class Orchestrator:
         self._events.subscribe(self._waits)
 
     async def run(self) -> None:
-        """Raises the failure that ended the run (an ExceptionGroup when several tasks failed)."""
+        """Train until nothing is left to do. Raise an ExceptionGroup of the failures that ended the run earlier."""
         async with asyncio.TaskGroup() as group:
             admission = group.create_task(self._admit_prompts(), name="admission")
             await self._train_batches()
@@ -130,18 +132,18 @@ class Orchestrator:
         self._changed.set()
 
     async def _next_batch(self) -> list[Finished] | None:
-        """Wait for a whole batch; None once no prompt will come any more that could fill one."""
+        """Wait for a whole batch and return it; None once no prompt that could fill it will come any more."""
         while (batch := self.book.take_batch()) is None and not self._no_more_prompts:
             await self._change()
         return batch
 
     async def _change(self) -> None:
-        """Wait until what admission and training wait for may have come about."""
+        """Wait until the book, the weights, or what may still be admitted has changed."""
         self._changed.clear()
         await self._changed.wait()
 
     async def _supervise(self, prompt: Prompt) -> None:
-        """From admission until its samples are queued. A prompt whose request fails for good is given up instead."""
+        """Supervise a prompt until its samples are queued. If a request of it fails for good, give it up instead."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self.state.running[prompt.ordinal] = prompt
@@ -159,7 +161,7 @@ class Orchestrator:
             case RequestError():  # another prompt takes its place in the batch
                 self.book.give_up(prompt.ordinal)
                 outcome = PromptState.DEAD
-            case BudgetSpentError():  # others under way finish, and no new one begins
+            case BudgetSpentError():  # prompts under way finish, and no new one begins
                 self.book.leave_unpaid(prompt.ordinal)
                 outcome = PromptState.UNPAID
                 if self.state.spent is None:
@@ -171,7 +173,7 @@ class Orchestrator:
             self._check_deaths(error)
 
     def _check_deaths(self, last: RequestError) -> None:
-        """Raises `SpotError` where so many prompts were given up that it is not their fault."""
+        """Raise SpotError if so many prompts were given up that it is not their fault."""
         self._last_death = str(last)
         if isinstance(last, TransientError | ThrottledError):
             self._unanswered_in_a_row += 1
@@ -182,7 +184,7 @@ class Orchestrator:
         self._check_dead_share()
 
     def _check_dead_share(self) -> None:
-        """Raises `SpotError` where more prompts were given up than may be. Early ones count once there is a batch."""
+        """Raise SpotError if more prompts were given up than may be, once as many as a batch have finished."""
         dead, finished = self.book.count(PromptState.DEAD), self.book.finished
         most = self._settings.max_dead_share
         if finished >= self._settings.batch_size and dead > most * finished:
@@ -220,11 +222,12 @@ class Orchestrator:
             times.update_weights = self._phase_ended(phase, ordinals)
 
             evaluation = None
-            if self._evaluate is not None:  # before more is admitted: nothing else is asked of the student meanwhile
+            # Before more prompts are admitted, so that nothing else is asked of the student meanwhile.
+            if self._evaluate is not None:
                 phase = self._phase_began(number, "evaluate")
                 evaluation = await self._evaluate(number)
                 times.evaluate = asyncio.get_running_loop().time() - phase.at_s
-                if evaluation is not None:  # there was one due
+                if evaluation is not None:  # one was due
                     self._phase_ended(phase, ordinals)
 
             self.book.trained(batch)
@@ -234,7 +237,7 @@ class Orchestrator:
             self._events.publish(IterationFinished(number, samples, report, times, evaluation))
 
     async def _update_weights(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
-        """Send new weights to one sink, with retries: a sink that failed still serves the old ones."""
+        """Send new weights to one sink, with retries, since a sink that failed still serves the old ones."""
         update = partial(sink.update_weights, snapshot, deadline=deadline)
         # A run has few sinks, whose attempts need no spreading.
         await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
@@ -252,15 +255,15 @@ class Orchestrator:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
-        """Student servers that share the trainer's devices sleep inside, so that it has the devices to itself.
+        """Keep student servers that share the trainer's devices asleep inside, so that it has the devices to itself.
 
-        They are woken also when training fails or is cancelled: servers that are not ours outlive the run.
+        They are woken also when training fails or is cancelled, since servers that are not ours outlive the run.
         """
         if not self._sleepers:
             yield
             return
         busy = sum(stage.in_flight for stage in self.stages.all)
-        if busy:  # some servers end when they are put to sleep with work in hand
+        if busy:  # some servers end when they are put to sleep with requests in flight
             raise RuntimeError(f"{busy} requests are in flight although the batch is complete")
         loop = asyncio.get_running_loop()
         try:
@@ -268,7 +271,8 @@ class Orchestrator:
             await gather(each.sleep(deadline=deadline) for each in self._sleepers)
             yield
         except BaseException:
-            with contextlib.suppress(RequestError):  # one that ended needs no waking, and is not what failed first
+            # A server that ended needs no waking, and must not hide what failed first.
+            with contextlib.suppress(RequestError):
                 await gather(each.wake(deadline=loop.time() + LAST_WAKE_TIMEOUT_S) for each in self._sleepers)
             raise
         deadline = loop.time() + self._settings.weight_update_timeout_s
@@ -280,7 +284,7 @@ class Orchestrator:
         return began
 
     def _phase_ended(self, began: PhaseBegan, ordinals: Sequence[int], waits: Sequence[Wait] = ()) -> float:
-        """The phase ends now; returns its seconds."""
+        """Publish that a phase ends now, and return its seconds."""
         ended_s = asyncio.get_running_loop().time()
         self._events.publish(PhaseEnded(began.pump, began.iteration, began.name, began.at_s, ended_s, ordinals, waits))
         return ended_s - began.at_s

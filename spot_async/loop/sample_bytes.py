@@ -1,4 +1,4 @@
-"""How much memory supervision takes: what is reserved for a prompt as it starts, and what it holds at its end. Pure."""
+"""Counts the memory of supervision: what to reserve as a prompt starts, and what it holds at its end. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 
 from spot_async.types import PolicyNeeds, Sample
 
-# int32 ids, float32 behaviour, teacher and reference log-probabilities or advantages, and a mask, per response token
+# Per response token: an int32 id, float32 log-probabilities of behaviour and teacher, a float32 log-probability of the
+# reference or an advantage, and a mask.
 BYTES_PER_RESPONSE_TOKEN = 4 * 4 + 1
-# float32 entropy and score, and where a mask hides some the teacher's log-probabilities once more; the record shares
-# its other arrays with the supervision
+# Per response token of a record: float32 entropy and score, and the teacher's log-probability once more if a mask hides
+# some. The record shares its other arrays with the supervision.
 BYTES_PER_RECORD_TOKEN = 3 * 4
 BYTES_PER_TEXT_TOKEN = 8  # of plain text; a text with characters outside of Latin-1 may take several times that
 BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, metrics, the record's plain values
 
 
 def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
-    """What to reserve for one prompt: its trajectories' supervision and their records, at their longest.
+    """Return the bytes to reserve for one prompt: its trajectories' supervision and records, at their longest.
 
-    Only texts can be larger, since nothing bounds the characters of a token: `held_bytes` is counted once they are
-    there.
+    Only texts can be larger, since nothing bounds the characters of a token. `held_bytes` counts what they really take.
     """
     per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.soft_target_bytes_per_token
     texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens
@@ -32,10 +32,10 @@ def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: Policy
 
 
 def held_bytes(samples: Sequence[Sample]) -> int:
-    """The memory that samples take, what they share with each other once.
+    """Return the bytes that samples take. What they share is counted once.
 
-    A view counts as all of the memory that it keeps alive. Keys of dictionaries are not counted: each is there once,
-    for all samples.
+    A view counts as all of the memory that it keeps alive. Keys of dictionaries are not counted, since all samples
+    share them.
     """
     total, seen = 0, set[int]()
     left: list[object] = [samples]
@@ -46,7 +46,7 @@ def held_bytes(samples: Sequence[Sample]) -> int:
         seen.add(id(value))
         total += sys.getsizeof(value)
         match value:
-            case str() | float() | int():  # most of them
+            case str() | float() | int():  # most values
                 pass
             case dict():
                 left += value.values()
