@@ -1,1 +1,1 @@
-"""Opens a run: its servers, trainer and observers, from a configuration to the last file."""
+"""Runs a training run or an evaluation, from its configuration to the last file. The loop itself is `loop`'s."""

@@ -29,7 +29,7 @@ from spot_async.trainer.settings import TrainerSettings
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
-    """The accounts of what the plan serves, and the teacher's cache where one is kept."""
+    """Make the accounts of what the plan serves, and the teacher's cache where one is kept."""
     teacher = config.teacher if plan.policy.needs.teacher else None
     if teacher is None or teacher.cache is None or plan.teacher is None:
         return RunSpending(plan.served)
@@ -45,7 +45,7 @@ def make_stages(
     retry: Callable[[int], RetryPolicy] = RetryPolicy,
     events: Channel | None = None,
 ) -> Stages:
-    """The stages of a run, of which the servers have answered."""
+    """Make the stages of a run whose servers have answered."""
     student, teacher, needs = services.student, services.teacher, plan.policy.needs
     return Stages(
         Services(
@@ -109,7 +109,7 @@ def make_live_bottleneck(
     say: Callable[[str], None],
     cores: int | None,
 ) -> LiveBottleneck:
-    """Make what says now and then what holds a run up. `backends` are by role; `cores` is how many the run may use."""
+    """Make what tells people what holds a run up. `backends` are by role; `cores` is how many the run may use."""
     tree = config.model_dump()
     return LiveBottleneck(
         orchestrator,

@@ -1,6 +1,6 @@
-"""The servers of a role: what they are called, and how a backend object for each of them is made.
+"""Names the servers of a role, and makes a backend object for each of them. It starts none.
 
-Starts none. A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend
+A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend
 object of its own, which knows nothing of the others. Entering a fresh object starts or attaches the server again.
 """
 
@@ -26,10 +26,10 @@ def backend_factories(
     account: Account | None = None,
     cores: CoreShares | None = None,
 ) -> dict[str, MakeBackend]:
-    """What makes a backend for each of the role's servers, by the server's name.
+    """Return, by the name of each of the role's servers, what makes a backend for it.
 
-    `student`, or `student-1`, `student-2`, ... where there are several: the name that logs and errors have too. All
-    of them, and those that are made anew, charge one `account`.
+    The name is `student`, or `student-1`, `student-2`, ... where there are several. Logs and errors use it too. All
+    backends of the role charge one `account`.
     """
     backend = registry.load("backends", model.backend.kind)
 
@@ -48,7 +48,7 @@ def backend_factories(
 
 
 def core_shares(models: Mapping[str, ModelConfig]) -> CoreShares:
-    """The cores of this process, shared out to the servers that these roles' backends start."""
+    """Return the cores of this process, shared out to the servers that these roles' backends start."""
     wanted = {
         each.server_name(role): model.serving.own_cores
         for role, model in models.items()

@@ -1,4 +1,4 @@
-"""An evaluation by itself: one student's servers, all benchmarks, and the figures. A training run makes its own."""
+"""Runs an evaluation by itself: one student's servers, all benchmarks, and the figures. It trains nothing."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ async def evaluate_student(
     *,
     exit_process: Callable[[str], None] | None = None,
 ) -> EvaluationResult:
-    """Only the student's server and one evaluation, continued where there is one. `exit_process`: see `Watchdog`.
+    """Start the student's servers, and return their evaluation. One that was begun is continued.
 
-    Raises `BudgetSpentError` once the endpoint's budget is spent, with all responses until then kept.
+    `exit_process`: see `Watchdog`. Raise BudgetSpentError once the endpoint's budget is spent; responses until then are
+    kept.
     """
     screen = RunConsole(console, 0)
     watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
@@ -70,7 +71,7 @@ async def evaluate_student(
         opening = open_services(served, directory.path, spending=spending, listener=listener)
         try:
             async with alongside(watchdog.watch), opening as services:
-                ledger_file.write(0)  # what the start asked
+                ledger_file.write(0)  # what was asked during the start
                 vocabulary, weights = student_files.vocabulary, student_files.directory
                 student = services.student
                 result = await measure(config, benchmarks, vocabulary, student, directory, events, "", weights)

@@ -1,4 +1,4 @@
-"""The student that a run starts from, on a server that holds one knows not what."""
+"""Sends the weights that a run starts from to a student's server that may hold others."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SENDING_WEIGHTS = "sending the student's weights to its server"  # the step's na
 async def send_initial_weights(
     model: ModelConfig, student: WeightSink, found: Capabilities, announce: Callable[[str], None]
 ) -> None:
-    """Give a student's server that was running already `student.model`: it may hold the weights of another run.
+    """Send `student.model` to a student's server that was running already, as it may hold the weights of another run.
 
-    One that takes no weights (so that it can only be evaluated) is taken at its word.
+    A server that takes no weights can only be evaluated. It gets none, and is trusted to hold the right ones.
     """
     if found.version is not None or not found.weight_update:
         return
@@ -29,5 +29,5 @@ async def send_initial_weights(
 
 
 def initial_weights(model: ModelConfig) -> WeightSnapshot:
-    """The model's directory under a name that a server which runs in another one can read."""
+    """Return the model's directory as version 0. Its path is absolute, since servers may run in another directory."""
     return WeightSnapshot(directory=str(Path(model.model).absolute()), version=WeightVersion(0, 0))

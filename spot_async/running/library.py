@@ -1,4 +1,4 @@
-"""spot-async as a library: a whole run from a program, and the stages for supervising prompts by oneself.
+"""Offers spot-async as a library: whole runs from a program, and stages for supervising prompts by oneself.
 
 Nothing is printed unless asked for, and what goes wrong is raised as one of `spot_async.errors`.
 """
@@ -41,8 +41,8 @@ def run(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool =
     `config` is the path of a YAML file, the same tree as a mapping, or a `Config`; `overrides` are
     `section.key=value` strings. With `progress` the console's display is shown.
 
-    Raises a `SpotError`: `ConfigError` and `DataError` before anything was started, others from the run.
-    Ctrl-C stops it in order and raises KeyboardInterrupt. Inside a running event loop use `run_async`.
+    Raise a `SpotError`: `ConfigError` and `DataError` before anything was started, others from the run.
+    Ctrl-C stops the run in order and raises KeyboardInterrupt. Inside a running event loop use `run_async`.
     """
     try:
         asyncio.get_running_loop()
@@ -52,9 +52,9 @@ def run(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool =
 
 
 async def run_async(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool = False) -> TrainOutcome:
-    """`run` for programs that have an event loop. Cancelling it stops the run and all of its processes.
+    """Train as `run` does, in a program that has an event loop. Cancelling it stops the run and all of its processes.
 
-    One run at a time: a second one in the same process is refused (`SpotError`), since log files are the process's.
+    One run at a time: a second one in the same process is refused (`SpotError`), since log files belong to the process.
     """
     if not _one_run.acquire(blocking=False):
         raise SpotError("a run is going on in this process: start another after it, or in a process of its own")
@@ -96,15 +96,18 @@ def stages_for(
     softmax_widths: Mapping[str, int] | None = None,
     kept_scores: KeptScores | None = None,
 ) -> Stages:
-    """Stages over services that are running already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
+    """Return stages over services that run already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
 
-    `teacher` and `reference` are given as the policy's needs say; a policy that wants the teacher's responses needs
-    one that generates. `vocabulary` is the student's; give the teacher's too where it ends its responses with another
-    token. `capabilities`, by role, say what servers offer that serve less than whole distributions; without them a
-    policy asks for exact values. `softmax_widths`, by role, are needed where one model's softmax is padded further than
-    another's. `kept_scores` answers again what the teacher was asked before. `seed` and the prompt's ordinal decide
-    what is sampled. At most `max_prompts` may be supervised at once. Events (a retry, a server's end) go to Python's
-    `logging`, unless the program configured structlog.
+    * `vocabulary` is the student's. Give `teacher_vocabulary` where the teacher ends its responses with another token.
+    * `teacher` and `reference` are given as the policy's needs say. A teacher whose responses are needed must generate.
+    * `capabilities`, by role, are for servers that offer less than whole distributions. Without them a policy asks for
+      exact values.
+    * `seed` and the prompt's ordinal decide what is sampled.
+    * `max_prompts`: the most that may be supervised at once.
+    * `softmax_widths`, by role, are needed where one model's softmax is padded further than another's.
+    * `kept_scores` answers again what the teacher was asked before.
+
+    Events (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
     """
     log_events_to_python_logging()
     needs = policy.needs
@@ -133,8 +136,8 @@ def stages_for(
 
 
 def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:
-    """The configuration, and a name for its run directory."""
-    if isinstance(overrides, str):  # whose letters would be taken for overrides
+    """Return the configuration, and a name for its run directory."""
+    if isinstance(overrides, str):  # its letters would be taken for overrides
         raise ConfigError(f"overrides is a list of strings: give [{overrides!r}] in place of {overrides!r}")
     match source:
         case Config():

@@ -1,4 +1,4 @@
-"""One evaluation in a run directory: continued where it was begun, judged, and its files written."""
+"""Makes one evaluation in a run directory: continues it where it was begun, has it judged, and writes its files."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ async def measure(
     when: str,
     weights: Path,
 ) -> EvaluationResult | None:
-    """One evaluation of the `weights` that are served; None when the configuration has no evaluation.
+    """Evaluate the `weights` that are served, and write the files; return None if the configuration has no evaluation.
 
-    `when` is part of its files' names; empty for the only one of a run directory.
+    `when` is part of the files' names; it is empty for the only evaluation of a run directory.
     """
     if config.evaluation is None:
         return None
@@ -74,7 +74,7 @@ def write_evaluation(
     weights: Path,
     result: EvaluationResult,
 ) -> None:
-    """The files of an evaluation that was made under another name already."""
+    """Write the files of an evaluation that was made under another name already."""
     identity = identity_of(config, benchmarks, weights)
     log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
     write_files(directory, when, weights, result, log, identity, benchmarks)
@@ -89,7 +89,7 @@ def write_files(
     identity: Identity,
     benchmarks: Sequence[Benchmark],
 ) -> None:
-    """The sorted responses, outputs for other tools, and last the figures: where they are, everything is."""
+    """Write the sorted responses, outputs for other tools, and last the figures. If those are there, everything is."""
     log.complete(result.responses)
     for benchmark, each in zip(benchmarks, result.benchmarks, strict=True):
         if benchmark.writes_outputs:
@@ -107,7 +107,7 @@ def write_figures(
     directory: RunDirectory, when: str, weights: Path, result: EvaluationResult, identity: Identity
 ) -> None:
     figures = result.evaluation_figures(
-        model=str(weights.resolve()),  # `RUN/student` will be another one tomorrow
+        model=str(weights.resolve()),  # resolved, since `RUN/student` is another one later
         model_fingerprint=identity.model,
         settings=identity.settings,
         settings_fingerprint=settings_fingerprint(identity.settings),
@@ -118,9 +118,9 @@ def write_figures(
 
 
 def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:
-    """Add figures for the k that are asked for now to a complete evaluation, from its responses.
+    """Add the figures for every k of `evaluation.pass_k` to a complete evaluation, from its responses.
 
-    Raises DataError where those are needed, and gone or damaged.
+    Raise DataError if the responses are needed, and gone or damaged.
     """
     assert config.evaluation is not None
     pass_k = config.evaluation.pass_k
@@ -136,9 +136,9 @@ def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Ben
 
 
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:
-    """Whether the directory holds the whole evaluation already.
+    """Return whether the directory holds the whole evaluation already.
 
-    Raises DataError where it holds one, or a part of one, of another model or of other settings.
+    Raise DataError if it holds one, or a part of one, of another model or of other settings.
     """
     wanted = identity_of(config, benchmarks, weights)
     path = directory.path / f"{file_stem('')}.json"
@@ -156,7 +156,7 @@ def file_stem(when: str) -> str:
 
 
 async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack) -> dict[str, Verifier]:
-    """The verifier of each benchmark, by name; those with equal settings share one, and its worker processes."""
+    """Open and return each benchmark's verifier, by the benchmark's name. Equal settings share one verifier."""
     opened: dict[str, Verifier] = {}
     found: dict[str, Verifier] = {}
     for benchmark in benchmarks:

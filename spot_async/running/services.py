@@ -1,7 +1,7 @@
 """Opens the servers of a run, or of a command beside it: `open_services` is the one way to do so.
 
 It makes a pool for each role, starts all of them together, keeps them alive, asks them what they offer, and gives the
-student its first weights. It knows neither stages nor the loop: whoever opens services makes those from what was found.
+student its first weights. It knows neither stages nor the loop: whoever opens services makes those.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReferenceBackend(Backend, Scorer, Protocol):
 
 @dataclass(frozen=True)
 class OpenServices:
-    """Services that run and have answered, and what was found of them. Mappings are by role."""
+    """Services that run and have answered, and what they were found to offer. Mappings are by role."""
 
     backends: Mapping[str, Any]  # each a `ReplicaPool`, unless one server was to be asked directly
     capabilities: Mapping[str, Capabilities]
@@ -64,10 +64,10 @@ class OpenServices:
 
 @dataclass(frozen=True)
 class StartListener:
-    """Who is told what of a start; by default nobody is."""
+    """Functions that are told how a start goes. By default they do nothing."""
 
     starting: Callable[[Mapping[str, Backend]], None] = lambda backends: None  # by role, before the first is entered
-    step: Callable[[str], None] = lambda name: None  # what is done with them next
+    step: Callable[[str], None] = lambda name: None  # what is done with the services next
     warn: Callable[[str], None] = lambda line: None  # for people; also later, such as of a limit that is lowered
     waiting: Callable[[str], None] | None = None  # that a server is not there yet; None: then the start fails at once
 
@@ -89,14 +89,14 @@ async def open_services(
     """Start or attach what is `served`, by role, and yield it once it has answered. Logs go under `directory`.
 
     * `run`: what the services are checked for. Without it they are only asked what they offer.
-    * `is_used`: what is unsafe is refused (`ConfigError`), the teacher's scores are kept, and the student's servers get
-      their first weights. False for who only looks.
-    * `directly`: the first server of each role stands for itself, without a pool. If it ends, so does the inside.
-    * `spending`, `cores`: as they were opened and shared out already, where somebody else needs them too.
+    * `is_used`: unsafe services are refused (`ConfigError`), the teacher's scores are kept, and the student's servers
+      get their first weights. False for a caller that only looks.
+    * `directly`: only the first server of each role is opened, without a pool. If it ends, so does the inside.
+    * `spending`, `cores`: given by a caller that needs them too; otherwise they are made here.
     * `beside` is entered and left together with the servers, so that nothing waits for the other to start.
     * `watches` run beside those of the servers. The first that raises ends the inside.
 
-    Errors of starting are raised as they are, those of what runs beside the inside in an exception group.
+    Errors of starting are raised as they are, and those of watches in an exception group.
     """
     spending = RunSpending(served) if spending is None else spending
     cores = core_shares(served) if cores is None else cores
@@ -146,9 +146,9 @@ def _first_server(
 async def _ask(
     run: tuple[Config, TrainPlan] | None, backends: Mapping[str, Backend], listener: StartListener
 ) -> tuple[Mapping[str, Capabilities], Diagnosis | None]:
-    """Ask what the services offer, and with a run whether that is what it needs.
+    """Return what the services offer and, for a run, the diagnosis of whether that is what it needs.
 
-    A server that ends of a question is not started again: it says what is wrong.
+    If a question ends a server, its error is raised, since that says what is wrong. It is not started again.
     """
     if run is None:
         return {role: await capabilities(each) for role, each in backends.items()}, None
@@ -159,7 +159,7 @@ async def _ask(
 
 
 def _accept(diagnosis: Diagnosis | None, listener: StartListener) -> None:
-    """Raise ConfigError for services that are unsafe for the run, and pass on what makes it worse."""
+    """Raise ConfigError for services that are unsafe for the run, and warn of what makes the run worse."""
     if diagnosis is None:
         return
     diagnosis.raise_if_unsafe()

@@ -1,4 +1,4 @@
-"""What a finished run amounts to, as a value for programs and as the contents of `summary.json`."""
+"""Sums up a finished run, as a value for programs and as the contents of `summary.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spot_async.telemetry.evaluation_history import BestCheckpoint
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """What a finished run amounts to."""
+    """What a finished run came to."""
 
     directory: Path  # of the run
     student: Path = field(init=False)  # the trained one, a Hugging Face directory; missing without a finished iteration
@@ -34,7 +34,7 @@ class TrainOutcome:
 
 
 def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[str, Any]:
-    """The contents of `summary.json`."""
+    """Return the contents of `summary.json`."""
     return {
         "policy": config.policy.kind,
         "iterations": outcome.iterations,
@@ -62,7 +62,7 @@ def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
 def change_summary(
     before: EvaluationResult | None, after: EvaluationResult | None
 ) -> dict[str, dict[str, float | None]] | None:
-    """How Avg@k changed, by tier, paired on problems. None without both evaluations."""
+    """Return how Avg@k changed, by tier, paired on problems; None without both evaluations."""
     if before is None or after is None:
         return None
     judged = [name for name in after.row_names() if after.figures(name).avg is not None]
@@ -82,7 +82,7 @@ def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None
                 "problems": figures.problems,
                 "avg": figures.avg.value,
                 "avg_standard_error": figures.avg.standard_error,
-                "pass_k": figures.samples,  # of the next two; of the mean, the most that all benchmarks have
+                "pass_k": figures.samples,  # k of the next two; for the mean, the largest that all benchmarks have
                 "pass": figures.pass_at[figures.samples].value,
                 "pass_standard_error": figures.pass_at[figures.samples].standard_error,
             }

@@ -59,13 +59,14 @@ Student: TypeAlias = Generator | ServicePool[Generator]
 
 @dataclass
 class RunResults:
-    """What a run has come to so far, as its outcome will tell."""
+    """Holds what a run has come to so far, for its outcome."""
 
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
     stages: Sequence[Stage[Any]] = ()  # once the servers have answered
     orchestrator: Orchestrator | None = None
-    spent: BudgetSpentError | None = None  # set where no prompt ran out of it: in evaluations, or as a server came back
+    # Set when the money runs out outside of a prompt: in an evaluation, or as a server comes back.
+    spent: BudgetSpentError | None = None
 
     def is_out_of_money(self, error: BaseException) -> None:
         self.spent = self.spent or budget_error(error)
@@ -95,7 +96,7 @@ async def train(
     *,
     exit_process: Callable[[str], None] | None = None,
 ) -> TrainOutcome:
-    """One training run, evaluated before and after where the configuration says so.
+    """Make one training run, evaluated before and after where the configuration says so, and return its outcome.
 
     `exit_process`: see `Watchdog`.
     """
@@ -119,7 +120,7 @@ class TrainingRun:
         console: Console,
         exit_process: Callable[[str], None] | None,
     ) -> None:
-        """Makes the parts; nothing is started."""
+        """Make the parts. Nothing is started."""
         self._config = config
         self._plan = plan
         self._directory = directory
@@ -142,7 +143,7 @@ class TrainingRun:
     def open_files(self, stack: ExitStack) -> Sequence[MetricSink]:
         """Lock the run directory, and enter what must outlive the servers: logs, screen and watchdog."""
         directory = self._directory
-        with suppress(StorageError):  # without locks other starts are refused too, but not told of this process
+        with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         stack.callback(self._ledger_file.write)  # whatever ends the run
@@ -156,7 +157,7 @@ class TrainingRun:
         """Start the servers and the trainer, train, and stop them again."""
         try:
             async with alongside(self._watchdog.watch), self._open_services() as services:
-                self._ledger_file.write(iteration=0)  # what the start asked
+                self._ledger_file.write(iteration=0)  # what was asked during the start
                 await self._work(services, sinks)
                 self._watchdog.on(StepBegan("stopping"))
         except* BudgetSpentError as spent:
@@ -181,7 +182,7 @@ class TrainingRun:
         self._begin(f"starting {', '.join(self._plan.served)} and trainer")
 
     async def _work(self, services: OpenServices, sinks: Sequence[MetricSink]) -> None:
-        """What the run does while its servers live."""
+        """Evaluate, train, and evaluate again, while the servers live."""
         config, plan, directory = self._config, self._plan, self._directory
         stages = make_stages(config, plan, services, self._verifier, events=self._events)
         self._results.stages = stages.all
@@ -199,7 +200,7 @@ class TrainingRun:
         self._events.publish(StepBegan(step, orchestrator))
 
     def _make_orchestrator(self, services: OpenServices, stages: Stages, sinks: Sequence[MetricSink]) -> Orchestrator:
-        """The orchestrator, with all that watches it."""
+        """Make the orchestrator, with the log that follows its run."""
         log = RunLog(
             self._directory,
             stages,
@@ -215,7 +216,7 @@ class TrainingRun:
         return make_orchestrator(self._config, self._plan, stages, self._trainer, [student], evaluate)
 
     async def _evaluate(self, student: Student, when: str, weights: Path) -> EvaluationResult | None:
-        """See `measure`; None also where the budget ran out meanwhile."""
+        """Return the result of `measure`; None also if the budget ran out meanwhile."""
         result = None
         try:
             result = await measure(
@@ -233,7 +234,7 @@ class TrainingRun:
         return result
 
     async def _evaluate_live(self, student: Student, iteration: int) -> EvaluationResult | None:
-        """An `orchestrator.LiveEvaluation`, of the weights that the student's servers hold."""
+        """Return the evaluation of the live weights, or None if none is due: an `orchestrator.LiveEvaluation`."""
         if not evaluation_is_due(self._config, iteration):
             return None
         result = await self._evaluate(student, f"{iteration:06d}", self._directory.weights_after(iteration))
@@ -242,7 +243,7 @@ class TrainingRun:
         return result
 
     async def _evaluate_after(self, student: Student, iterations: int) -> EvaluationResult | None:
-        """The evaluation after training, of the weights that so many iterations made."""
+        """Return the evaluation after training, of the weights that so many iterations made; None if there is none."""
         directory, history = self._directory, self._history
         after, last = history.result_after(iterations), directory.weights_after(iterations)
         if after is not None:  # the last mid-run evaluation had the same weights, problems and seeds
@@ -255,6 +256,6 @@ class TrainingRun:
 
 
 def evaluation_is_due(config: Config, iteration: int) -> bool:
-    """Whether the weights of this iteration (the first one is 1) are evaluated during training."""
+    """Return whether the weights of this iteration (the first one is 1) are evaluated during training."""
     every = config.evaluation.eval_every if config.evaluation is not None else 0
     return every > 0 and iteration % every == 0
