@@ -6,7 +6,7 @@ from spot_async.base.events import Event
 
 
 class RequestAsked(Event, frozen=True):
-    """A request is about to enter its stage. The stages' numbers do not count it yet, so they still say what was."""
+    """A request is about to enter its stage. The stages' numbers still hold what was true until now."""
 
     at_s: float
 

@@ -58,7 +58,7 @@ async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Seq
 
 
 async def verify(verifier: Verifier, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-    """Return the verifier's verdict. A TimeoutError is raised as it is.
+    """Return the verifier's verdict. A TimeoutError or a failed request is raised as it is.
 
     Raise PluginError if the verifier returns anything but a verdict, or raises another exception.
     """
@@ -72,7 +72,10 @@ async def verify(verifier: Verifier, problem: Problem, response_text: str, *, de
 
 @contextmanager
 def _at_fault(plugin: object, name: str, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise PluginError for what somebody else's plug-in raises. Ours, and failed requests, go on as they are."""
+    """Raise PluginError for what somebody else's plug-in raises.
+
+    Failed requests, the exceptions in `passes`, and what a plug-in of ours raises go on as they are.
+    """
     try:
         yield
     except passes:

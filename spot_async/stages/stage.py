@@ -60,7 +60,7 @@ class OpenRequest(Errand):
     longest_retry_after_s: float = 0.0  # the longest pause that an endpoint has asked for
     paused_s: float = 0.0  # the sum of the pauses that endpoints asked for
     attempts: int = 0  # so far
-    replica: str | None = None  # that has it; None while it waits for one, empty where the role has only one
+    replica: str | None = None  # the one that has it; None while it waits for one, empty where the role has only one
 
 
 class Stage(Generic[S]):
