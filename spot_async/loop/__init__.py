@@ -1,1 +1,1 @@
-"""Runs the loop of a run: admits prompts, supervises them, trains on batches, sends new weights. It opens no server."""
+"""Runs the training loop: admits prompts, supervises them, trains on batches, sends new weights. It opens no server."""

@@ -3,7 +3,7 @@
 This is the supervision queue too. A prompt may start if the staleness bound allows it, and if a place in the queue can
 be reserved for its worst case (`sample_bytes.py`). Whether there is money for it is the orchestrator's to know. Since
 its place is reserved, a finished prompt never waits for room, so batches in admission order cannot deadlock behind a
-full queue. From then on it counts as what it really holds.
+full queue. Once it is finished, a prompt counts as what it really holds.
 
 Short responses finish first, and taking them first would favour them. So a batch is the next prompts in admission
 order, without those that were given up.
@@ -44,7 +44,7 @@ class AdmissionBook:
         self._held_bytes = 0
         self._waiting: dict[int, Sequence[Sample]] = {}  # finished and in no batch yet
         self._unsettled: deque[int] = deque()  # in admission order; the first one still runs
-        self._ready: deque[int] = deque()  # those of `_waiting` that come before that one, in admission order
+        self._ready: deque[int] = deque()  # those of `_waiting` that come before `_unsettled`, in admission order
 
     # What it says
 

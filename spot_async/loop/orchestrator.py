@@ -47,7 +47,7 @@ class OrchestratorSettings:
     batch_size: int
     max_staleness: int
     capacity_prompts: int  # of the supervision queue
-    capacity_bytes: int  # of it too: for worst cases of running prompts, and for what finished ones hold
+    capacity_bytes: int  # of the queue too: worst cases of running prompts, and what finished ones hold
     max_response_tokens: int
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
