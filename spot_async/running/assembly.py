@@ -109,7 +109,7 @@ def make_live_bottleneck(
     say: Callable[[str], None],
     cores: int | None,
 ) -> LiveBottleneck:
-    """Make what tells people what holds a run up. `backends` are by role; `cores` is how many the run may use."""
+    """Make the live search for what holds a run up. `backends` are by role; `cores` is how many the run may use."""
     tree = config.model_dump()
     return LiveBottleneck(
         orchestrator,

@@ -1,7 +1,7 @@
 """Names the servers of a role, and makes a backend object for each of them. It starts none.
 
-A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend
-object of its own, which knows nothing of the others. Entering a fresh object starts or attaches the server again.
+A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend object of its
+own, which knows nothing of the others. Entering a fresh object starts or attaches the server again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def backend_factories(
     """Return, by the name of each of the role's servers, what makes a backend for it.
 
     The name is `student`, or `student-1`, `student-2`, ... where there are several. Logs and errors use it too. All
-    backends of the role charge one `account`.
+    backends of the role, those made anew too, charge one `account`.
     """
     backend = registry.load("backends", model.backend.kind)
 

@@ -91,10 +91,10 @@ async def open_services(
     * `run`: what the services are checked for. Without it they are only asked what they offer.
     * `is_used`: unsafe services are refused (`ConfigError`), the teacher's scores are kept, and the student's servers
       get their first weights. False for a caller that only looks.
-    * `directly`: only the first server of each role is opened, without a pool. If it ends, so does the inside.
+    * `directly`: only the first server of each role is opened, without a pool. If it ends, so does the `async with`.
     * `spending`, `cores`: given by a caller that needs them too; otherwise they are made here.
     * `beside` is entered and left together with the servers, so that nothing waits for the other to start.
-    * `watches` run beside those of the servers. The first that raises ends the inside.
+    * `watches` run beside those of the servers. The first that raises ends the `async with`.
 
     Errors of starting are raised as they are, and those of watches in an exception group.
     """
