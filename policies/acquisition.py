@@ -1,7 +1,7 @@
 """Decides where to probe: the acquisition score of every response position, and the choice of the best few.
 
 Pure numpy in float64, from log-probabilities that the caller has gathered. What happens at a chosen position (probing,
-targets) is decided elsewhere. The definitions are in method.md section 1, and in the paper's Eqs. (2) and (5)-(7).
+targets) is decided elsewhere. The definitions are the paper's Eqs. (2) and (5)-(7).
 
 Axes: T response positions, k candidates, V vocabulary.
 """

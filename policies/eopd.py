@@ -1,7 +1,7 @@
 """Entropy-aware on-policy distillation: OPD, plus a forward KL where the teacher is uncertain.
 
 At positions whose teacher entropy exceeds tau it adds the forward KL from the teacher, renormalised on its top-k, to
-the student's full-vocabulary distribution (method.md section 5, the paper's Eqs. (3) and (4)).
+the student's full-vocabulary distribution (the paper's Eqs. (3) and (4)).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GRPO: rewards relative to a group of samples of the same prompt. It needs no teacher.
 
-As in verl, every token's advantage is its response's reward, normalised within the group (method.md section 5). The KL
+As in verl, every token's advantage is its response's reward, normalised within the group (docs/methods.md). The KL
 to the frozen initial student is part of the run's loss (`training.reference_kl`).
 """
 

@@ -1,7 +1,7 @@
 """Knowledge distillation, off-policy: the student learns from what the teacher writes.
 
 The teacher writes one response per problem, which is reused in every epoch. The loss at each position is cross-entropy
-on the written token plus forward KL to the teacher, renormalised on its top-k (method.md section 5). There is no policy
+on the written token plus forward KL to the teacher, renormalised on its top-k (docs/methods.md). There is no policy
 term: everything is soft targets.
 """
 

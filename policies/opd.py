@@ -1,6 +1,6 @@
 """On-policy distillation: the student's own tokens, judged one by one by the teacher.
 
-The advantage of each sampled token is `log pi_T - log pi_old` (method.md section 4 without the branch term). The
+The advantage of each sampled token is `log pi_T - log pi_old` (SPOT's without the branch term). The
 trainer computes it from the log-probabilities in the sample.
 """
 

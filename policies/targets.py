@@ -30,7 +30,7 @@ def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, ga
 
     `teacher_logprobs` (..., k_p) are natural logs, in which any common offset cancels. `values` (..., k_p) are mean
     rewards. The result has the same shape, and rows that sum to 1. It maximises `E_rho[V] - KL(rho || p) / gamma`
-    (paper Eq. (10), method.md section 3). `gamma = 0` gives `p`.
+    (paper Eq. (10)). `gamma = 0` gives `p`.
 
     Raises `ValueError` for a gamma that is negative or not finite.
     """

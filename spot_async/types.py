@@ -61,7 +61,7 @@ class Verdict(StrEnum):
 
     @property
     def reward(self) -> float | None:
-        """Return 1 or 0; None where the verifier could not, or had no need to, decide (method.md section 2)."""
+        """Return 1 or 0; None where the verifier could not, or had no need to, decide."""
         if self.is_missing or self is Verdict.UNJUDGED:
             return None
         return 1.0 if self is Verdict.CORRECT else 0.0

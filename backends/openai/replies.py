@@ -153,7 +153,7 @@ def token_scores(
     """Return the scores of T response tokens. `at` (T,) is the row of each, -1 where the server has none.
 
     Tokens without a row are masked, and so are rows in which one of the `top_k` best tokens is not known. Entropy
-    bounds need only numbers, not names. They follow from everything served (method.md section 1), widened by the noise.
+    bounds need only numbers, not names. They follow from everything served, widened by the noise.
     """
     positions = np.flatnonzero(at >= 0)
     chosen = at[positions].tolist()

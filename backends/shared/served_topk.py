@@ -1,6 +1,6 @@
 """Makes scores from a served top-K, for servers that give no entropy. They have bounds of it instead. Pure.
 
-All K served tokens tighten the bounds, also those beyond the requested k (method.md section 1).
+All K served tokens tighten the bounds, also those beyond the requested k.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class StudentRows:
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a score is computed from its parts (method.md section 1)."""
+    """How a score is computed from its parts."""
 
     candidates: int  # k_s
     vocab_size: int

@@ -13,7 +13,7 @@ from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt,
 from spot_async.config.plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
 from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
 
-# Keys that `evaluation.preset: paper` keeps at their defaults, which are the paper's (method.md section 6).
+# Keys that `evaluation.preset: paper` keeps at their defaults, which are the paper's (appendix B).
 PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
 PAPER_PROMPT = ("instruction", "separator")
 # Llama's templates print today's date. Fixing that date is no departure from the paper's protocol.

@@ -1,7 +1,7 @@
 """Makes the prompts of a run from problems: renders them, drops those that are too long, and puts them in order.
 
 The order is a pure function of the seed and the problems. Each epoch has its own permutation. Problems of an epoch's
-last, incomplete batch are left out of that epoch, as in the paper (method.md section 6).
+last, incomplete batch are left out of that epoch, as in the paper.
 """
 
 from __future__ import annotations

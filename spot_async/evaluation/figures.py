@@ -1,6 +1,6 @@
 """Defines the figures of an evaluation and their file `evaluation.json`, which `compare` reads. It computes none.
 
-A benchmark's figures are those of its problems; `macro` is the unweighted mean over benchmarks (method.md section 6).
+A benchmark's figures are those of its problems; `macro` is the unweighted mean over benchmarks.
 Correct responses are counted per problem, so that two evaluations can be compared problem by problem, and resampled,
 without the responses.
 """

@@ -1,6 +1,6 @@
 """Samples responses to the benchmarks' problems, and has them judged.
 
-The protocol is that of method.md section 6. Each (problem, sample) has its own seed, whatever else is evaluated beside
+The protocol is the paper's. Each (problem, sample) has its own seed, whatever else is evaluated beside
 it. A response that the verifier could not judge, even when asked again, counts as not correct, and is reported as such.
 `benchmarks.py` decides what is asked, `results.py` computes the figures.
 """

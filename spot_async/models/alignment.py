@@ -2,7 +2,7 @@
 
 A causal model's output row `i` is its distribution after reading token `i`. So row `prompt_length + t - 1` decides
 response position `t` (0-based). Scores, masks, candidates, entropies, losses and branch roots all ask this module: an
-error of one row crashes nothing and ruins everything (method.md, Alignment).
+error of one row crashes nothing and ruins everything.
 """
 
 from __future__ import annotations

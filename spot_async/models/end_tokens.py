@@ -1,4 +1,4 @@
-"""Translates end tokens between student and teacher, who may end a response with different ids (method.md section 6).
+"""Translates end tokens between student and teacher, who may end a response with different ids.
 
 To end is one decision, whichever token says so. Pure maps for scores and for candidates; stages ask the teacher.
 """

@@ -15,7 +15,7 @@ def entropy_bounds(topk_logprobs: npt.ArrayLike, vocab_size: int) -> tuple[Float
     """Return lower and upper bounds (T,), in nats, of the entropy of rows with top-K log-probabilities (T, K).
 
     The remaining mass lies on V - K tokens, none likelier than the K-th. The entropy is largest when that mass is
-    spread evenly, and smallest when it is packed into as few tokens as possible (method.md section 1). Widen the bounds
+    spread evenly, and smallest when it is packed into as few tokens as possible. Widen the bounds
     by the server's numerical noise before relying on them.
     """
     probabilities = np.exp(np.asarray(topk_logprobs, dtype=np.float64))  # (T, K)

@@ -35,7 +35,7 @@ from spot_async.replicas.weights import Weights
 LONGEST_PING_S = 10.0  # long enough for a machine that swaps
 PING_INTERVAL_S = 1.0
 FIRST_PAUSE_S = 1.0  # between attempts to enter it; doubles each time, up to the longest
-LONGEST_PAUSE_S = 30.0
+MOST_BETWEEN_STARTS_S = 30.0
 LAST_WORDS_S = 10.0  # for a dying server to say why; SGLang takes five to find out
 RESTARTS_WITHIN_S = 3600.0
 
@@ -207,7 +207,7 @@ class Recovery(Generic[B]):
                 self._log.warning("replica cannot be entered", error=str(again), attempt=attempt)
                 error = self._replica.last_error = again
                 await asyncio.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2.0 * pause_s)
+                pause_s = min(MOST_BETWEEN_STARTS_S, 2.0 * pause_s)
             else:
                 self._replica.life.move(State.SERVING, _now_s())
                 return

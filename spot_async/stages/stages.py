@@ -1,7 +1,7 @@
 """Makes the stages of a run, and the view of them that one prompt's coroutine gets.
 
 Here requests get their identity: priority and seeds from the prompt's ordinal, deadlines and retries from the stage,
-prefixes and budgets from the method (method.md section 2). So policies need none of that, and backends know nothing of
+prefixes and budgets from the method. So policies need none of that, and backends know nothing of
 prompts.
 """
 
@@ -308,7 +308,7 @@ class BoundStages:
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
         budget = self._stages.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
-            return _empty_generation()  # the branch is verified as it stands (method.md section 2)
+            return _empty_generation()  # the branch is verified as it stands
         context_ids = branch_prefix(self._prompt.token_ids, response_ids, position)
         prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(

@@ -118,7 +118,7 @@ class MicroBatch:
 
 
 def advantages_of(sample: Supervision) -> FloatArray | None:
-    """Return advantages (T,), given or teacher minus behaviour (method.md section 4); None without a policy term."""
+    """Return advantages (T,), given or teacher minus behaviour; None without a policy term."""
     if sample.teacher_logprobs is not None:
         return sample.teacher_logprobs - sample.behavior_logprobs
     return sample.advantages

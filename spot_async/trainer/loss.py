@@ -2,7 +2,7 @@
 
 It does not know the method. OPD, EOPD, SPOT, GRPO and KD differ only in which of three terms they have (a clipped
 policy term, weighted soft targets, a reference KL) and in the numbers in them. Running the model, padding and gathering
-log-probabilities happen elsewhere. The formulas are in method.md section 4.
+log-probabilities happen elsewhere. The formulas are in docs/methods.md.
 
 Axes: B trajectories of a micro-batch, T tokens of the longest one (right-padded), N soft-target positions of all
 trajectories together, k candidates. Entries under padding are left out of every sum. They must be finite all the same,

@@ -11,7 +11,7 @@ def learning_rate(training: TrainingConfig, iteration: int, iterations: int) -> 
     """Return the rate of all updates of `iteration` (0-based) in a run of `iterations`.
 
     Linear warm-up reaches the full rate at iteration `warmup_iterations`. The cosine then starts from it, and is 0
-    after the last iteration (method.md section 6).
+    after the last iteration.
     """
     warmup = training.warmup_iterations
     if iteration < warmup:

@@ -1,6 +1,6 @@
 r"""Cuts a response down to the text of its last box.
 
-The answer of a response is its last balanced `\boxed{...}` or `\fbox{...}` (method.md section 6). When boxes nest it is
+The answer of a response is its last balanced `\boxed{...}` or `\fbox{...}`. When boxes nest it is
 the one that opens last. What the answer means is not decided here.
 """
 
