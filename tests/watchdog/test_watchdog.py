@@ -19,7 +19,7 @@ from problem_files import FEW
 
 from spot_async.base.tasks import alongside, root_cause
 from spot_async.checks.plan import plan_training
-from spot_async.cli import exit_code, outcomes
+from spot_async.cli import ending, exit_code
 from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
 from spot_async.loop.events import StepBegan
@@ -228,7 +228,7 @@ def test_every_way_to_end_has_its_code():
 
 
 def test_a_cancellation_that_nobody_asked_for_ends_with_its_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr(outcomes, "tune_gc", lambda: None)
+    monkeypatch.setattr(ending, "tune_gc", lambda: None)
 
     async def forgotten():
         future = asyncio.get_running_loop().create_future()
@@ -236,7 +236,7 @@ def test_a_cancellation_that_nobody_asked_for_ends_with_its_trace(tmp_path, monk
         await future
 
     with pytest.raises(asyncio.CancelledError, match="where it was cancelled"):
-        outcomes.run_until_stopped(forgotten(), RunDirectory(tmp_path))
+        ending.run_until_stopped(forgotten(), RunDirectory(tmp_path))
 
 
 HANGING = """
