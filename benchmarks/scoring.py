@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,9 @@ class Canned:
     def __init__(self, reply: bytes) -> None:
         self.traffic = Traffic()
         self._reply = reply
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def post(self, path: str, body: bytes, **_: Any) -> bytes:
         return self._reply
