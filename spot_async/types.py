@@ -294,6 +294,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     exact_entropy: bool  # False: scores carry bounds that follow from the served top-k
     candidate_logprobs: CandidateSupport
     weight_update: bool
+    # It loads weights while requests are in flight, and names the version of each token (`Generation.version_spans`).
+    # The responses under way go on, with keys and values of the new weights from then on. False: the student's requests
+    # must have ended before an update.
+    in_flight_updates: bool = False
     generation: bool = True
     token_id_prompts: bool = True  # False: it reads text, and positions that it tokenises differently are masked
     every_position: bool = True  # False: scores may leave positions out (`TokenScores.valid`)

@@ -295,6 +295,7 @@ class SglangBackend(RemoteBackend):
             exact_entropy=False,
             candidate_logprobs="single",
             weight_update=True,
+            in_flight_updates=self._weights.holds_requests,
             logprob_noise_nats=noise,
             score_temperature="one",
             generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),

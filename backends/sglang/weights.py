@@ -74,11 +74,11 @@ class SglangWeights:
     ) -> None:
         self._server = server
         self._control = Control(server)
-        self._holds_requests = info.release >= FLUSH_WHILE_PAUSED
+        self.holds_requests = info.release >= FLUSH_WHILE_PAUSED  # through an update; else it aborts them
         self._lock = asyncio.Lock()
         self._transport: SglangTransport
         if settings.transport == "disk":
-            self._transport = DiskTransport(self._control, flush=self._holds_requests)
+            self._transport = DiskTransport(self._control, flush=self.holds_requests)
         elif info.dp_size > 1:
             raise ConfigError(
                 f"{server.role}.backend.weights.transport=distributed: the server has {info.dp_size} data-parallel "
@@ -87,7 +87,7 @@ class SglangWeights:
         else:
             sender = WeightSender(settings, name=server.name, log_directory=log_directory)
             ranks = info.tp_size * info.pp_size
-            self._transport = DistributedTransport(self._control, settings, sender, ranks, self._holds_requests)
+            self._transport = DistributedTransport(self._control, settings, sender, ranks, self.holds_requests)
 
     async def close(self) -> None:
         await self._transport.close()
@@ -106,10 +106,10 @@ class SglangWeights:
     @contextlib.asynccontextmanager
     async def _paused(self, deadline: float) -> AsyncIterator[None]:
         """Pause the server during the `with` block. It stays paused if an error leaves it with mixed weights."""
-        mode = "retract" if self._holds_requests else "abort"
+        mode = "retract" if self.holds_requests else "abort"
         try:  # the pause request is inside, because the server may be paused even if nobody waited for its reply
             await self._control.post("/pause_generation", {"mode": mode}, deadline)
-            if not self._holds_requests:
+            if not self.holds_requests:
                 await self._control.flush(deadline)
             yield
             await self._control.post("/continue_generation", {}, deadline)

@@ -146,6 +146,7 @@ class VllmBackend(RemoteBackend):
             exact_entropy=False,
             candidate_logprobs=self._candidate_support,
             weight_update=takes_weights,
+            in_flight_updates=takes_weights,  # no server that names its weights does without
             weight_transport=self._settings.weights.transport if takes_weights else None,
             logprob_noise_nats=found.noise_nats,
             logprob_convention="truncated" if found.processed else "untruncated",

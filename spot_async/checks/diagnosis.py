@@ -178,6 +178,7 @@ class _ServerDiagnosis:
             "prefix_caching": said.prefix_caching,
             "abort": said.abort,
             "weight_update": said.weight_update,
+            "in_flight_updates": said.in_flight_updates,
             "weight_transport": said.weight_transport,
             "round_trip_s": None,
             "version": None if said.version is None else str(said.version),

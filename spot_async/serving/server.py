@@ -87,7 +87,8 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
         max_generation_top_k=engine.limits.max_top_k,
         exact_entropy=True,
         candidate_logprobs="batched",
-        weight_update=engine.parameters.match(directory),
+        weight_update=(takes_weights := engine.parameters.match(directory)),
+        in_flight_updates=takes_weights,
         weight_transport="disk",
         slots=settings.slots,
         prefix_caching=False,  # a prefix is read once for requests that wait together, but is not kept

@@ -86,6 +86,7 @@ def capabilities(vocab_size: int, **changes: Any) -> Capabilities:
             "exact_entropy": True,
             "candidate_logprobs": "batched",
             "weight_update": True,
+            "in_flight_updates": True,
             **changes,
         }
     )

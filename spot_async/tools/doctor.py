@@ -178,5 +178,6 @@ ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("prefix caching", lambda facts: _yes(facts["prefix_caching"])),
     ("frees abandoned requests", lambda facts: _yes(facts["abort"])),
     ("new weights", _weights),
+    ("updates in flight", lambda facts: _yes(facts["in_flight_updates"])),
     ("round trip", _milliseconds),
 )

@@ -83,6 +83,16 @@ async def test_servers_that_flush_while_paused_keep_their_requests(version: str,
     ]
 
 
+@pytest.mark.parametrize(("version", "holds"), [("0.5.20", False), ("0.5.21", True)])
+async def test_only_servers_that_keep_their_requests_are_updated_in_flight(
+    version: str, holds: bool, model: Path, tmp_path: Path
+) -> None:
+    async with connected(model, tmp_path) as (backend, _):
+        info = ServerInfo(version=version)
+        weights = SglangWeights(backend._server, WeightSettings(), info, log_directory=tmp_path)
+        assert weights.holds_requests == holds
+
+
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.9.post2", "0.4.10"])
 async def test_older_servers_are_flushed_before_the_update_which_would_end_them(
     version: str, model: Path, tmp_path: Path

@@ -72,7 +72,8 @@ async def test_a_server_with_the_v2_model_runner_gives_all_candidates_at_once(co
 async def test_older_versions_are_read_as_well_and_offer_less(connect: Connect, version: str) -> None:
     async with connect(version=version, chosen_tokens=False) as (backend, stand_in):
         found = await backend.capabilities(deadline=soon())
-        assert found.weight_update == (version >= "0.27")  # else nothing could confirm which weights are served
+        # Before that, nothing could confirm which weights are served, or which ones a token is of.
+        assert found.weight_update == found.in_flight_updates == (version >= "0.27")
         assert (found.candidate_logprobs, found.server) == ("single", f"vllm {version}")
         assert (found.max_top_k, found.max_generation_top_k) == (20, 19)
         assert 1e-6 <= found.logprob_noise_nats < 1e-3  # equal readings are no promise of equal ones

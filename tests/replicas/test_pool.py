@@ -385,6 +385,7 @@ def test_a_role_offers_what_all_its_servers_do():
     assert (offered.max_top_k, offered.exact_entropy, offered.candidate_logprobs) == (4, False, "none")
     assert offered.logprob_noise_nats == 0.1
     assert combined([capabilities(8), capabilities(8, version=None)]).version is None
+    assert not combined([capabilities(8), capabilities(8, in_flight_updates=False)]).in_flight_updates
 
 
 def test_a_server_that_came_back_as_another_model_is_refused():

@@ -87,6 +87,7 @@ async def test_the_server_says_what_it_offers(backend: LocalBackend) -> None:
     assert found.exact_entropy
     assert found.candidate_logprobs
     assert found.weight_update
+    assert found.in_flight_updates
     assert found.slots == 4
     assert len(found.vocab_fingerprint) == 64
 
